@@ -1,0 +1,213 @@
+"""Errors that reach a user, and the one place where they become a gRPC status with google.rpc details.
+
+PenstockError
+ ├─ InvalidArgument       bad field, unsupported combination
+ ├─ NotFound              unknown model or adapter
+ ├─ ResourceExhausted     queue full, slow reader, pool too small
+ ├─ FailedPrecondition    wrong mode, fingerprint mismatch
+ ├─ Unavailable           starting, draining, no backend (before the first token only)
+ ├─ Aborted               stream lost after tokens were sent
+ ├─ DeadlineExceeded
+ ├─ Cancelled
+ ├─ Unauthenticated
+ ├─ Unimplemented         an RPC or option of a later release
+ └─ Internal              anything else; carries a reason, never an exception's text
+StartupError              a process cannot start: names the flag to change
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "penstock"
+
+
+class PenstockError(Exception):
+    """Base of every error a caller sees. `message` never holds a user's text, ids or an exception's internals."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        metadata: Mapping[str, str] | None = None,
+        field: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        """`reason` is UPPER_SNAKE_CASE and stable; `field` is a proto field path such as `config.top_p`."""
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.field = field
+        self.retry_after_seconds = retry_after_seconds
+
+
+class InvalidArgument(PenstockError):
+    """A field that is wrong by itself or together with others. Say what is allowed, never the value."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, description: str, *, reason: str = "INVALID_FIELD") -> None:
+        super().__init__(f"{field}: {description}", reason=reason, field=field)
+        self.description = description
+
+
+class NotFound(PenstockError):
+    """An unknown model or adapter."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class ResourceExhausted(PenstockError):
+    """A bound of the configuration is reached; `retry_after_seconds` when waiting helps."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class FailedPrecondition(PenstockError):
+    """The process cannot do this in its present configuration."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Unavailable(PenstockError):
+    """Not now, and nothing was emitted yet: safe to retry."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class Aborted(PenstockError):
+    """A stream that had emitted tokens could not go on; metadata holds last_seq."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class DeadlineExceeded(PenstockError):
+    """The caller's deadline passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(PenstockError):
+    """The caller or the operator gave up on it."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class Unauthenticated(PenstockError):
+    """No or bad credentials."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class Unimplemented(PenstockError):
+    """An RPC or option that this release does not have."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is not available in this release", reason="UNIMPLEMENTED")
+
+
+class Internal(PenstockError):
+    """Our fault. The cause is in the log, under the request id."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class StartupError(Exception):
+    """A process cannot start. `flag` is what to change (e.g. `--kv-memory`); printed as one line, exit code 2."""
+
+    def __init__(self, message: str, *, flag: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.flag = flag
+
+
+_BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
+    kind.code: kind
+    for kind in (
+        NotFound,
+        ResourceExhausted,
+        FailedPrecondition,
+        Unavailable,
+        Aborted,
+        DeadlineExceeded,
+        Cancelled,
+        Unauthenticated,
+        Internal,
+    )
+}
+_CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def to_status(error: PenstockError) -> status_pb2.Status:
+    """The google.rpc.Status of `error`: ErrorInfo always, BadRequest and RetryInfo where they apply."""
+    details: list[any_pb2.Any] = []
+
+    def add(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> None:
+        packed = any_pb2.Any()
+        packed.Pack(message)
+        details.append(packed)
+
+    add(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    if error.field is not None:
+        description = error.description if isinstance(error, InvalidArgument) else error.message
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=description)
+        add(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        add(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+
+
+def from_status(status: status_pb2.Status) -> PenstockError:
+    """The inverse of `to_status`; a status with no ErrorInfo gets reason UNKNOWN."""
+    reason, metadata, field, description, retry = "UNKNOWN", {}, None, "", None
+    for packed in status.details:
+        if packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            packed.Unpack(info)
+            reason, metadata = info.reason, dict(info.metadata)
+        elif packed.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            packed.Unpack(bad)
+            if bad.field_violations:
+                field, description = bad.field_violations[0].field, bad.field_violations[0].description
+        elif packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            info_retry = error_details_pb2.RetryInfo()
+            packed.Unpack(info_retry)
+            retry = info_retry.retry_delay.ToNanoseconds() / 1e9
+    code = _CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidArgument(field or "request", description or status.message, reason=reason)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return Unimplemented(metadata.get("what", status.message.removesuffix(" is not available in this release")))
+    kind = _BY_CODE.get(code, Internal)
+    return kind(status.message, reason=reason, metadata=metadata, field=field, retry_after_seconds=retry)
+
+
+def from_rpc_error(error: grpc.RpcError) -> PenstockError:
+    """What a failed call of ours says, with its details when the server sent them."""
+    call: grpc.Call = error  # type: ignore[assignment]  # every RpcError raised by a call is one
+    for key, value in call.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            return from_status(status_pb2.Status.FromString(value))  # type: ignore[arg-type]
+    return from_status(status_pb2.Status(code=call.code().value[0], message=call.details() or ""))
+
+
+def trailing_metadata(error: PenstockError) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailers that carry the details, and the pushback that gRPC's own retries obey."""
+    trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", to_status(error).SerializeToString())]
+    if error.retry_after_seconds is not None:
+        trailers.append(("grpc-retry-pushback-ms", str(int(error.retry_after_seconds * 1000))))
+    return tuple(trailers)

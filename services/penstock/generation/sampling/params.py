@@ -1,0 +1,55 @@
+"""What one request asks of the sampler and of the stopping criteria, after defaults are resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_MIX = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Resolved options of one request. Names and meanings are transformers' GenerationConfig where it has them.
+
+    A value that switches its processor off is the default, so a processor is active iff its value differs from it.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    num_return_sequences: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop_token_ids: tuple[tuple[int, ...], ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string_in_output: bool = False
+    skip_special_tokens: bool = True
+    # None: no logprobs at all; 0: the chosen token's only; k: and the k most likely.
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    # Seconds since first scheduled; None: no limit.
+    max_time: float | None = None
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of returned sequence `index`: index 0 keeps `seed`, so n requests with these seeds give what n>1 gives.
+
+    The others are splitmix64 of (seed, index), cut to 63 bits (the public range of seeds).
+    """
+    if index == 0:
+        return seed
+    z = (seed + _MIX * index) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 1
