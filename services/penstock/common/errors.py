@@ -198,7 +198,7 @@ def from_status(status: status_pb2.Status) -> PenstockError:
 
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
     """What a failed call of ours says, with its details when the server sent them."""
-    call: grpc.Call = error  # type: ignore[assignment]  # every RpcError raised by a call is one
+    call: grpc.Call = error  # every RpcError raised by a call is one
     for key, value in call.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             return from_status(status_pb2.Status.FromString(value))  # type: ignore[arg-type]
