@@ -18,7 +18,7 @@ StartupError              a process cannot start: names the flag to change
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -198,10 +198,10 @@ def from_status(status: status_pb2.Status) -> PenstockError:
 
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
     """What a failed call of ours says, with its details when the server sent them."""
-    call: grpc.Call = error  # every RpcError raised by a call is one
+    call = cast("grpc.Call", error)  # every RpcError that a call raises is one
     for key, value in call.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            return from_status(status_pb2.Status.FromString(value))  # type: ignore[arg-type]
+            return from_status(status_pb2.Status.FromString(value))
     return from_status(status_pb2.Status(code=call.code().value[0], message=call.details() or ""))
 
 
