@@ -1,0 +1,57 @@
+"""Python client of Penstock's TextService: synchronous and asynchronous, streaming, typed errors, no torch.
+
+>>> from penstock_client import Client
+>>> with Client("localhost:50050") as client:
+...     for delta in client.chat("Hello!", max_new_tokens=64):
+...         print(delta.text, end="", flush=True)
+"""
+
+from penstock_client._async import AsyncClient, AsyncStream
+from penstock_client._exceptions import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from penstock_client._options import GenerationOptions
+from penstock_client._sync import Client, Stream
+from penstock_client._types import Choice, Completion, Delta, LogprobEntry, ToolCall
+from penstock_client.config import ClientConfig, KeepAliveConfig, RetryConfig, TimeoutConfig, TLSConfig
+
+__all__ = [
+    "Aborted",
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "Choice",
+    "Client",
+    "ClientConfig",
+    "Completion",
+    "DeadlineExceeded",
+    "Delta",
+    "FailedPrecondition",
+    "GenerationOptions",
+    "Internal",
+    "InvalidArgument",
+    "KeepAliveConfig",
+    "LogprobEntry",
+    "NotFound",
+    "PenstockError",
+    "ResourceExhausted",
+    "RetryConfig",
+    "Stream",
+    "TLSConfig",
+    "TimeoutConfig",
+    "ToolCall",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+]

@@ -1,0 +1,155 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from penstock.v1 import text_pb2, text_pb2_grpc
+
+from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
+from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
+from penstock_client._state import StreamState
+from penstock_client._types import Completion, Delta
+from penstock_client.config import ClientConfig
+
+# A call object with read() and cancel(); grpc-stubs knows neither aio's EOF nor asynchronous stubs.
+_Open = Callable[[], Any]
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class AsyncStream(AsyncIterator[Delta]):
+    """Deltas of one request, as they come. Iterate it, or await `result()` for the whole answer.
+
+    Leaving the `async with` block or `close()` cancels a stream that has not ended: the server frees its KV blocks
+    within two engine steps.
+    """
+
+    def __init__(self, open_call: _Open, state: StreamState) -> None:
+        self._open, self._state = open_call, state
+        self._call = open_call()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            try:
+                event = await self._call.read()
+                if event is _EOF:
+                    if self._state.finished is None:
+                        raise truncated_stream()
+                    raise StopAsyncIteration
+                delta = self._state.feed(event)
+            except grpc.RpcError as error:
+                await asyncio.sleep(self._state.retry_delay(error))
+                self._call = self._open()
+                continue
+            except PenstockError:
+                self.close()
+                raise
+            if delta is not None:
+                return delta
+
+    @property
+    def state(self) -> StreamState:
+        """Started, Finished and the choices so far."""
+        return self._state
+
+    async def result(self) -> Completion:
+        """Read to the end and return the collected answer."""
+        async for _ in self:
+            pass
+        return self._state.completion()
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """A connection to one Penstock router, for one event loop."""
+
+    def __init__(self, address: str, config: ClientConfig | None = None) -> None:
+        """`address` is host:port, or what gRPC resolves. Raises ValueError for a token in the clear."""
+        self.config = config or ClientConfig()
+        self._metadata = self.config.metadata(address)
+        options = self.config.channel_options()
+        if self.config.tls:
+            self._channel = grpc.aio.secure_channel(address, self.config.tls.credentials(), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        self._stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; running streams end CANCELLED."""
+        await self._channel.close(None)
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until connected. Raises Unavailable after `timeout` (default TimeoutConfig.connect) seconds."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), timeout or self.config.timeouts.connect)
+        except TimeoutError:
+            raise Unavailable("no connection to the router", reason="NOT_CONNECTED") from None
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
+    ) -> AsyncStream:
+        """Complete text or token ids. `timeout` in seconds is the request's deadline."""
+        request = generate_request(prompt, options)
+        limit = timeout if timeout is not None else self.config.timeouts.generate
+        return self._stream(lambda: self._stub.Generate(request, timeout=limit, metadata=self._metadata))
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncStream:
+        """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message."""
+        request = chat_request(messages, tools, documents, chat_template_kwargs, options)
+        limit = timeout if timeout is not None else self.config.timeouts.generate
+        return self._stream(lambda: self._stub.Chat(request, timeout=limit, metadata=self._metadata))
+
+    def _stream(self, open_call: _Open) -> AsyncStream:
+        return AsyncStream(open_call, StreamState(self.config.retry))
+
+    async def list_models(self) -> list[text_pb2.Model]:
+        """Models and adapters behind the router."""
+        return list((await self._unary(self._stub.ListModels, text_pb2.ListModelsRequest())).models)
+
+    async def get_model(self, name: str = "") -> text_pb2.Model:
+        """One model; the only one when `name` is empty. Raises NotFound."""
+        response: text_pb2.GetModelResponse = await self._unary(
+            self._stub.GetModel, text_pb2.GetModelRequest(name=name)
+        )
+        return response.model
+
+    async def _unary(self, method: Callable[..., Any], request: Any) -> Any:
+        try:
+            return await method(request, timeout=self.config.timeouts.unary, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise stream_error(error, None) from error

@@ -1,0 +1,64 @@
+"""The client's errors.
+
+PenstockError            code, message, reason, field, metadata, retry_after_seconds
+ ├─ InvalidArgument      a field of the request is wrong; `.field` names it
+ ├─ NotFound             unknown model or adapter
+ ├─ ResourceExhausted    overloaded; `.retry_after_seconds` when waiting helps
+ ├─ FailedPrecondition   the server cannot do this in its configuration
+ ├─ Unavailable          nothing was emitted; retried already, as RetryConfig says
+ ├─ Aborted              the stream was lost after deltas had arrived
+ ├─ DeadlineExceeded     TimeoutConfig or the call's `timeout` passed
+ ├─ Cancelled            this side gave up
+ ├─ Unauthenticated      no or bad token
+ ├─ Unimplemented        the server's release has no such call
+ └─ Internal             the server's fault, or a stream that broke the protocol
+"""
+
+from __future__ import annotations
+
+import grpc
+from penstock.common.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    from_rpc_error,
+)
+
+__all__ = [
+    "Aborted",
+    "Cancelled",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidArgument",
+    "NotFound",
+    "PenstockError",
+    "ResourceExhausted",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "stream_error",
+    "truncated_stream",
+]
+
+
+def stream_error(error: grpc.RpcError, last_seq: int | None) -> PenstockError:
+    """What a broken stream means: lost before anything arrived is Unavailable, after a delta it is Aborted."""
+    mapped = from_rpc_error(error)
+    if isinstance(mapped, Unavailable) and last_seq is not None:
+        return Aborted(mapped.message, reason=mapped.reason, metadata={**mapped.metadata, "last_seq": str(last_seq)})
+    return mapped
+
+
+def truncated_stream() -> Internal:
+    """A stream that ended OK without Finished: never accepted."""
+    return Internal("the stream ended without Finished", reason="TRUNCATED_STREAM")

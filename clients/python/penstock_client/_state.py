@@ -1,0 +1,98 @@
+"""What a stream has said so far: shared by the synchronous and the asynchronous stream."""
+
+from __future__ import annotations
+
+import random
+
+import grpc
+from penstock.v1 import common_pb2, generation_pb2, text_pb2
+
+from penstock_client._exceptions import Internal, PenstockError, Unavailable, stream_error, truncated_stream
+from penstock_client._types import Choice, Completion, Delta, LogprobEntry, ToolCall
+from penstock_client.config import RetryConfig
+
+Event = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
+
+
+def _logprob(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
+    top = tuple(LogprobEntry(one.token_id, one.text, one.logprob, one.rank) for one in entry.top)
+    chosen = entry.chosen
+    return LogprobEntry(chosen.token_id, chosen.text, chosen.logprob, chosen.rank, top)
+
+
+class StreamState:
+    """Folds events into choices and checks the protocol: gapless seq, Finished exactly once and last."""
+
+    def __init__(self, retry: RetryConfig) -> None:
+        self.started: generation_pb2.Started | None = None
+        self.finished: generation_pb2.Finished | None = None
+        self.last_seq: int | None = None
+        self.choices: dict[int, Choice] = {}
+        self._retry = retry
+        self._attempts = 1
+
+    def feed(self, event: Event) -> Delta | None:
+        """Take one event; the Delta in it, if it is one. Raises Internal when the stream breaks the protocol."""
+        if self.finished is not None:
+            raise Internal("an event came after Finished", reason="PROTOCOL")
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self.started = event.started
+        elif kind == "finished":
+            self._finish(event.finished)
+        elif kind == "delta":
+            return self._delta(event.delta)
+        return None
+
+    def _delta(self, proto: text_pb2.TextDelta | text_pb2.ChatDelta) -> Delta:
+        if proto.seq != (0 if self.last_seq is None else self.last_seq + 1):
+            raise Internal("a delta is missing or came twice", reason="PROTOCOL")
+        self.last_seq = proto.seq
+        chat = proto if isinstance(proto, text_pb2.ChatDelta) else None
+        calls = tuple(ToolCall(c.index, c.id, c.name, c.arguments) for c in chat.tool_calls) if chat else ()
+        reasoning = chat.reasoning if chat else ""
+        logprobs = tuple(map(_logprob, proto.logprobs))
+        delta = Delta(proto.seq, proto.index, proto.text, reasoning, calls, tuple(proto.token_ids), logprobs)
+        self._collect(delta)
+        return delta
+
+    def _collect(self, delta: Delta) -> None:
+        choice = self.choices.setdefault(delta.index, Choice(delta.index))
+        choice.text += delta.text
+        choice.reasoning += delta.reasoning
+        choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
+        for piece in delta.tool_calls:
+            if piece.index < len(choice.tool_calls):
+                known = choice.tool_calls[piece.index]
+                whole = ToolCall(
+                    known.index, known.id or piece.id, known.name + piece.name, known.arguments + piece.arguments
+                )
+                choice.tool_calls[piece.index] = whole
+            else:
+                choice.tool_calls.append(piece)
+
+    def _finish(self, finished: generation_pb2.Finished) -> None:
+        self.finished = finished
+        for result in finished.sequences:
+            choice = self.choices.setdefault(result.index, Choice(result.index))
+            choice.finish_reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_")
+            choice.stop_string = result.stop_string if result.WhichOneof("matched_stop") == "stop_string" else None
+
+    def completion(self) -> Completion:
+        """The collected answer. Raises Internal when the stream ended without Finished."""
+        if self.finished is None or self.started is None:
+            raise truncated_stream()
+        return Completion(tuple(self.choices[i] for i in sorted(self.choices)), self.started, self.finished)
+
+    def retry_delay(self, error: grpc.RpcError) -> float:
+        """Seconds to wait before another try; raises the mapped error when there is to be none."""
+        mapped: PenstockError = stream_error(error, self.last_seq)
+        if not isinstance(mapped, Unavailable) or self.started or self._attempts >= self._retry.max_attempts:
+            raise mapped from error
+        if mapped.retry_after_seconds is not None:
+            delay = mapped.retry_after_seconds
+        else:
+            delay = min(self._retry.initial_backoff * 2 ** (self._attempts - 1), self._retry.max_backoff)
+        self._attempts += 1
+        return delay * random.uniform(0.5, 1.0)

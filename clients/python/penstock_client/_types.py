@@ -1,0 +1,79 @@
+"""What calls return: plain dataclasses, so that user code does not handle protos (they stay reachable as `.proto`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.v1 import common_pb2, generation_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """One position: the token, its natural-log probability and rank (1 = most likely), and the most likely ones."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int
+    top: tuple[LogprobEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A piece of (in a Delta) or a whole (in a Choice) call of a function; `arguments` is JSON text."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of returned sequence `index`; `seq` is gapless from 0 over the stream."""
+
+    seq: int
+    index: int
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[LogprobEntry, ...] = ()
+
+
+@dataclass(slots=True)
+class Choice:
+    """One returned sequence, collected. `finish_reason` is the enum's name without prefix, e.g. "STOP_EOS"."""
+
+    index: int
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request: its sequences in order of index, and the server's own first and last word on it."""
+
+    choices: tuple[Choice, ...]
+    started: generation_pb2.Started
+    finished: generation_pb2.Finished
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def usage(self) -> common_pb2.Usage:
+        """Token counts."""
+        return self.finished.usage
+
+    @property
+    def timings(self) -> common_pb2.StageTimings:
+        """Seconds spent in each stage."""
+        return self.finished.timings
