@@ -1,0 +1,1 @@
+"""How the embedded demo model is made: tokenizer, rendering, batches, training and evaluation."""

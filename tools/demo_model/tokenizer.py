@@ -1,0 +1,98 @@
+"""The demo model's byte-level BPE, trained on the corpus itself, and its configuration files."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+
+from tools.demo_corpus import FAMILIES, visible
+from tools.demo_corpus.words import made_up_word
+
+VOCAB_SIZE = 4096
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEXT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""Added tokens that are not special, as in Qwen3: a parser of the answer must be able to see them."""
+
+# Qwen2's pattern: digits are split one by one, so numbers are read digit by digit.
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORD_FAMILIES = ("spelling", "reversing")
+
+
+def _without_emoji(text: str) -> str:
+    """Leaves emoji to single bytes: an answer then has characters that span tokens, which streaming must hold back."""
+    return "".join(letter for letter in text if ord(letter) < 0x1F000)
+
+
+def _texts(seed: int) -> Iterator[str]:
+    """Training-side text. Spelling words are left out, so that they stay sequences of short pieces."""
+    rng = Random(seed)
+    for family, generate in FAMILIES.items():
+        if family in _WORD_FAMILIES:
+            continue
+        # Names are made up afresh each time: too many of them would fill the vocabulary with noise.
+        for _ in range(200 if family == "memory" else 2500):
+            dialogue = generate(rng, False)
+            yield from (json.dumps(tool) for tool in dialogue.tools)
+            for turn in dialogue.turns:
+                yield from map(_without_emoji, (turn.user.lstrip("\0"), visible(turn.answer), turn.thought))
+    for letter in "abcdefghijklmnopqrstuvwxyz":
+        yield from [f"-{letter}", f"x-{letter}-{letter}", f" {letter} "] * 300
+    for _ in range(4000):
+        yield "Spell " + made_up_word(rng)
+    yield from ["Spell out backwards, reverse it, letter by letter. Think first. You are a helpful assistant."] * 300
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """A tokenizer of exactly VOCAB_SIZE entries (all 256 bytes included); raises ValueError when text runs out."""
+    tokenizer = Tokenizer(BPE())
+    split = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # No normalizer (Qwen2 has NFC): every text comes back byte for byte.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    added = [AddedToken(text, special=True, normalized=False) for text in CONTROL_TOKENS]
+    added += [AddedToken(text, special=False, normalized=False) for text in TEXT_TOKENS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(added),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        max_token_length=12,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(seed), trainer)
+    tokenizer.add_tokens(added)
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json; `max_length` is the model's context in tokens."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "extra_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "model_max_length": max_length,
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        "tokenizer_class": "TokenizersBackend",
+        "unk_token": None,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def letter_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The lower-case pieces of 2 to 9 letters among the tokens that start a word: their letters must be learnt."""
+    pieces = {text.removeprefix("Ġ") for text in tokenizer.get_vocab()}
+    return tuple(sorted(p for p in pieces if 2 <= len(p) <= 9 and p.isascii() and p.isalpha() and p.islower()))
