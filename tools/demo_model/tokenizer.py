@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
 from tools.demo_corpus import FAMILIES, visible
@@ -52,7 +52,8 @@ def train_tokenizer(seed: int) -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     split = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # No normalizer (Qwen2 has NFC): every text comes back byte for byte.
+    # transformers builds a Qwen2Tokenizer anew with these same parts whatever the file says: keep the two alike.
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -85,7 +86,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "model_max_length": max_length,
         "pad_token": "<|endoftext|>",
         "split_special_tokens": False,
-        "tokenizer_class": "TokenizersBackend",
+        "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
     text = json.dumps(config, indent=2, ensure_ascii=False)
