@@ -1,0 +1,120 @@
+"""What one step's rows look like to attention, and what an attention implementation must do.
+
+Shape suffixes used in this package: T rows (tokens of this step), S sequences, H query heads, K key/value heads,
+D head dim, N sequences of one group, C keys (context positions).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.runner.kv_cache import KVCachePool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """The rows of one step: sequence s owns rows [query_start[s], query_start[s + 1]), its newest tokens.
+
+    Tensors are on the model's device; lists and ints are host copies, so that no implementation has to read back.
+    """
+
+    # (S + 1) int32: cumulative rows.
+    query_start: Tensor
+    # (S) int32: KV length of each sequence, the rows of this step included.
+    context_lens: Tensor
+    # (S, blocks of the longest) int32: ids of blocks in the pool; entries past a sequence's length are never used.
+    block_tables: Tensor
+    # (T) int64: block id * block size + offset, where each row's k and v go. No slot twice.
+    slot_mapping: Tensor
+    query_lens: list[int]
+    kv_lens: list[int]
+    max_query_len: int
+    max_context_len: int
+    # What implementations derive once a step and use in every layer (masks, gather indices), under keys of their own.
+    plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return len(self.query_lens)
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return int(self.slot_mapping.shape[0])
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        block_tables: Tensor,
+        block_size: int,
+    ) -> tuple[AttentionMetadata, Tensor]:
+        """Derive everything from lengths and block tables; also returns positions (T) int64.
+
+        `block_tables` (S, max blocks) int32 decides the device. Raises ValueError when lengths contradict each other:
+        a wrong table would write into another sequence's blocks.
+        """
+        _check(query_lens, kv_lens, block_tables, block_size)
+        device = block_tables.device
+        starts = [0, *accumulate(query_lens)]
+        query_start = torch.tensor(starts, dtype=torch.int32, device=device)
+        lens = torch.tensor(query_lens, dtype=torch.int64, device=device)
+        context_lens = torch.tensor(kv_lens, dtype=torch.int64, device=device)
+        row_seq = torch.repeat_interleave(torch.arange(len(query_lens), device=device), lens, output_size=starts[-1])
+        first_position = context_lens - lens - query_start[:-1]
+        positions = torch.arange(starts[-1], device=device) + first_position[row_seq]
+        slots = block_tables[row_seq, positions // block_size].long() * block_size + positions % block_size
+        metadata = cls(
+            query_start=query_start,
+            context_lens=context_lens.to(torch.int32),
+            block_tables=block_tables,
+            slot_mapping=slots,
+            query_lens=list(query_lens),
+            kv_lens=list(kv_lens),
+            max_query_len=max(query_lens),
+            max_context_len=max(kv_lens),
+        )
+        return metadata, positions
+
+
+def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tensor, block_size: int) -> None:
+    if not query_lens or not len(query_lens) == len(kv_lens) == block_tables.shape[0]:
+        raise ValueError("query_lens, kv_lens and block_tables must describe the same, at least one, sequences")
+    if min(query_lens) < 1 or any(kv < q for q, kv in zip(query_lens, kv_lens, strict=True)):
+        raise ValueError("every sequence needs 1 <= query_len <= kv_len")
+    if max(kv_lens) > block_tables.shape[1] * block_size:
+        raise ValueError("block_tables hold fewer slots than the longest kv_len")
+
+
+class Attention(ABC):
+    """Causal attention over the paged pool. Stateless: one instance serves every layer and step."""
+
+    name: str
+
+    @abstractmethod
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype.
+
+        A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers 5.x).
+        Mutates the pool's `layer` at `slot_mapping` and `metadata.plans`, nothing else.
+        """

@@ -1,0 +1,190 @@
+"""Reference attention on torch's scaled_dot_product_attention; runs on any device torch supports.
+
+Per step (not per layer) the sequences are split into groups that are attended together: short queries (decode rows) of
+equal length are padded to the longest context of their group, long queries go one sequence at a time. Masks and gather
+indices are made once per distinct sliding window and kept in `metadata.plans`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.generation.attention.base import Attention, AttentionMetadata
+
+if TYPE_CHECKING:
+    from penstock.generation.runner.kv_cache import KVCachePool
+
+# Queries up to this long are batched over sequences, with the heads that share a key/value head as further rows.
+MAX_BATCHED_QUERY = 16
+# A group never pads a sequence to more than twice its context, except below this many tokens, where a further group
+# would cost more than the padding.
+SMALL_CONTEXT = 128
+
+Rows: TypeAlias = "slice | Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences attended in one call: N of them, each with `query_len` rows, over C gathered keys."""
+
+    num_seqs: int
+    query_len: int
+    rows: Rows
+    # (N * C) slots of the pool, or None: the keys are exactly this step's rows of the one sequence.
+    slots: Tensor | None
+    # (N, 1, query_len, C) additive, or None: plain causal.
+    mask: Tensor | None
+
+
+class SDPAAttention(Attention):
+    """See the module's docstring. Padding repeats the sequence's own newest key, masked: rows never read what another
+    sequence left in the pool."""
+
+    name = "sdpa"
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward."""
+        keys = kv.key(layer).view(kv.num_slots, -1)
+        values = kv.value(layer).view(kv.num_slots, -1)
+        keys.index_copy_(0, metadata.slot_mapping, k_TKD.flatten(1))
+        values.index_copy_(0, metadata.slot_mapping, v_TKD.flatten(1))
+        groups = _plan(metadata, sliding_window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
+        if len(groups) == 1:  # in order, by construction
+            return _attend(q_THD, k_TKD, v_TKD, groups[0], keys, values, kv, scale)
+        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        for group in groups:
+            rows = group.rows
+            out[rows] = _attend(q_THD[rows], k_TKD[rows], v_TKD[rows], group, keys, values, kv, scale)
+        return out
+
+
+def _attend(
+    q_RHD: Tensor,
+    k_RKD: Tensor,
+    v_RKD: Tensor,
+    group: Group,
+    keys: Tensor,
+    values: Tensor,
+    kv: KVCachePool,
+    scale: float,
+) -> Tensor:
+    """Attention of one group's R = N * query_len rows."""
+    num_rows, num_heads, head_dim = q_RHD.shape
+    if group.slots is None:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_RHD, k_RKD, v_RKD))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
+    shape = (group.num_seqs, -1, kv.num_kv_heads, head_dim)
+    # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
+    k = F.embedding(group.slots, keys).view(shape).transpose(1, 2)
+    v = F.embedding(group.slots, values).view(shape).transpose(1, 2)
+    if group.query_len > MAX_BATCHED_QUERY:
+        q = q_RHD.view(group.num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
+    # The query heads of one key/value head become rows: keys are read once, and bf16 takes the blocked path.
+    heads_per_kv = num_heads // kv.num_kv_heads
+    grouped = (group.num_seqs, group.query_len, kv.num_kv_heads, heads_per_kv, head_dim)
+    q = q_RHD.reshape(grouped).transpose(1, 2).flatten(2, 3)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    out = out.view(group.num_seqs, kv.num_kv_heads, group.query_len, heads_per_kv, head_dim)
+    return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
+
+
+def _plan(
+    metadata: AttentionMetadata, sliding_window: int | None, dtype: torch.dtype, heads_per_kv: int, block_size: int
+) -> list[Group]:
+    key = ("sdpa", sliding_window, dtype)
+    plan = metadata.plans.get(key)
+    if plan is None:
+        groups = [
+            _group(metadata, members, sliding_window, dtype, heads_per_kv, block_size)
+            for members in _partition(metadata, sliding_window)
+        ]
+        plan = metadata.plans[key] = groups
+    return cast("list[Group]", plan)
+
+
+def _span(kv_len: int, query_len: int, sliding_window: int | None) -> int:
+    """Newest context positions that any of the rows may see."""
+    return kv_len if sliding_window is None else min(kv_len, sliding_window + query_len - 1)
+
+
+def _partition(metadata: AttentionMetadata, sliding_window: int | None) -> list[list[int]]:
+    """Indices of the sequences of each group; each group in ascending order, a single group holds all."""
+    groups: list[list[int]] = []
+    batched: dict[int, list[tuple[int, int]]] = {}
+    for index, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
+        if query_len > MAX_BATCHED_QUERY:
+            groups.append([index])
+        else:
+            batched.setdefault(query_len, []).append((_span(kv_len, query_len, sliding_window), index))
+    for members in batched.values():
+        members.sort(reverse=True)
+        longest = 0
+        for span, index in members:
+            if not longest or (longest > SMALL_CONTEXT and span * 2 < longest):
+                groups.append([])
+                longest = span
+            groups[-1].append(index)
+    return [sorted(group) for group in groups]
+
+
+def _group(
+    metadata: AttentionMetadata,
+    members: list[int],
+    sliding_window: int | None,
+    dtype: torch.dtype,
+    heads_per_kv: int,
+    block_size: int,
+) -> Group:
+    query_len = metadata.query_lens[members[0]]
+    rows = _rows(metadata, members, query_len)
+    kv_len = metadata.kv_lens[members[0]]
+    if len(members) == 1 and kv_len == query_len and (sliding_window is None or kv_len <= sliding_window):
+        return Group(1, query_len, rows, None, None)
+    device = metadata.slot_mapping.device
+    index_N = torch.tensor(members, device=device)
+    length_N1 = metadata.context_lens[index_N].long().unsqueeze(1)
+    span = max(_span(metadata.kv_lens[i], query_len, sliding_window) for i in members)
+    # Aligned at the newest token, so that a window's keys are the last ones; positions before 0 are masked.
+    position_NC = length_N1 - span + torch.arange(span, device=device)
+    query_NQ = length_N1 - query_len + torch.arange(query_len, device=device)
+    visible = (position_NC.unsqueeze(1) <= query_NQ.unsqueeze(2)) & (position_NC >= 0).unsqueeze(1)
+    if sliding_window is not None:
+        visible &= position_NC.unsqueeze(1) > query_NQ.unsqueeze(2) - sliding_window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf")).unsqueeze(1)
+    if query_len <= MAX_BATCHED_QUERY:
+        mask = mask.repeat_interleave(heads_per_kv, dim=2)
+    source_NC = torch.where(position_NC >= 0, position_NC, length_N1 - 1)
+    blocks_NC = metadata.block_tables[index_N].long().gather(1, source_NC // block_size)
+    slots = (blocks_NC * block_size + source_NC % block_size).flatten()
+    return Group(len(members), query_len, rows, slots, mask)
+
+
+def _rows(metadata: AttentionMetadata, members: list[int], query_len: int) -> Rows:
+    """The group's rows: a slice where they are adjacent, else their indices."""
+    starts = [0]
+    for length in metadata.query_lens:
+        starts.append(starts[-1] + length)
+    first, last = starts[members[0]], starts[members[-1]] + query_len
+    if last - first == len(members) * query_len:
+        return slice(first, last)
+    device = metadata.slot_mapping.device
+    start_N1 = torch.tensor([starts[i] for i in members], device=device).unsqueeze(1)
+    return (start_N1 + torch.arange(query_len, device=device)).flatten()

@@ -1,0 +1,66 @@
+"""What the rest of the engine may ask of a device. Everything device-specific is behind this and Attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention
+    from penstock.generation.quantization.base import LinearMethod
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes, as this process may use them (a container's limit counts)."""
+
+    total: int
+    available: int
+
+
+class Device(ABC):
+    """One accelerator, or the CPU. Cheap to make; `start` is called once before anything is loaded."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def torch_device(self) -> torch.device:
+        """Where tensors live."""
+
+    @abstractmethod
+    def start(self, *, num_threads: int | None = None) -> None:
+        """Claim the device for this process; `num_threads` are those of host-side kernels (None: all cores allowed).
+
+        Raises StartupError naming the flag when it cannot be had.
+        """
+
+    @abstractmethod
+    def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
+        """The dtype of weights, activations and KV for `--dtype requested` ("auto": by the checkpoint's).
+
+        Raises StartupError naming --dtype when there is no such dtype here.
+        """
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory:
+        """Memory right now."""
+
+    @abstractmethod
+    def linear_method(self, dtype: torch.dtype) -> LinearMethod:
+        """How dense weights of `dtype` are kept and multiplied here."""
+
+    @abstractmethod
+    def attention(self) -> Attention:
+        """The fastest attention that works here."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when all queued work is done."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for logs and GetModelInfo, such as `cpu (2 threads)`."""

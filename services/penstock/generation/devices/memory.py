@@ -1,0 +1,123 @@
+"""Memory of this process's machine or container, and sizing of the KV pool. No torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from penstock.common.errors import StartupError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+# Share of what is left after the weights that `auto` takes: the rest is for activations and the other processes.
+AUTO_FRACTION = 0.6
+
+
+def parse_memory(text: str, *, flag: str = "--kv-memory") -> int | None:
+    """Bytes of `2GiB`, `512MB`, `1073741824`; None for `auto`. Raises StartupError naming `flag`."""
+    if text.strip().lower() == "auto":
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise StartupError(f"{flag} must be `auto` or a size such as 2GiB or 512MB", flag=flag)
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def format_memory(num_bytes: int) -> str:
+    """`1.5 GiB`, for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} B"
+
+
+def kv_pool_blocks(
+    memory: int | None,
+    *,
+    bytes_per_block: int,
+    block_size: int,
+    available: int,
+    max_context_tokens: int,
+    max_blocks: int | None = None,
+) -> int:
+    """Blocks that `memory` bytes hold; `memory` None (`auto`): AUTO_FRACTION of `available`, at most `max_blocks`.
+
+    Raises StartupError naming --kv-memory when not one block fits, or when `memory` is more than `available`.
+    """
+    needed = -(-max_context_tokens // block_size) * bytes_per_block
+    advice = (
+        f"one block takes {format_memory(bytes_per_block)}, one sequence of the whole context "
+        f"({max_context_tokens} tokens) {format_memory(needed)}"
+    )
+    if memory is not None and memory > available:
+        raise StartupError(
+            f"--kv-memory {format_memory(memory)} is more than the {format_memory(max(available, 0))} left after the "
+            f"weights: {advice}",
+            flag="--kv-memory",
+        )
+    budget = int(max(available, 0) * AUTO_FRACTION) if memory is None else memory
+    blocks = budget // bytes_per_block
+    if memory is None and max_blocks is not None:
+        blocks = min(blocks, max_blocks)
+    if blocks < 1:
+        given = f"--kv-memory {format_memory(memory)}" if memory is not None else "what is left after the weights"
+        raise StartupError(f"{given} ({format_memory(budget)}) holds no KV block: {advice}", flag="--kv-memory")
+    return blocks
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, available) bytes: the machine's, or the tightest enclosing cgroup's where that is less."""
+    total, available = _meminfo(root / "proc/meminfo")
+    for limit, used in _cgroup_limits(root):
+        total = min(total, limit)
+        available = min(available, limit - used)
+    return total, max(available, 0)
+
+
+def _meminfo(path: Path) -> tuple[int, int]:
+    fields = {}
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    return fields["MemTotal"], fields.get("MemAvailable", fields["MemFree"])
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, used without reclaimable file pages) of every cgroup, v1 or v2, that encloses this process."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, limit_name, used_name, stat = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit_name, used_name = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            stat = "total_inactive_file"
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            folder = root / mount / Path(*parts[:depth])
+            limit = _number(folder / limit_name)
+            used = _number(folder / used_name)
+            if limit is not None and used is not None:
+                limits.append((limit, used - _stat(folder / "memory.stat", stat)))
+    return limits
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such file, or "max": no limit there
+        return None
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

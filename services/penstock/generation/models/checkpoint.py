@@ -1,0 +1,146 @@
+"""Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors are taken once.
+
+Tensors are views of memory-mapped files until converted; a file is let go when its last tensor is taken, so that at no
+time a second copy of the model is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.models.config import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Buffers that old checkpoints carry and nobody reads.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Names listed in one message.
+_MAX_NAMED = 5
+
+
+class Checkpoint:
+    """The tensors of one model folder."""
+
+    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+        """Open every file's header. Raises StartupError naming the file (and tensor) that is missing or broken."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        # tensor -> (file, shape, safetensors dtype)
+        self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        self._progress = progress
+        self._taken_bytes = 0
+        listed = _files(folder)
+        for name in dict.fromkeys(listed.values()) if listed else (SINGLE_FILE,):
+            self._open(name)
+        for tensor, name in listed.items():
+            if self._tensors.get(tensor, ("",))[0] != name:
+                raise StartupError(f"{folder / name} has no tensor {tensor}, which {INDEX_FILE} promises", flag="MODEL")
+        self._left = {name: sum(1 for entry in self._tensors.values() if entry[0] == name) for name in self._files}
+        self.total_bytes = sum(self._size(tensor) for tensor in self._tensors)
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
+    def dtype(self, tensor: str) -> torch.dtype:
+        """As stored."""
+        return _DTYPES[self._tensors[tensor][2]]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise StartupError naming missing, unexpected and wrongly shaped tensors, and ones in an unusable dtype."""
+        missing = [name for name in expected if name not in self._tensors]
+        if missing:
+            raise StartupError(f"{self.folder} lacks {_some(missing)} that config.json asks for", flag="MODEL")
+        shapes = {**expected, **optional}
+        unexpected = [name for name in self._tensors if name not in shapes]
+        if unexpected:
+            files = ", ".join(sorted({self._tensors[name][0] for name in unexpected}))
+            raise StartupError(f"{self.folder}: {files} has unexpected {_some(unexpected)}", flag="MODEL")
+        for name, (file, found, dtype) in self._tensors.items():
+            if found != shapes[name]:
+                raise StartupError(
+                    f"{self.folder / file}: tensor {name} has shape {list(found)}, config.json asks for "
+                    f"{list(shapes[name])}",
+                    flag="MODEL",
+                )
+            if dtype not in _DTYPES:
+                raise StartupError(
+                    f"{self.folder / file}: tensor {name} is stored as {dtype}; supported are {', '.join(_DTYPES)}",
+                    flag="MODEL",
+                )
+
+    def take(self, tensor: str) -> Tensor:
+        """The tensor, in its stored dtype, as a view of the file: convert or copy it, it is not for keeping."""
+        file = self._tensors[tensor][0]
+        try:
+            value: Tensor = self._files[file].get_tensor(tensor)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise _broken(self.folder / file, error) from error
+        self._left[file] -= 1
+        if not self._left[file]:
+            del self._files[file]
+        self._report(self._size(tensor))
+        return value
+
+    def skip(self, tensor: str) -> None:
+        """Do without the tensor, if it is there."""
+        if tensor in self._tensors:
+            self.take(tensor)
+
+    def _report(self, num_bytes: int) -> None:
+        self._taken_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(100.0 * self._taken_bytes / max(self.total_bytes, 1))
+
+    def _open(self, name: str) -> None:
+        path = self.folder / name
+        if not path.is_file():
+            raise StartupError(f"{path} does not exist, but {INDEX_FILE} names it", flag="MODEL")
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            names: list[str] = file.keys()
+            for tensor in names:
+                if tensor.endswith(IGNORED_SUFFIX):
+                    continue
+                part = file.get_slice(tensor)
+                self._tensors[tensor] = (name, tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise _broken(path, error) from error
+        self._files[name] = file
+
+    def _size(self, tensor: str) -> int:
+        _, shape, dtype = self._tensors[tensor]
+        return math.prod(shape) * _DTYPES.get(dtype, torch.float32).itemsize
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """tensor -> file of a sharded checkpoint; {} for a single file. Raises StartupError when there is neither."""
+    if (folder / SINGLE_FILE).is_file():
+        return {}
+    if not (folder / INDEX_FILE).is_file():
+        raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", flag="MODEL")
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartupError(f"{folder / INDEX_FILE} has no weight_map", flag="MODEL")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is no plain file name", flag="MODEL")
+    return {tensor: name for tensor, name in weight_map.items() if not tensor.endswith(IGNORED_SUFFIX)}
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _broken(path: Path, error: Exception) -> StartupError:
+    return StartupError(f"{path} is no complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")

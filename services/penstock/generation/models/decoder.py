@@ -1,0 +1,77 @@
+"""The one decoder that every native family is data over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.generation.models.layers import DecoderLayer, RMSNorm, Step
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.models.config import ModelConfig
+    from penstock.generation.models.rope import RotaryEmbedding
+    from penstock.generation.quantization.base import Linear
+    from penstock.generation.runner.kv_cache import KVCachePool
+
+
+class CausalLM:
+    """A loaded model. Holds weights only: everything of a step comes in as arguments, and one instance may be used by
+    any number of pools, one call at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding_VI: Tensor,
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        lm_head: Linear,
+        rotary: RotaryEmbedding,
+        attention: Attention,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_bytes: int,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        # Memory that the weights take.
+        self.num_bytes = num_bytes
+        self.layers = tuple(layers)
+        self.attention = attention
+        self._embedding = embedding_VI
+        self._norm = norm
+        self._lm_head = lm_head
+        self._rotary = rotary
+
+    @torch.inference_mode()
+    def forward(self, input_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Tensor:
+        """hidden_TI of every row after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.
+
+        `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
+        outside the vocabulary are the caller's error (IndexError on CPU).
+        """
+        step = self.step(positions_T, metadata, kv)
+        hidden = self.embed(input_ids_T)
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        return self._norm(hidden)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_NI: Tensor) -> Tensor:
+        """(N, vocab) float32 of selected rows of `forward`'s result: pass only those whose logits are needed."""
+        return self._lm_head(hidden_NI).float()
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """(T, hidden): the residual stream before the first layer."""
+        return F.embedding(input_ids_T, self._embedding)
+
+    def step(self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Step:
+        """What `layers` need to run one by one."""
+        cos, sin = self._rotary(positions_T)
+        return Step(cos, sin, metadata, kv, self.attention)

@@ -1,0 +1,140 @@
+"""From a checkpoint's tensors to a CausalLM: fuse, convert, pack, drop, one layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.generation.models.config import ModelConfig
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.layers import DecoderLayer, HeadNorm, RMSNorm, SelfAttention, SwiGLU
+from penstock.generation.models.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+    from penstock.generation.models.checkpoint import Checkpoint
+    from penstock.generation.quantization.base import Linear
+
+_log = logging.getLogger(__name__)
+EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that such a checkpoint must have (Hugging Face's names)."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (query, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, query, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    layer: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in linears.items():
+        layer[f"{name}.weight"] = (rows, columns)
+        if bias:
+            layer[f"{name}.bias"] = (rows,)
+    layer |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    shapes |= {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+class Loader:
+    """Builds one model. Every tensor of the checkpoint is taken exactly once."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = dtype
+        self._linear_method = device.linear_method(dtype)
+        self._num_bytes = 0
+
+    def load(self) -> CausalLM:
+        """Read, convert and pack everything."""
+        shapes = tensor_shapes(self._config)
+        num_parameters = sum(math.prod(shape) for shape in shapes.values())
+        embedding, lm_head = self._embedding_and_head()
+        layers = [self._layer(i) for i in range(self._config.num_layers)]
+        norm = RMSNorm(self._tensor(NORM), self._config.rms_norm_eps)
+        name = str(self._dtype).removeprefix("torch.")
+        config = dataclasses.replace(self._config, dtype=name, num_parameters=num_parameters)
+        device = self._device.torch_device
+        return CausalLM(
+            config,
+            embedding_VI=embedding,
+            layers=layers,
+            norm=norm,
+            lm_head=lm_head,
+            rotary=RotaryEmbedding(config.rope, config.head_dim, device, self._dtype),
+            attention=self._device.attention(),
+            dtype=self._dtype,
+            device=device,
+            num_bytes=self._num_bytes,
+        )
+
+    def _embedding_and_head(self) -> tuple[Tensor, Linear]:
+        """Tied as transformers 5.x ties: whichever tensor is there serves both; two that differ stay two."""
+        embedding = self._tensor(EMBEDDING if EMBEDDING in self._checkpoint else LM_HEAD)
+        head = embedding
+        if LM_HEAD in self._checkpoint and EMBEDDING in self._checkpoint:
+            head = self._tensor(LM_HEAD)
+            if self._config.tie_word_embeddings and not torch.equal(head, embedding):
+                _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
+        return embedding, self._linear(head, None)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        config, prefix = self._config, f"model.layers.{index}."
+        head_norm = None
+        if config.qk_norm:
+            q_norm, k_norm = (self._tensor(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+            head_norm = HeadNorm(q_norm, k_norm, config.num_heads, config.num_kv_heads, config.rms_norm_eps)
+        attention = f"{prefix}self_attn."
+        qkv = self._fused([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
+        output = self._fused([f"{attention}o_proj"], config.output_bias)
+        gate_up = self._fused([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], config.mlp_bias)
+        down = self._fused([f"{prefix}mlp.down_proj"], config.mlp_bias)
+        return DecoderLayer(
+            RMSNorm(self._tensor(f"{prefix}input_layernorm.weight"), config.rms_norm_eps),
+            SelfAttention(config, index, qkv, output, head_norm),
+            RMSNorm(self._tensor(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps),
+            SwiGLU(gate_up, down),
+        )
+
+    def _fused(self, names: list[str], has_bias: bool) -> Linear:
+        """One Linear with the outputs of all `names`, in order."""
+        weight = self._concatenated([f"{name}.weight" for name in names])
+        bias = self._concatenated([f"{name}.bias" for name in names]) if has_bias else None
+        return self._linear(weight, bias)
+
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        linear = self._linear_method.linear(weight_OI, bias_O)
+        self._num_bytes += linear.num_bytes
+        return linear
+
+    def _concatenated(self, names: list[str]) -> Tensor:
+        if len(names) == 1:
+            return self._converted(self._checkpoint.take(names[0]))
+        return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor of the model's own: not a view of the file, which may change on disk under a running server."""
+        value = self._converted(self._checkpoint.take(name)).clone()
+        self._num_bytes += value.nbytes
+        return value
+
+    def _converted(self, value: Tensor) -> Tensor:
+        return value.to(device=self._device.torch_device, dtype=self._dtype)

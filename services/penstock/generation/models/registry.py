@@ -1,0 +1,75 @@
+"""The native families, and the two calls that turn a folder into a configuration or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.common.errors import StartupError
+from penstock.generation.models.checkpoint import Checkpoint
+from penstock.generation.models.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from penstock.generation.models.llama import LLAMA
+from penstock.generation.models.loader import EMBEDDING, LM_HEAD, Loader, tensor_shapes
+from penstock.generation.models.mistral import MISTRAL
+from penstock.generation.models.qwen2 import QWEN2
+from penstock.generation.models.qwen3 import QWEN3
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+    from penstock.generation.models.decoder import CausalLM
+
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL)}
+_CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The checked config.json (and eos of generation_config.json) of `folder`.
+
+    Raises StartupError naming the file and field; for a model type that is not native, the ones that are.
+    """
+    values = read_json(folder / CONFIG_FILE)
+    config = ConfigReader(values, str(folder / CONFIG_FILE))
+    model_type = config.text("model_type")
+    if model_type not in FAMILIES:
+        raise config.error("model_type", f"{model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
+    path = folder / "generation_config.json"
+    generation = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
+    return FAMILIES[model_type].model_config(config, generation)
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: Device,
+    progress: Callable[[float], None] | None = None,
+) -> CausalLM:
+    """Load a Hugging Face folder (single or sharded safetensors).
+
+    `dtype` is "auto" (the checkpoint's, as the device can) or a name; `progress` is called with the percentage of the
+    checkpoint's bytes that is loaded, ending at 100. Raises StartupError naming the file, tensor or field at fault.
+    """
+    config = read_model_config(folder)
+    checkpoint = Checkpoint(folder, progress)
+    expected = tensor_shapes(config)
+    optional: dict[str, tuple[int, ...]] = {}
+    if config.tie_word_embeddings:
+        optional[LM_HEAD] = expected[EMBEDDING]
+        if LM_HEAD in checkpoint:
+            optional[EMBEDDING] = expected.pop(EMBEDDING)
+    checkpoint.check(expected, optional)
+    stored = _CHECKPOINT_DTYPES.get(config.checkpoint_dtype or "")
+    if stored is None:
+        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD)
+    return Loader(config, checkpoint, device, device.compute_dtype(dtype, stored)).load()
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """`model_type`s of config.json that load natively."""
+    return tuple(FAMILIES)
+
+
+__all__ = ["FAMILIES", "StartupError", "load_model", "read_model_config", "supported_model_types"]

@@ -1,0 +1,152 @@
+"""Rotary position embedding: configuration (old and 5.x form), inverse frequencies, and the rotation itself.
+
+Frequencies, cos and sin are float32 and follow transformers 5.x's modeling_rope_utils.py; "half" rotation: dimension i
+turns with dimension i + head_dim / 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from penstock.generation.models.config import ConfigReader, RopeConfig
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def read_rope(config: ConfigReader, max_position_embeddings: int) -> RopeConfig:
+    """RopeConfig from `rope_parameters` (5.x) or `rope_theta` + `rope_scaling` (before).
+
+    Raises StartupError naming the field when a type or parameter is unknown or missing.
+    """
+    theta = config.number("rope_theta", 10_000.0)
+    # As in transformers, the old name wins where both are present.
+    scaling = config.mapping("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    if config.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor", "other than 1 is not supported")
+    if scaling is None:
+        return RopeConfig("default", theta)
+    theta = scaling.number("rope_theta", theta)
+    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        supported = ", ".join(SUPPORTED_ROPE_TYPES)
+        raise scaling.error("rope_type", f"{rope_type!r} is not supported; supported are {supported}")
+    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
+        raise scaling.error("partial_rotary_factor", "other than 1 is not supported")
+    if rope_type == "default":
+        return RopeConfig("default", theta)
+    original = config.optional_integer("original_max_position_embeddings", minimum=1)
+    if original is None:
+        original = scaling.integer("original_max_position_embeddings", max_position_embeddings)
+    if rope_type == "llama3":
+        return _read_llama3(scaling, theta, original)
+    if rope_type == "yarn":
+        return _read_yarn(scaling, theta, original, max_position_embeddings)
+    return RopeConfig(rope_type, theta, factor=scaling.number("factor"))
+
+
+def _read_llama3(scaling: ConfigReader, theta: float, original: int) -> RopeConfig:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.error("high_freq_factor", f"must be above low_freq_factor ({low}), found {high}")
+    return RopeConfig(
+        "llama3",
+        theta,
+        factor=scaling.number("factor"),
+        original_max_position_embeddings=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _read_yarn(scaling: ConfigReader, theta: float, original: int, max_position_embeddings: int) -> RopeConfig:
+    factor = scaling.number("factor", max_position_embeddings / original)
+
+    def magnitude(weight: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.has("attention_factor"):
+        attention_factor = scaling.number("attention_factor")
+    elif scaling.values.get("mscale") and scaling.values.get("mscale_all_dim"):
+        attention_factor = magnitude(scaling.number("mscale")) / magnitude(scaling.number("mscale_all_dim"))
+    else:
+        attention_factor = magnitude()
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        attention_factor=attention_factor,
+        truncate=scaling.boolean("truncate", True),
+    )
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """(head_dim / 2) float32, on the CPU.
+
+    "dynamic" equals "default" up to `max_position_embeddings`, where our context ends: beyond it transformers lets the
+    longest sequence of a batch change the keys of all the others.
+    """
+    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.rope_type == "linear":
+        return inv_freq / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(rope, inv_freq)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, inv_freq, head_dim)
+    return inv_freq
+
+
+def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
+    context = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    low_wavelength, high_wavelength = context / rope.low_freq_factor, context / rope.high_freq_factor
+    smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    scaled = torch.where(wavelength > low_wavelength, inv_freq / rope.factor, inv_freq)
+    medium = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
+    return torch.where(medium, between, scaled)
+
+
+def _yarn(rope: RopeConfig, inv_freq: Tensor, head_dim: int) -> Tensor:
+    def correction_dim(rotations: float) -> float:
+        context = rope.original_max_position_embeddings
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    extrapolation = 1 - ramp
+    base = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return 1.0 / (rope.factor * base) * (1 - extrapolation) + 1.0 / base * extrapolation
+
+
+class RotaryEmbedding:
+    """cos and sin of a step's positions, made once for all layers: no table that grows with the context."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
+        self._scale = rope.attention_factor
+        self._dtype = dtype
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (T, 1, head_dim / 2), computed in float32 and rounded to the model's dtype."""
+        angles = positions_T.to(torch.float32).unsqueeze(-1) * self._inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
+        return cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1)
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x turned by its positions' angles; new, contiguous."""
+    half = x_THD.shape[-1] // 2
+    first, second = x_THD[..., :half], x_THD[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

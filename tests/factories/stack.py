@@ -1,0 +1,135 @@
+"""Real Penstock processes on free loopback ports, for end-to-end tests and benchmarks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+START_TIMEOUT = 90.0
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_serving(address: str, process: Process | None = None, timeout: float = START_TIMEOUT) -> None:
+    """Block until the process at `address` reports SERVING. Raises RuntimeError with its output if it dies first."""
+    deadline = time.monotonic() + timeout
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while time.monotonic() < deadline:
+            if process is not None and process.popen.poll() is not None:
+                raise RuntimeError(f"{process.name} exited with {process.popen.returncode}:\n{process.output()}")
+            try:
+                watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=2, wait_for_ready=True)
+                if any(update.status == health_pb2.HealthCheckResponse.SERVING for update in watch):
+                    return
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                    raise
+    raise TimeoutError(f"{address} was not SERVING within {timeout:.0f} s:\n{process.output() if process else ''}")
+
+
+@dataclass(slots=True)
+class Process:
+    """One service process; its output goes to a file."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    port: int
+    metrics_port: int
+    log: Path
+
+    @property
+    def address(self) -> str:
+        """Where its gRPC server listens."""
+        return f"127.0.0.1:{self.port}"
+
+    def output(self) -> str:
+        """What it wrote so far."""
+        return self.log.read_text(errors="replace")
+
+    def terminate(self, timeout: float = 40.0) -> int:
+        """SIGTERM, wait, and return the exit code."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(timeout)
+
+    def kill(self) -> None:
+        """SIGKILL and wait."""
+        self.popen.kill()
+        self.popen.wait()
+
+
+def start(role: str, *flags: str, environment: dict[str, str] | None = None) -> Process:
+    """Start `penstock serve ROLE` on free ports; does not wait for it to be ready."""
+    port, metrics_port = free_port(), free_port()
+    log = Path(tempfile.mkstemp(prefix=f"penstock-{role}-", suffix=".log")[1])
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", role]
+    command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
+    with log.open("wb") as out:
+        popen = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
+    return Process(role, popen, port, metrics_port, log)
+
+
+@dataclass(slots=True)
+class Stack:
+    """Tokenizer, generation × `backends` and router as processes, ready on entry, gone on exit."""
+
+    backends: int = 1
+    model: Path | None = None
+    generation_flags: tuple[str, ...] = ("--kv-memory", "64MiB", "--threads", "1")
+    router_flags: tuple[str, ...] = ()
+    tokenizer: Process = field(init=False)
+    generations: list[Process] = field(init=False, default_factory=list)
+    router: Process = field(init=False)
+
+    def __enter__(self) -> Self:
+        model = ("--model", str(self.model)) if self.model else ()
+        self.tokenizer = start("tokenizer", *model)
+        self.generations = [start("generation", *model, *self.generation_flags) for _ in range(self.backends)]
+        backends = [flag for process in self.generations for flag in ("--backend", process.address)]
+        self.router = start("router", "--tokenizer", self.tokenizer.address, *backends, *self.router_flags)
+        try:
+            for process in self.processes:
+                wait_serving(process.address, process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    @property
+    def processes(self) -> list[Process]:
+        """Every process, backends first."""
+        return [*self.generations, self.tokenizer, self.router]
+
+    @property
+    def address(self) -> str:
+        """The router's address: what a client connects to."""
+        return self.router.address
+
+    def stop(self) -> None:
+        """Kill what is still running."""
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.kill()
+            process.log.unlink(missing_ok=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
