@@ -1,0 +1,53 @@
+"""Clients that vanish, and services that are told to stop in the middle of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from factories.load import is_idle, wait_load
+from factories.stack import Stack
+from penstock_client import AsyncClient
+
+LONG = {"max_new_tokens": 400, "ignore_eos": True}
+CLIENT = """
+import sys
+from penstock_client import Client
+with Client(sys.argv[1]) as client:
+    for delta in client.chat("Count from 1 to 20.", max_new_tokens=2000, ignore_eos=True, return_token_ids=True):
+        print(delta.seq, flush=True)
+"""
+
+
+async def test_killing_the_client_process_frees_its_blocks(stack: Stack) -> None:
+    """SIGKILL after the first delta; both backends are idle again within two seconds."""
+    arguments = [sys.executable, "-c", CLIENT, stack.address]
+    process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"0\n"
+    process.kill()
+    await process.wait()
+    await asyncio.gather(*(wait_load(backend.address, is_idle, 2.0) for backend in stack.generations))
+
+
+async def _stop_during_streams(running: Stack, name: str) -> None:
+    async with AsyncClient(running.address) as client:
+        streams = [client.chat("Count from 1 to 20.", **LONG) for _ in range(8)]  # type: ignore[arg-type]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        process = next(one for one in running.processes if one.name == name)
+        stopping = asyncio.create_task(asyncio.to_thread(process.terminate))
+        completions = await asyncio.gather(*(stream.result() for stream in streams))
+        assert [completion.usage.completion_tokens for completion in completions] == [400] * 8
+        assert await stopping == 0, process.output()
+
+
+async def test_sigterm_at_generation_finishes_its_streams_and_exits_0() -> None:
+    """Every stream ends with all of its tokens."""
+    with Stack() as running:
+        await _stop_during_streams(running, "generation")
+
+
+async def test_sigterm_at_the_router_finishes_its_streams_and_exits_0() -> None:
+    """Every stream ends with all of its tokens."""
+    with Stack() as running:
+        await _stop_during_streams(running, "router")

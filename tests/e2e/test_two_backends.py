@@ -1,0 +1,70 @@
+"""Two generation backends behind one router: many chats at once, half of them cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from factories.load import is_idle, wait_load
+from factories.stack import Stack
+from penstock_client import AsyncClient, Completion
+
+QUESTIONS = [
+    "What is Penstock?",
+    "Count from 1 to 20.",
+    "你好!",
+    "What is 7 + 5?",
+    "Which services does Penstock have?",
+]
+CHATS = 64
+
+
+async def test_64_concurrent_chats_each_end_in_one_finished_with_gapless_deltas(stack: Stack) -> None:
+    """The client raises on a gap in seq, on an event after Finished and on OK without it."""
+    async with AsyncClient(stack.address) as client:
+        calls = [client.chat(QUESTIONS[i % len(QUESTIONS)], max_new_tokens=32).result() for i in range(CHATS)]
+        completions: list[Completion] = await asyncio.gather(*calls)
+    for completion in completions:
+        [choice] = completion.choices
+        assert choice.finish_reason in ("STOP_EOS", "LENGTH")
+        assert completion.finished.attempts == 1
+        assert completion.usage.completion_tokens == completion.finished.sequences[0].token_count
+    same = {completion.text for completion in completions[:: len(QUESTIONS)]}
+    assert len(same) == 1, "greedy answers to one question differ"
+    await asyncio.gather(*(wait_load(process.address, is_idle, 2.0) for process in stack.generations))
+
+
+async def test_both_backends_take_part(stack: Stack) -> None:
+    """Distinct prompts spread by load: while 64 run, both processes have some."""
+    async with AsyncClient(stack.address) as client:
+        watches = [
+            asyncio.create_task(wait_load(process.address, lambda load: load.running_requests > 0, 30.0))
+            for process in stack.generations
+        ]
+        calls = [
+            client.chat(f"{i} What is {i} + 5?", max_new_tokens=48, ignore_eos=True).result() for i in range(CHATS)
+        ]
+        await asyncio.gather(*calls)
+        await asyncio.gather(*watches)
+
+
+async def test_cancelling_half_of_the_chats_frees_every_block_within_two_seconds(stack: Stack) -> None:
+    """Cancelled before the first token, after it, or anywhere in between."""
+    rng = random.Random(0)
+
+    async def chat(client: AsyncClient, number: int) -> Completion | None:
+        stop_after = rng.randrange(24) if number % 2 else None
+        stream = client.chat(f"{number}: Count from 1 to 20.", max_new_tokens=64, ignore_eos=True)
+        if stop_after is None:
+            return await stream.result()
+        async with stream:
+            for _ in range(stop_after):
+                await anext(stream)
+        return None
+
+    async with AsyncClient(stack.address) as client:
+        completions = await asyncio.gather(*(chat(client, number) for number in range(CHATS)))
+    finished = [completion for completion in completions if completion]
+    assert len(finished) == CHATS // 2
+    assert all(completion.usage.completion_tokens == 64 for completion in finished)
+    await asyncio.gather(*(wait_load(process.address, is_idle, 2.0) for process in stack.generations))

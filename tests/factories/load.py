@@ -1,0 +1,27 @@
+"""Reading and awaiting the load of generation processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+
+def is_idle(load: admin_pb2.Load) -> bool:
+    """Nothing waits or runs and every block is free, or holds no more than a reusable prefix."""
+    free = load.kv_blocks_free + load.kv_blocks_evictable
+    return load.waiting_requests == load.running_requests == load.kv_blocks_used == 0 and free == load.kv_blocks_total
+
+
+async def wait_load(address: str, condition: Callable[[admin_pb2.Load], bool], timeout: float) -> admin_pb2.Load:
+    """The first load of the process at `address` to meet `condition`. Raises TimeoutError after `timeout` seconds."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
+        async with asyncio.timeout(timeout):
+            async for response in stub.WatchLoad(admin_pb2.WatchLoadRequest(min_interval_seconds=0.02)):
+                if condition(response.load):
+                    return response.load
+    raise ConnectionError(f"{address} ended WatchLoad")
