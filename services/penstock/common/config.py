@@ -1,0 +1,176 @@
+"""What every process can be configured with, and the only place that touches the process's environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from penstock.common.errors import StartupError
+from penstock.common.options import ENV_PREFIX, BoundOption, load, option, options_of
+from penstock.common.units import parse_duration, parse_size, parse_size_or_auto
+
+__all__ = [
+    "ENV_PREFIX",
+    "BoundOption",
+    "ChannelConfig",
+    "ServerConfig",
+    "TransportConfig",
+    "from_env_and_flags",
+    "option",
+    "options_of",
+    "parse_duration",
+    "parse_size",
+    "parse_size_or_auto",
+]
+
+ROUTER_PORT, TOKENIZER_PORT, GENERATION_PORT = 50050, 50051, 50052
+ROUTER_METRICS_PORT, TOKENIZER_METRICS_PORT, GENERATION_METRICS_PORT = 9100, 9101, 9102
+NETWORK, SECURITY, LIMITS, LOGGING = "Network", "TLS and authentication", "Limits", "Logging"
+CHANNELS = "Connections to other services"
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """What both ends of a connection need."""
+
+    max_message_bytes: int = option(16 << 20, "Largest message sent or received.", group=LIMITS, minimum=1024)
+    keepalive_seconds: float = option(
+        30.0, "Ping a silent connection this often; a dead one is noticed.", group=NETWORK, minimum=0.05
+    )
+    keepalive_timeout_seconds: float = option(
+        10.0, "A ping unanswered for this long closes the connection.", group=NETWORK, minimum=0.05
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(TransportConfig):
+    """One gRPC server with its metrics endpoint. Port 0 takes a free port."""
+
+    host: str = option("127.0.0.1", "Address to listen on.", group=NETWORK)
+    port: int = option(0, "gRPC port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
+    metrics_port: int = option(
+        0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
+    )
+    min_ping_interval_seconds: float = option(
+        1.0, "Clients that ping a silent connection more often than this are cut off.", group=NETWORK, minimum=0.01
+    )
+    max_concurrent_rpcs: int = option(4096, "Calls in flight; more are refused at once.", group=LIMITS, minimum=1)
+    drain_grace_seconds: float = option(
+        30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
+    )
+    tls_cert: str | None = option(None, "Certificate chain (PEM): serve TLS.", group=SECURITY, metavar="FILE")
+    tls_key: str | None = option(None, "Private key of --tls-cert (PEM).", group=SECURITY, metavar="FILE")
+    tls_client_ca: str | None = option(
+        None, "Clients must show a certificate of this CA (PEM).", group=SECURITY, metavar="FILE"
+    )
+    auth_token_file: str | None = option(
+        None,
+        "Callers must send one of the bearer tokens in this file (one a line; re-read on change).",
+        group=SECURITY,
+        metavar="FILE",
+    )
+    insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
+    log_format: Literal["auto", "json", "console"] = option(
+        "auto", "auto: console on a terminal, else JSON.", group=LOGGING
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe level written.", group=LOGGING
+    )
+    debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
+
+    @property
+    def is_tls(self) -> bool:
+        return self.tls_cert is not None
+
+    def validate(self) -> None:
+        """Raises StartupError for options that do not go together. Subclasses call super().validate() first."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing, given = ("--tls-key", "--tls-cert") if self.tls_cert else ("--tls-cert", "--tls-key")
+            raise StartupError(f"{given} needs {missing}", flag=missing)
+        if self.tls_client_ca is not None and not self.is_tls:
+            raise StartupError("--tls-client-ca needs --tls-cert and --tls-key", flag="--tls-cert")
+        if not (self.is_tls or self.insecure_bind or is_loopback(self.host)):
+            raise StartupError(
+                f"refusing plaintext on {self.host}: give --tls-cert and --tls-key, or accept it with --insecure-bind",
+                flag="--insecure-bind",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelConfig(TransportConfig):
+    """How a process calls others; one that does inherits it: `class RouterConfig(ServerConfig, ChannelConfig)`."""
+
+    channel_tls: bool = option(False, "Use TLS towards other services (system CAs).", group=CHANNELS)
+    channel_tls_ca: str | None = option(None, "Use TLS; trust this CA (PEM).", group=CHANNELS, metavar="FILE")
+    channel_tls_cert: str | None = option(
+        None, "Client certificate for mutual TLS (PEM).", group=CHANNELS, metavar="FILE"
+    )
+    channel_tls_key: str | None = option(
+        None, "Private key of --channel-tls-cert (PEM).", group=CHANNELS, metavar="FILE"
+    )
+    channel_tls_server_name: str | None = option(
+        None, "Name expected in the server's certificate, when it is not the address.", group=CHANNELS
+    )
+    channel_token_file: str | None = option(
+        None, "Send the first bearer token of this file with every call.", group=CHANNELS, metavar="FILE"
+    )
+
+
+def from_env_and_flags(cls: type[C], overrides: Mapping[str, object] | None = None) -> C:
+    """The configuration `cls` from flags, PENSTOCK_* variables and defaults, validated.
+
+    `overrides` is keyed by field name; None means not given, text is parsed. Raises StartupError naming the flag.
+    """
+    config = load(cls, overrides or {}, os.environ)
+    if isinstance(config, ServerConfig):
+        config.validate()
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach `host`."""
+    if host == "localhost" or host.startswith("unix:"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def quiet_environment(threads: int | None = None) -> dict[str, str]:
+    """Variables that native libraries read when they are loaded, so they must be set before torch or grpc is imported.
+
+    OpenMP threads sleep between parallel regions instead of spinning, so that the other processes on the machine get
+    the cores; grpc's C core does not write to stderr on its own. Variables the operator has set are kept.
+    """
+    wanted = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GRPC_VERBOSITY": "NONE",
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    if threads is not None:
+        wanted["OMP_NUM_THREADS"] = str(threads)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def prepare_environment(threads: int | None = None) -> None:
+    """Put `quiet_environment` into this process; call it before importing torch or grpc."""
+    os.environ.update(quiet_environment(threads))
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process: ours, quiet, and with output that is not held back."""
+    return {**os.environ, **quiet_environment(), "PYTHONUNBUFFERED": "1"}
+
+
+def penstock_variables() -> dict[str, str]:
+    """Every PENSTOCK_* variable that is set."""
+    return {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}

@@ -1,0 +1,90 @@
+"""TLS credentials and bearer tokens, from files."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+import grpc
+
+from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.errors import StartupError, Unauthenticated
+
+
+def _read(path: str, flag: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
+
+
+def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """None for plaintext. Raises StartupError naming the file's flag."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    key, chain = _read(config.tls_key, "--tls-key"), _read(config.tls_cert, "--tls-cert")
+    client_ca = _read(config.tls_client_ca, "--tls-client-ca") if config.tls_client_ca is not None else None
+    return grpc.ssl_server_credentials(
+        [(key, chain)], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )
+
+
+def channel_credentials(config: ChannelConfig) -> grpc.ChannelCredentials | None:
+    """None for plaintext. Raises StartupError naming the file's flag."""
+    if not (config.channel_tls or config.channel_tls_ca or config.channel_tls_cert):
+        return None
+    ca, cert, key = config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(ca, "--channel-tls-ca") if ca else None,
+        private_key=_read(key, "--channel-tls-key") if key else None,
+        certificate_chain=_read(cert, "--channel-tls-cert") if cert else None,
+    )
+
+
+class TokenFile:
+    """The tokens of a file, one a line, re-read when the file changes so that they can be rotated without a restart."""
+
+    def __init__(self, path: str, flag: str) -> None:
+        """Raises StartupError when the file cannot be read or holds no token."""
+        self._path = Path(path).expanduser()
+        self._stamp: tuple[int, int] | None = None
+        self._tokens: list[bytes] = []
+        try:
+            self._refresh()
+        except OSError as error:
+            raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
+        if not self._tokens:
+            raise StartupError(f"{flag} {path}: holds no token", flag=flag)
+
+    def _refresh(self) -> None:
+        status = self._path.stat()
+        stamp = (status.st_mtime_ns, status.st_ino)
+        if stamp != self._stamp:
+            lines = self._path.read_bytes().splitlines()
+            self._tokens = [line.strip() for line in lines if line.strip()]
+            self._stamp = stamp
+
+    def _current(self) -> list[bytes]:
+        try:
+            self._refresh()
+        except OSError:
+            # A file that is gone for a moment (an atomic replacement, a remount) must not lock everyone out.
+            return self._tokens
+        return self._tokens
+
+    def accepts(self, authorization: str | bytes | None) -> bool:
+        """True when the `authorization` metadata is `Bearer` and one of the tokens. In constant time."""
+        if authorization is None:
+            return False
+        given = authorization.encode() if isinstance(authorization, str) else authorization
+        scheme, _, token = given.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        return any(hmac.compare_digest(token.strip(), known) for known in self._current())
+
+    def authorization(self) -> str:
+        """The metadata value to send: the first token. Raises Unauthenticated when the file was emptied."""
+        tokens = self._current()
+        if not tokens:
+            raise Unauthenticated("the bearer token file holds no token", reason="NO_TOKEN")
+        return f"Bearer {tokens[0].decode()}"

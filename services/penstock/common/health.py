@@ -1,0 +1,82 @@
+"""grpc.health.v1 and server reflection (v1 and v1alpha), added to every server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+OVERALL = ""
+_V1_FILE = "grpc/reflection/v1/reflection.proto"
+
+
+class Health:
+    """Health of each service and of the process as a whole (the empty name). NOT_SERVING until told otherwise.
+
+    SERVING needs both: the process is up (`set_up`) and the service wants calls (`set_wanted`, e.g. not drained by an
+    operator).
+    """
+
+    def __init__(self, services: tuple[str, ...]) -> None:
+        self._names = (OVERALL, *services)
+        self._servicer = HealthServicer()
+        self._up = False
+        self._wanted = True
+
+    async def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the health service; everything is NOT_SERVING."""
+        await self._publish()
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._up and self._wanted
+
+    async def set_up(self, up: bool) -> None:
+        """The process is warm (True) or starting, stopping or broken (False)."""
+        self._up = up
+        await self._publish()
+
+    async def set_wanted(self, wanted: bool) -> None:
+        """The service takes calls (True) or was drained (False). Has no effect while the process is not up."""
+        self._wanted = wanted
+        await self._publish()
+
+    async def _publish(self) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._servicer.set(name, status.SERVING if self.is_serving else status.NOT_SERVING)
+
+
+def add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+    """Serve reflection under both names. grpcio has only v1alpha; the messages of v1 are the same on the wire."""
+    _describe_v1()
+    servicer: Any = ReflectionServicer((*services, HEALTH_SERVICE, *REFLECTION_SERVICES))
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = [
+        grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in REFLECTION_SERVICES
+    ]
+    server.add_generic_rpc_handlers(tuple(handlers))
+
+
+def _describe_v1() -> None:
+    """Put grpc.reflection.v1 itself into the descriptor pool, so that clients can look it up like any service."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileByName(_V1_FILE)
+    except KeyError:
+        alpha = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+        text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
+        pool.Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))

@@ -1,0 +1,220 @@
+"""What happens around every call of every service: request id, authentication, admission, metrics, errors.
+
+One interceptor rather than a chain: each link of a chain costs a coroutine per call. Handlers just raise
+`PenstockError`s; anything else becomes Internal with its traceback in the log. A handler that is an async generator is
+closed before its call ends, so its `finally` blocks run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from penstock.common.credentials import TokenFile
+from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted, Unauthenticated
+from penstock.common.errors import trailing_metadata as trailers_of
+from penstock.common.logging import get_logger
+from penstock.common.metrics import GrpcServerMetrics
+from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behavior = Callable[[Any, Context], Any]
+# Answered without credentials and whatever the load: a probe must tell "busy" from "broken".
+EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
+OVERLOAD_RETRY_SECONDS = 0.5
+
+_log = get_logger("penstock.rpc")
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method's name and its metrics, looked up once."""
+
+    service: str
+    started: Any
+    handling: Any
+    handled: Callable[[str], Any]
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed, so that the error is raised where all errors are."""
+
+
+_MALFORMED = _Malformed()
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+    """See the module's docstring. Used on the server's event loop only."""
+
+    def __init__(self, metrics: GrpcServerMetrics, *, tokens: TokenFile | None, max_concurrent_rpcs: int) -> None:
+        self._metrics = metrics
+        self._tokens = tokens
+        self._max_concurrent_rpcs = max_concurrent_rpcs
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Calls being handled, health checks not counted."""
+        return self._in_flight
+
+    async def wait_idle(self) -> None:
+        """Return once no call is in flight."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """The wrapped handler of a known method; unknown methods stay UNIMPLEMENTED and get no labels."""
+        name = handler_call_details.method
+        known = self._handlers.get(name)
+        if known is None:
+            inner: grpc.RpcMethodHandler[Any, Any] | None = await continuation(handler_call_details)
+            if inner is None:
+                return cast("grpc.RpcMethodHandler[Any, Any]", None)
+            known = self._handlers[name] = self._wrap(name, inner)
+        return known
+
+    def _wrap(self, name: str, inner: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        method = self._method(name, inner)
+        handlers = (inner.unary_unary, inner.unary_stream, inner.stream_unary, inner.stream_stream)
+        behavior = cast("Behavior", next(handler for handler in handlers if handler is not None))
+        run = _answer_stream if inner.response_streaming else _answer_once
+
+        async def handle(request: Any, context: Context) -> Any:
+            return await self._around(method, lambda: run(behavior, request, context), context)
+
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[bool(inner.request_streaming), bool(inner.response_streaming)]
+        deserializer = inner.request_deserializer if inner.request_streaming else _lenient(inner.request_deserializer)
+        build = cast("Callable[..., grpc.RpcMethodHandler[Any, Any]]", make)
+        return build(handle, request_deserializer=deserializer, response_serializer=inner.response_serializer)
+
+    def _method(self, name: str, handler: grpc.RpcMethodHandler[Any, Any]) -> _Method:
+        kinds = ("unary", "client_stream", "server_stream", "bidi_stream")
+        kind = kinds[bool(handler.request_streaming) + 2 * bool(handler.response_streaming)]
+        _, service, method = name.split("/")
+        labels = (kind, service, method)
+        counters: dict[str, Any] = {}
+
+        def handled(code: str) -> Any:
+            if code not in counters:
+                counters[code] = self._metrics.handled.labels(*labels, code)
+            return counters[code]
+
+        return _Method(service, self._metrics.started.labels(*labels), self._metrics.handling.labels(*labels), handled)
+
+    async def _around(self, method: _Method, run: Callable[[], Awaitable[Any]], context: Context) -> Any:
+        begin = time.perf_counter()
+        method.started.inc()
+        counted = method.service not in EXEMPT_SERVICES
+        metadata = dict(context.invocation_metadata() or ())
+        request_id = accept_request_id(metadata.get(REQUEST_ID_KEY))
+        current_request_id.set(request_id)
+        code = grpc.StatusCode.OK
+        if counted:
+            self._enter()
+        try:
+            if counted:
+                self._admit(metadata)
+            context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+            answer = await run()
+            code = _set_code(context)
+            return answer
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.AbortError:
+            code = _set_code(context)
+            raise
+        except Exception as raised:
+            error = _as_penstock_error(raised, request_id)
+            code = error.code
+            await context.abort(code, error.message, (*trailers_of(error), (REQUEST_ID_KEY, request_id)))
+        finally:
+            if counted:
+                self._leave()
+            method.handled(code.name).inc()
+            method.handling.observe(time.perf_counter() - begin)
+
+    def _enter(self) -> None:
+        self._in_flight += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            self._idle.set()
+
+    def _admit(self, metadata: dict[str, str | bytes]) -> None:
+        if self._tokens is not None and not self._tokens.accepts(metadata.get("authorization")):
+            raise Unauthenticated("a valid bearer token is required", reason="UNAUTHENTICATED")
+        if self._in_flight > self._max_concurrent_rpcs:
+            raise ResourceExhausted(
+                "too many calls in flight", reason="TOO_MANY_RPCS", retry_after_seconds=OVERLOAD_RETRY_SECONDS
+            )
+
+
+def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError:
+            return _MALFORMED
+
+    return parse
+
+
+async def _answer_once(behavior: Behavior, request: Any, context: Context) -> Any:
+    if request is _MALFORMED:
+        raise DecodeError
+    return await behavior(request, context)
+
+
+async def _answer_stream(behavior: Behavior, request: Any, context: Context) -> None:
+    if request is _MALFORMED:
+        raise DecodeError
+    answer = behavior(request, context)
+    if not isinstance(answer, AsyncIterator):
+        await answer
+        return
+    async with contextlib.aclosing(cast("Any", answer)) as messages:
+        async for message in messages:
+            await context.write(message)
+
+
+def _set_code(context: Context) -> grpc.StatusCode:
+    """The status a handler set by itself, OK when it did not."""
+    code: Any = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code
+    return next((known for known in grpc.StatusCode if known.value[0] == code), grpc.StatusCode.OK)
+
+
+def _as_penstock_error(raised: Exception, request_id: str) -> PenstockError:
+    if isinstance(raised, PenstockError):
+        if isinstance(raised, Internal):
+            _log.error("call failed", request_id=request_id, reason=raised.reason, exc_info=raised)
+        return raised
+    if isinstance(raised, DecodeError):
+        return InvalidArgument("request", "not a message of this type", reason="MALFORMED_MESSAGE")
+    _log.error("call failed", request_id=request_id, reason="INTERNAL", exc_info=raised)
+    return Internal("internal error; the log has the cause under this request id", reason="INTERNAL")

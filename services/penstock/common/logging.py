@@ -1,0 +1,101 @@
+"""Structured logs: JSON, or readable lines on a terminal. Never contents, token ids, keys or raw client strings.
+
+An exception is written as its types and frames; its text may quote what a user sent, so it appears only with --debug.
+"""
+
+from __future__ import annotations
+
+import logging as stdlib
+import sys
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import structlog
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+_LEVELS = {"debug": stdlib.DEBUG, "info": stdlib.INFO, "warning": stdlib.WARNING, "error": stdlib.ERROR}
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A logger whose lines carry `component=name`. Bind only values from closed sets, counts and request ids."""
+    return cast("FilteringBoundLogger", structlog.get_logger(component=name))
+
+
+def configure_logging(service: str, *, log_format: str = "auto", level: str = "info", debug: bool = False) -> None:
+    """Set up this process's logging, once, at the start of its main function."""
+    console = sys.stderr.isatty() if log_format == "auto" else log_format == "console"
+
+    def add_service(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        event["service"] = service
+        return event
+
+    def render_exception(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        exc_info = event.pop("exc_info", None)
+        if exc_info:
+            event["exception"] = describe_exception(_as_exc_info(exc_info), debug=debug)
+        return event
+
+    last: Processor = (
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            add_service,
+            render_exception,
+            last,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    root = stdlib.getLogger()
+    root.handlers[:] = [_Forward(debug=debug)]
+    root.setLevel(max(_LEVELS[level], stdlib.WARNING))
+
+
+def _as_exc_info(exc_info: Any) -> ExcInfo | None:
+    if isinstance(exc_info, BaseException):
+        return type(exc_info), exc_info, exc_info.__traceback__
+    found = exc_info if isinstance(exc_info, tuple) else sys.exc_info()
+    return cast("ExcInfo", found) if found[0] is not None else None
+
+
+def describe_exception(exc_info: ExcInfo | None, *, debug: bool) -> str:
+    """Types and frames of an exception and its causes, innermost last; with `debug` the full traceback."""
+    if exc_info is None:
+        return ""
+    if debug:
+        return "".join(traceback.format_exception(*exc_info)).rstrip()
+    parts: list[str] = []
+    error: BaseException | None = exc_info[1]
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = " > ".join(f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames)
+        parts.append(f"{type(error).__name__} at {where}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return " <- ".join(parts)
+
+
+def _short(filename: str) -> str:
+    _, found, inside = filename.rpartition("/penstock/")
+    return f"penstock/{inside}" if found else filename.rpartition("/site-packages/")[2]
+
+
+class _Forward(stdlib.Handler):
+    """Libraries' warnings, in our format. Arguments are left out unless debugging: they may hold contents."""
+
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__()
+        self._debug = debug
+
+    def emit(self, record: stdlib.LogRecord) -> None:
+        event = record.getMessage() if self._debug else str(record.msg).partition("\n")[0]
+        write = get_logger(record.name).error if record.levelno >= stdlib.ERROR else get_logger(record.name).warning
+        write(event, exc_info=record.exc_info)

@@ -1,0 +1,223 @@
+"""A configuration field is a default, a flag, an environment variable and a help text, declared once.
+
+A service's configuration is a frozen dataclass whose fields are made by `option`; the command line, the PENSTOCK_*
+variables and docs/configuration.md are generated from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from penstock.common.errors import StartupError
+from penstock.common.units import parse_duration, parse_size
+
+ENV_PREFIX = "PENSTOCK_"
+MODEL_ARGUMENT = "MODEL"
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What `option` attaches to a field."""
+
+    help: str
+    group: str
+    env: str | None = None
+    flag: str | None = None
+    metavar: str | None = None
+    secret: bool = False
+    parse: Callable[[str], object] | None = None
+    choices: Sequence[str] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    hidden: bool = False
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    env: str | None = None,
+    flag: str | None = None,
+    metavar: str | None = None,
+    secret: bool = False,
+    parse: Callable[[str], object] | None = None,
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    hidden: bool = False,
+) -> Any:
+    """A dataclass field with its flag.
+
+    The type decides how text is read: int, float, bool, str, Literal, tuple[str, ...] (commas), each `| None`
+    ("none"). A name ending in `_bytes` takes sizes (16MiB), one ending in `_seconds` durations (30s). `parse` overrides
+    this and raises ValueError. A field called `model` is the positional MODEL. `minimum` and `maximum` are inclusive.
+    """
+    settings = Option(help, group, env, flag, metavar, secret, parse, tuple(choices), minimum, maximum, hidden)
+    return dataclasses.field(default=default, metadata={"option": settings})
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundOption:
+    """An option together with its field."""
+
+    name: str
+    type: Any
+    default: Any
+    settings: Option
+
+    @property
+    def flag(self) -> str:
+        """`--kv-memory`, or `MODEL` for the positional one."""
+        if self.settings.flag is not None:
+            return self.settings.flag
+        return MODEL_ARGUMENT if self.name == "model" else "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """`PENSTOCK_KV_MEMORY`."""
+        return self.settings.env or ENV_PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def inner_type(self) -> Any:
+        """The type without `| None`."""
+        if get_origin(self.type) in (Union, types.UnionType):
+            return next(part for part in get_args(self.type) if part is not type(None))
+        return self.type
+
+    @property
+    def is_bool(self) -> bool:
+        return self.inner_type is bool
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.inner_type) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Allowed words, or () when any value of the type will do."""
+        if self.settings.choices:
+            return tuple(self.settings.choices)
+        return tuple(map(str, get_args(self.inner_type))) if get_origin(self.inner_type) is Literal else ()
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in help texts."""
+        if self.settings.metavar is not None:
+            return self.settings.metavar
+        if self.choices:
+            return "|".join(self.choices)
+        if self.name.endswith("_bytes"):
+            return "SIZE"
+        if self.name.endswith("_seconds"):
+            return "DURATION"
+        return {int: "INT", float: "NUMBER"}.get(self.inner_type, "LIST" if self.is_list else "TEXT")
+
+    def parse(self, text: str) -> object:
+        """The value `text` stands for. Raises ValueError saying what is expected."""
+        if self.settings.parse is not None:
+            return self.settings.parse(text)
+        if type(None) in get_args(self.type) and text.strip().lower() in ("", "none"):
+            return None
+        if self.choices:
+            return _one_of(text, self.choices)
+        if self.is_list:
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        return _PARSERS[self._kind()](text)
+
+    def _kind(self) -> str:
+        if self.inner_type is int and self.name.endswith("_bytes"):
+            return "size"
+        if self.inner_type is float and self.name.endswith("_seconds"):
+            return "duration"
+        return str(getattr(self.inner_type, "__name__", self.inner_type))
+
+    def check(self, value: object) -> None:
+        """Raises ValueError when a parsed value is outside minimum..maximum."""
+        low, high = self.settings.minimum, self.settings.maximum
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if low is not None and value < low:
+                raise ValueError(f"must be at least {low:g}")
+            if high is not None and value > high:
+                raise ValueError(f"must be at most {high:g}")
+
+
+def _one_of(text: str, choices: Iterable[str]) -> str:
+    if text not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}")
+    return text
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
+
+
+def _boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE | _FALSE:
+        return word in _TRUE
+    raise ValueError("expected true or false")
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "int": _integer,
+    "float": _number,
+    "bool": _boolean,
+    "str": str,
+    "size": parse_size,
+    "duration": parse_duration,
+}
+
+
+def options_of(config: type) -> list[BoundOption]:
+    """Every option of a configuration class, in order of declaration (inherited ones first)."""
+    hints = get_type_hints(config)
+    return [
+        BoundOption(field.name, hints[field.name], field.default, field.metadata["option"])
+        for field in dataclasses.fields(config)
+        if "option" in field.metadata
+    ]
+
+
+def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str, str]) -> C:
+    """A `config` from flags (by field name; None means not given), then variables, then defaults.
+
+    Text is parsed, other values are taken as they are. Raises StartupError naming the flag.
+    """
+    known = options_of(config)
+    values: dict[str, object] = {}
+    for bound in known:
+        given = overrides.get(bound.name)
+        if given is not None:
+            values[bound.name] = _read(bound, given, bound.flag)
+        elif bound.env in environ:
+            values[bound.name] = _read(bound, environ[bound.env], bound.env)
+    unknown = sorted(overrides.keys() - {bound.name for bound in known})
+    if unknown:
+        raise StartupError(f"{config.__name__} has no option {unknown[0]}", flag="--" + unknown[0].replace("_", "-"))
+    return config(**values)
+
+
+def _read(bound: BoundOption, given: object, source: str) -> object:
+    try:
+        value = bound.parse(given) if isinstance(given, str) else given
+        bound.check(value)
+    except ValueError as error:
+        shown = "" if bound.settings.secret else f" {given!r}"
+        raise StartupError(f"{source}{shown}: {error}", flag=bound.flag) from error
+    return value

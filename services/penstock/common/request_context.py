@@ -1,0 +1,24 @@
+"""The request id of the call being handled, carried to the logs and to the calls it makes."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextvars import ContextVar
+
+REQUEST_ID_KEY = "x-request-id"
+_WELL_FORMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+current_request_id: ContextVar[str | None] = ContextVar("penstock_request_id", default=None)
+
+
+def new_request_id() -> str:
+    """32 hex digits."""
+    return secrets.token_hex(16)
+
+
+def accept_request_id(given: str | bytes | None) -> str:
+    """`given` when it is short and of harmless characters, else a new one: it goes into logs."""
+    if isinstance(given, str) and _WELL_FORMED.fullmatch(given):
+        return given
+    return new_request_id()

@@ -1,0 +1,237 @@
+"""Which bytes of text each token stands for, read from a tokenizer.json without a tokenizer library.
+
+Covers the decoders of byte-level BPE (GPT-2, Llama 3, Qwen) and of SentencePiece models (Llama 2, Mistral, Gemma:
+`▁` for space, `<0xNN>` bytes). Concatenating what `TextCursor.feed` returns for a sequence of ids, and replacing what
+is not UTF-8, gives what the tokenizer decodes these ids to (with clean_up_tokenization_spaces off).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MAX_TOKEN_ID = 1 << 24
+# A byte that no UTF-8 text holds: stands for a U+FFFD of the decoded text.
+_NOT_TEXT = b"\xff"
+
+
+class UnsupportedTokenizer(Exception):
+    """The folder has no tokenizer.json, or one whose decoder cannot be split by token; says which."""
+
+
+class Leading(enum.Enum):
+    """What decoding does to spaces at the very start of a text."""
+
+    KEEP = 0
+    # Remove one.
+    STRIP_ONE = 1
+    # Remove every `▁` of the first token.
+    DROP_ALL = 2
+
+
+class TokenBytes:
+    """The bytes of every token, in one buffer (about 8 bytes a token)."""
+
+    def __init__(self, tokens: Mapping[int, bytes], *, special: Iterable[int], byte_tokens: Iterable[int] = (),
+                 leading: Leading = Leading.KEEP) -> None:
+        """`tokens`: by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`."""
+        self.leading = leading
+        self.byte_tokens = frozenset(byte_tokens)
+        self._special = frozenset(special)
+        parts = [tokens.get(token_id, b"") for token_id in range(max(tokens, default=-1) + 1)]
+        self._buffer = b"".join(parts)
+        self._offsets = array("I", [0])
+        end = 0
+        for part in parts:
+            end += len(part)
+            self._offsets.append(end)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TokenBytes:
+        """Read `folder`/tokenizer.json (and tokenizer_config.json's added tokens). Raises UnsupportedTokenizer."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UnsupportedTokenizer(f"no tokenizer.json in {folder}")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        config_path = folder / "tokenizer_config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        return _build(document, config)
+
+    def __len__(self) -> int:
+        """One more than the largest id."""
+        return len(self._offsets) - 1
+
+    def bytes_of(self, token_id: int, *, skip_special: bool = True) -> bytes:
+        """Bytes of a token inside a text. Empty for ids the tokenizer does not know, and for skipped special ones."""
+        if token_id >= len(self._offsets) - 1 or self.skipped(token_id, skip_special=skip_special):
+            return b""
+        return self._buffer[self._offsets[token_id] : self._offsets[token_id + 1]]
+
+    def skipped(self, token_id: int, *, skip_special: bool) -> bool:
+        """Whether decoding leaves this token out."""
+        return skip_special and token_id in self._special
+
+
+class TextCursor:
+    """Walks one text token by token and says which bytes each token adds to it."""
+
+    __slots__ = ("_at_start", "_invalid", "_partial", "_skip_special", "_table")
+
+    def __init__(self, table: TokenBytes, *, skip_special: bool) -> None:
+        self._table = table
+        self._skip_special = skip_special
+        self._at_start = table.leading is not Leading.KEEP
+        # Of the current run of byte tokens: an unfinished character, and whether the run can be text at all.
+        self._partial = b""
+        self._invalid = False
+
+    def copy(self) -> TextCursor:
+        """A cursor at the same place."""
+        twin = TextCursor(self._table, skip_special=self._skip_special)
+        twin._at_start, twin._partial, twin._invalid = self._at_start, self._partial, self._invalid
+        return twin
+
+    def feed(self, token_id: int) -> bytes:
+        """Bytes that the token adds. O(length of the token)."""
+        table = self._table
+        if table.skipped(token_id, skip_special=self._skip_special):
+            return b""
+        data = table.bytes_of(token_id, skip_special=False)
+        if table.byte_tokens:
+            data = self._in_run(token_id, data)
+        if self._at_start and data:
+            self._at_start = False
+            data = data.replace(b" ", b"") if table.leading is Leading.DROP_ALL else data.removeprefix(b" ")
+        return data
+
+    def _in_run(self, token_id: int, data: bytes) -> bytes:
+        """ByteFallback decodes a run of byte tokens as a whole: one bad byte, and none of the run is text."""
+        if token_id not in self._table.byte_tokens:
+            self._partial, self._invalid = b"", False
+            return data
+        if not self._invalid:
+            self._partial += data
+            try:
+                self._partial.decode()
+            except UnicodeDecodeError as error:
+                self._invalid = error.reason != "unexpected end of data"
+            else:
+                self._partial = b""
+        return _NOT_TEXT if self._invalid else data
+
+
+@dataclass(slots=True)
+class _Decoder:
+    """What a tokenizer.json's decoder does, as far as it can be done token by token."""
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    replacements: list[tuple[str, str]] = field(default_factory=list)
+    leading: Leading = Leading.KEEP
+
+
+def _build(document: dict[str, Any], config: dict[str, Any]) -> TokenBytes:
+    decoder = _read_decoder(document.get("decoder"))
+    texts = _vocabulary(document["model"])
+    special: set[int] = set()
+    added = [*document.get("added_tokens", ()), *_added_by_config(config)]
+    for entry in added:
+        texts[entry["id"]] = entry["content"]
+        if entry.get("special"):
+            special.add(entry["id"])
+    if texts and max(texts) > _MAX_TOKEN_ID:
+        raise UnsupportedTokenizer("tokenizer.json has a token id above 2^24")
+    to_bytes = _byte_level_bytes if decoder.byte_level else _replacing(decoder.replacements)
+    tokens = {token_id: to_bytes(text) for token_id, text in texts.items()}
+    byte_tokens: dict[int, bytes] = {}
+    if decoder.byte_fallback:
+        byte_tokens = {
+            token_id: bytes([int(text[3:5], 16)]) for token_id, text in texts.items() if _BYTE_TOKEN.fullmatch(text)
+        }
+    return TokenBytes(tokens | byte_tokens, special=special, byte_tokens=byte_tokens, leading=decoder.leading)
+
+
+def _vocabulary(model: dict[str, Any]) -> dict[int, str]:
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        return {token_id: text for text, token_id in vocabulary.items()}
+    if isinstance(vocabulary, list):
+        return {token_id: piece[0] for token_id, piece in enumerate(vocabulary)}
+    raise UnsupportedTokenizer("tokenizer.json has no vocabulary")
+
+
+def _added_by_config(config: dict[str, Any]) -> list[dict[str, Any]]:
+    decoder = config.get("added_tokens_decoder") or {}
+    return [{**entry, "id": int(token_id)} for token_id, entry in decoder.items()]
+
+
+def _read_decoder(document: dict[str, Any] | None) -> _Decoder:
+    if document is None:
+        raise UnsupportedTokenizer("tokenizer.json has no decoder")
+    result = _Decoder()
+    steps = document["decoders"] if document["type"] == "Sequence" else [document]
+    for step in steps:
+        if not _read_step(step, result):
+            raise UnsupportedTokenizer(f"tokenizer.json has a {step['type']} decoder that cannot be split by token")
+    if result.byte_level and len(steps) > 1:
+        raise UnsupportedTokenizer("tokenizer.json combines ByteLevel with other decoders")
+    return result
+
+
+def _read_step(step: dict[str, Any], result: _Decoder) -> bool:
+    """Add one decoder step; False when it does not act on each token alone or on the start of the text."""
+    match step:
+        case {"type": "ByteLevel"}:
+            result.byte_level = True
+        case {"type": "ByteFallback"}:
+            result.byte_fallback = True
+        case {"type": "Fuse"}:
+            pass
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            result.replacements.append((pattern, content))
+        case {"type": "Metaspace", "replacement": replacement}:
+            result.replacements.append((replacement, " "))
+            scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
+            result.leading = Leading.KEEP if scheme == "never" else Leading.DROP_ALL
+        case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+            result.leading = Leading.STRIP_ONE
+        case {"type": "Strip", "start": 0, "stop": 0}:
+            pass
+        case _:
+            return False
+    return True
+
+
+def _replacing(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
+    def to_bytes(text: str) -> bytes:
+        for old, new in replacements:
+            text = text.replace(old, new)
+        return text.encode()
+
+    return to_bytes
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of every byte: itself where it is printable, else the next free one from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    return alphabet | {chr(0x100 + position): byte for position, byte in enumerate(hidden)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    """A token with a character outside the alphabet stands for itself, as in the tokenizers library."""
+    try:
+        return bytes([_ALPHABET[character] for character in text])
+    except KeyError:
+        return text.encode()

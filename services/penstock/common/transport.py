@@ -1,0 +1,48 @@
+"""Every gRPC option of Penstock's servers and channels.
+
+grpc ignores a misspelt name silently, so tests show that they act.
+"""
+
+from __future__ import annotations
+
+from penstock.common.config import ServerConfig, TransportConfig
+
+Options = list[tuple[str, int | str]]
+MAX_METADATA_BYTES = 16 << 10
+
+
+def _common(config: TransportConfig) -> Options:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Pings on a long quiet stream (a queued request, a slow prefill) are not limited to two.
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ]
+
+
+def server_options(config: ServerConfig) -> Options:
+    """Options for `grpc.aio.server`."""
+    return [
+        *_common(config),
+        # Two processes on one port would each get half of the calls; a taken port must be an error.
+        ("grpc.so_reuseport", 0),
+        # How often a client may ping before it is sent GOAWAY too_many_pings. grpc's own default is five minutes.
+        ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_interval_seconds * 1000)),
+    ]
+
+
+def channel_options(config: TransportConfig) -> Options:
+    """Options for a `grpc.aio` channel."""
+    return [
+        *_common(config),
+        # Channels with equal options would share one connection, and with it one flow-control window and one core.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]

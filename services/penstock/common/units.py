@@ -1,0 +1,50 @@
+"""Sizes and durations as people write them: `2GiB`, `512MB`, `30s`, `250ms`."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", re.IGNORECASE)
+_SECONDS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+AUTO = "auto"
+
+
+def parse_size(text: str) -> int:
+    """Bytes. `2GiB` and `2Gi` are powers of 1024, `2GB` and `2G` of 1000, a bare number is bytes. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("expected a size such as 512MiB or 2GiB")
+    unit = match[2].lower()
+    power = "kmgt".find(unit[:1]) + 1 if unit[:1] and unit[:1] in "kmgt" else 0
+    return int(float(match[1]) * (1024 if "i" in unit else 1000) ** power)
+
+
+def parse_size_or_auto(text: str) -> int | None:
+    """As `parse_size`; `auto` is None."""
+    return None if text.strip().lower() == AUTO else parse_size(text)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds: `30`, `30s`, `250ms`, `5m`, `1h`. Raises ValueError."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("expected a duration such as 30s, 250ms or 5m")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def format_size(size: int) -> str:
+    """`2.0 GiB`: for people, not for parsing back."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`850 µs`, `12.3 ms`, `1.25 s`."""
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
