@@ -1,0 +1,71 @@
+"""Turns what the engine says about one request into the events that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.generation import convert
+from penstock.generation.engine.request import DeltaOutput, FinishedOutput, Request, RequestOutput
+
+
+class Emitter:
+    """Events of one request, in order. With `stream_interval` > 1 deltas of a sequence are merged and renumbered."""
+
+    def __init__(self, request: Request, model: str, stream_interval: int) -> None:
+        self.request = request
+        self._model = model
+        self._merger = DeltaMerger(stream_interval) if stream_interval > 1 else None
+
+    def events(self, output: RequestOutput) -> Iterator[convert.Event]:
+        """Events of one engine step."""
+        if output.started is not None:
+            yield convert.from_started(self.request, self._model, output.started)
+        deltas, finished = output.deltas, output.finished
+        if self._merger is not None:
+            deltas = self._merger.merge(deltas, flush=finished is not None)
+            finished = self._merger.renumber(finished)
+        for delta in deltas:
+            yield convert.from_delta(delta)
+        if finished is not None:
+            yield convert.from_finished(finished)
+
+
+class DeltaMerger:
+    """Holds back deltas until `interval` tokens of a sequence are there, or it ends."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._held: dict[int, DeltaOutput] = {}
+        self._next_seq = 0
+
+    def merge(self, deltas: tuple[DeltaOutput, ...], *, flush: bool) -> tuple[DeltaOutput, ...]:
+        """Take a step's deltas and return those that are due; all of them when `flush`."""
+        due: list[DeltaOutput] = []
+        for delta in deltas:
+            merged = _join(self._held.pop(delta.index, None), delta)
+            if merged.finish is not None or len(merged.token_ids) >= self._interval:
+                due.append(self._numbered(merged))
+            else:
+                self._held[delta.index] = merged
+        if flush:
+            due.extend(self._numbered(held) for held in self._held.values())
+            self._held.clear()
+        return tuple(due)
+
+    def renumber(self, finished: FinishedOutput | None) -> FinishedOutput | None:
+        """`last_seq` in the merged numbering."""
+        if finished is None:
+            return None
+        return replace(finished, last_seq=self._next_seq - 1 if self._next_seq else None)
+
+    def _numbered(self, delta: DeltaOutput) -> DeltaOutput:
+        numbered = replace(delta, seq=self._next_seq)
+        self._next_seq += 1
+        return numbered
+
+
+def _join(held: DeltaOutput | None, delta: DeltaOutput) -> DeltaOutput:
+    if held is None:
+        return delta
+    return replace(delta, token_ids=held.token_ids + delta.token_ids, logprobs=held.logprobs + delta.logprobs)

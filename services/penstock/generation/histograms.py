@@ -1,0 +1,52 @@
+"""A histogram that takes many equal observations in one call, so that a step costs the same at any batch size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from threading import Lock
+
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+
+class StepHistogram(Collector):
+    """Prometheus histogram of one label set. `observe` may be called from any thread."""
+
+    def __init__(
+        self, name: str, help_text: str, labels: dict[str, str], buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        """`buckets` are ascending upper bounds; +Inf is added."""
+        self._name, self._help, self._labels = name, help_text, labels
+        self._bounds = [float(bound) for bound in buckets]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        self._lock = Lock()
+        registry.register(self)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Record `count` observations of `value`."""
+        with self._lock:
+            self._counts[bisect_left(self._bounds, value)] += count
+            self._sum += value * count
+
+    def collect(self) -> Iterable[Metric]:
+        """The family with cumulative buckets."""
+        with self._lock:
+            counts, total = list(self._counts), self._sum
+        cumulative, buckets = 0, []
+        for bound, count in zip([*self._bounds, float("inf")], counts, strict=True):
+            cumulative += count
+            buckets.append((_label(bound), float(cumulative)))
+        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, total)
+        return [family]
+
+    def describe(self) -> Iterable[Metric]:
+        """The family without samples, so that a duplicate name is found at registration."""
+        return [HistogramMetricFamily(self._name, self._help, labels=list(self._labels))]
+
+
+def _label(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else str(bound)

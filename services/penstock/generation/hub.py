@@ -1,0 +1,186 @@
+"""Live requests of the process, and who hears about them. All of it runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.common.errors import InvalidArgument, PenstockError
+from penstock.generation.engine.request import Request, RequestOutput
+from penstock.generation.metrics import GenerationMetrics
+
+
+class Submitter(Protocol):
+    """What the hub needs of the engine's loop; both calls return at once and are made from the event loop."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises a PenstockError when it cannot be taken."""
+
+    def abort(self, request_ids: list[str], /) -> None:
+        """End requests on the next step; unknown ids are ignored."""
+
+
+class Sink(Protocol):
+    """A stream that wants the outputs of its requests."""
+
+    def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
+        """Take what one engine step produced for this stream's requests; False when its reader is cut off."""
+
+    def fail(self, request: Request, error: PenstockError) -> None:
+        """The engine is gone and will say nothing more about `request`."""
+
+
+class Closable(Sink, Protocol):
+    """A stream that stays open without requests."""
+
+    def half_close(self) -> None:
+        """End once nothing of it is live."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One accepted request; `sink` is None once its stream went away."""
+
+    request: Request
+    sink: Sink | None
+    last_token_at: float | None = None
+
+
+class OutputHub:
+    """Routes each step's outputs to the streams they belong to and keeps count of what is live."""
+
+    def __init__(self, submitter: Submitter, metrics: GenerationMetrics, step: Callable[[], int]) -> None:
+        """`step` tells the number of engine steps so far."""
+        self._submitter = submitter
+        self._metrics = metrics
+        self._step = step
+        self._live: dict[str, LiveRequest] = {}
+        self._watchers: set[asyncio.Event] = set()
+        self._sessions: set[Closable] = set()
+        self.closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_live(self) -> int:
+        """Accepted requests without their last word."""
+        return len(self._live)
+
+    @property
+    def step(self) -> int:
+        """Engine steps so far."""
+        return self._step()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a request to the engine. Raises InvalidArgument for a live id, or what the engine's queue says."""
+        if request.request_id in self._live:
+            raise InvalidArgument("request_id", "is already live", reason="DUPLICATE_REQUEST_ID")
+        self._submitter.submit(request)
+        self._live[request.request_id] = LiveRequest(request, sink)
+        self._idle.clear()
+        self.notify()
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Abort those that are live and return their ids. Their streams still get the last word."""
+        live = [request_id for request_id in request_ids if request_id in self._live]
+        if live:
+            self._submitter.abort(live)
+        return live
+
+    def live_ids(self) -> list[str]:
+        """Ids of every live request."""
+        return list(self._live)
+
+    def release(self, sink: Sink) -> None:
+        """The stream is over: whatever of it is still live has nobody to go to, and is aborted."""
+        orphans = [live for live in self._live.values() if live.sink is sink]
+        for live in orphans:
+            live.sink = None
+        self.abort([live.request.request_id for live in orphans])
+
+    def open_session(self, session: Closable) -> None:
+        """A session that `close_streams` will end."""
+        self._sessions.add(session)
+        if self.closing:
+            session.half_close()
+
+    def close_session(self, session: Closable) -> None:
+        """The session is over."""
+        self._sessions.discard(session)
+        self.release(session)
+
+    def close_streams(self) -> None:
+        """The process is going: end sessions once they have nothing live, and load watches."""
+        self.closing = True
+        for session in self._sessions:
+            session.half_close()
+        self.notify()
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """One engine step's outputs, each stream's share in one call."""
+        now = time.monotonic()
+        tokens, shares = 0, dict[Sink, list[RequestOutput]]()
+        for output in outputs:
+            live = self._live.get(output.request.request_id)
+            if live is None or live.request is not output.request:
+                continue
+            tokens += sum(len(delta.token_ids) for delta in output.deltas)
+            self._observe(live, output, now)
+            if output.finished is not None:
+                del self._live[output.request.request_id]
+            if live.sink is not None:
+                shares.setdefault(live.sink, []).append(output)
+        self._metrics.generated(tokens)
+        step = self._step()
+        for sink, share in shares.items():
+            if not sink.deliver(step, share):
+                self._metrics.slow_reader()
+                self.release(sink)
+        self._settle()
+
+    def fail_all(self, error: PenstockError) -> None:
+        """The engine broke: every live request ends with `error`."""
+        stranded = list(self._live.values())
+        self._live.clear()
+        for live in stranded:
+            self._metrics.request_failed()
+            if live.sink is not None:
+                live.sink.fail(live.request, error)
+        self._settle()
+
+    async def wait_idle(self) -> None:
+        """Return when nothing is live."""
+        await self._idle.wait()
+
+    def watch(self) -> asyncio.Event:
+        """An event that is set whenever the load may have changed; the watcher clears it. Give it back to `unwatch`."""
+        event = asyncio.Event()
+        self._watchers.add(event)
+        return event
+
+    def unwatch(self, event: asyncio.Event) -> None:
+        """Forget a watcher."""
+        self._watchers.discard(event)
+
+    def notify(self) -> None:
+        """Wake the watchers: the load may have changed."""
+        for event in self._watchers:
+            event.set()
+
+    def _settle(self) -> None:
+        if not self._live:
+            self._idle.set()
+        self.notify()
+
+    def _observe(self, live: LiveRequest, output: RequestOutput, now: float) -> None:
+        if output.deltas:
+            if live.last_token_at is None:
+                self._metrics.first_token(now - live.request.arrival_time)
+            else:
+                self._metrics.next_tokens(now - live.last_token_at, len(output.deltas))
+            live.last_token_at = now
+        if output.finished is not None:
+            self._metrics.request_finished(live.request, output.finished)

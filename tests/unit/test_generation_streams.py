@@ -1,0 +1,282 @@
+"""Fan-out of engine steps to streams: one message per step, bounded, every request ends once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from penstock.common.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+)
+from penstock.generation.emitter import Emitter
+from penstock.generation.engine.request import (
+    DeltaOutput,
+    FinishedOutput,
+    FinishReason,
+    PositionLogprobs,
+    Request,
+    RequestOutput,
+    RequestTimings,
+    SequenceFinish,
+    StartedOutput,
+)
+from penstock.generation.hub import OutputHub
+from penstock.generation.metrics import EngineFigures, GenerationMetrics
+from penstock.generation.outbox import Outbox
+from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.streams import RequestStream, SessionStream
+from prometheus_client import CollectorRegistry, generate_latest
+
+TIMINGS = RequestTimings(0.1, 0.1, 0.1, 0.2, 0.3)
+
+
+class Engine:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self.refusal: PenstockError | None = None
+
+    def submit(self, request: Request) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request.request_id)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted.extend(request_ids)
+
+
+class Harness:
+    """A hub over a remembered engine, and steps made by hand."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.registry = CollectorRegistry()
+        self.metrics = GenerationMetrics(self.registry, "tiny")
+        self.hub = OutputHub(self.engine, self.metrics, lambda: 7)
+        self.requests: dict[str, Request] = {}
+
+    def session(self, *names: str, bound: int = 8) -> SessionStream:
+        session = SessionStream(bound)
+        self.hub.open_session(session)
+        for name in names:
+            emitter = emitter_of(name)
+            self.hub.submit(emitter.request, session)
+            session.add(emitter)
+            self.requests[name] = emitter.request
+        return session
+
+    def stream(self, name: str, *, bound: int = 8, interval: int = 1) -> RequestStream:
+        emitter = emitter_of(name, interval)
+        stream = RequestStream(emitter, bound)
+        self.hub.submit(emitter.request, stream)
+        self.requests[name] = emitter.request
+        return stream
+
+    def step(self, *outputs: tuple[str, dict[str, Any]]) -> None:
+        blank: dict[str, Any] = {"started": None, "deltas": (), "finished": None}
+        self.hub.deliver([RequestOutput(self.requests[name], **{**blank, **what}) for name, what in outputs])
+
+
+def emitter_of(name: str, interval: int = 1) -> Emitter:
+    return Emitter(Request(name, [1, 2], SamplingParams(9), 0.0, attempt_epoch=3), "tiny", interval)
+
+
+def delta(seq: int, *ids: int, index: int = 0, finish: SequenceFinish | None = None) -> DeltaOutput:
+    return DeltaOutput(seq, index, ids, finish=finish)
+
+
+def finished(error: PenstockError | None = None, last_seq: int | None = 0) -> FinishedOutput:
+    ends = (SequenceFinish(0, FinishReason.ERROR if error else FinishReason.LENGTH, 1),)
+    return FinishedOutput(ends, 2, 1, 0, TIMINGS, last_seq, error=error)
+
+
+async def drained(outbox: Outbox[Any]) -> list[Any]:
+    return [message async for message in outbox]
+
+
+async def test_a_session_gets_one_message_per_step_with_every_event() -> None:
+    harness = Harness()
+    session = harness.session("a", "b")
+    harness.step(
+        ("a", {"started": StartedOutput(0), "deltas": (delta(0, 5),)}),
+        ("b", {"started": StartedOutput(0), "deltas": (delta(0, 6),)}),
+    )
+    harness.step(("a", {"deltas": (delta(1, 7),), "finished": finished()}), ("b", {"finished": finished()}))
+    session.half_close()
+    first, second = await drained(session.outbox)
+    assert [(event.request_id, event.attempt_epoch, event.WhichOneof("event")) for event in first.events] == [
+        ("a", 3, "started"),
+        ("a", 3, "delta"),
+        ("b", 3, "started"),
+        ("b", 3, "delta"),
+    ]
+    assert [event.WhichOneof("event") for event in second.events] == ["delta", "finished", "finished"]
+    assert first.step == 7
+
+
+async def test_two_sessions_get_their_own_shares_only() -> None:
+    harness = Harness()
+    one, two = harness.session("a"), harness.session("b")
+    harness.step(("a", {"finished": finished()}), ("b", {"finished": finished()}))
+    for session, name in ((one, "a"), (two, "b")):
+        session.half_close()
+        (message,) = await drained(session.outbox)
+        assert [event.request_id for event in message.events] == [name]
+
+
+async def test_a_failed_request_ends_with_its_error_and_the_session_goes_on() -> None:
+    harness = Harness()
+    session = harness.session("a", "b")
+    late = DeadlineExceeded("too late", reason="DEADLINE_EXCEEDED")
+    harness.step(("a", {"deltas": (delta(0, 5),), "finished": finished(late)}))
+    harness.step(("b", {"finished": finished()}))
+    session.half_close()
+    first, second = await drained(session.outbox)
+    assert [event.WhichOneof("event") for event in first.events] == ["delta", "error"]
+    assert first.events[1].error.code == 4
+    assert second.events[0].WhichOneof("event") == "finished"
+
+
+async def test_prompt_logprobs_travel_in_a_message_of_their_own() -> None:
+    harness = Harness()
+    session = harness.session("a", "b", "c")
+    big = StartedOutput(0, prompt_logprobs=(PositionLogprobs(None),))
+    harness.step(("a", {"started": StartedOutput(0)}), ("b", {"started": big}), ("c", {"started": big}))
+    session.outbox.close()
+    messages = await drained(session.outbox)
+    assert [[event.request_id for event in message.events] for message in messages] == [["a"], ["b"], ["c"]]
+
+
+async def test_a_refusal_is_an_event_of_its_own() -> None:
+    session = SessionStream(8)
+    session.refuse(4, "a", 1, InvalidArgument("config.top_p", "must be in [0, 1]"))
+    session.outbox.close()
+    (message,) = await drained(session.outbox)
+    assert (message.step, message.events[0].request_id, message.events[0].error.code) == (4, "a", 3)
+
+
+async def test_a_stream_ends_with_finished_and_then_its_status() -> None:
+    harness = Harness()
+    stream = harness.stream("a")
+    late = DeadlineExceeded("too late", reason="DEADLINE_EXCEEDED")
+    harness.step(("a", {"finished": finished(late)}))
+    reader = aiter(stream.outbox)
+    assert (await anext(reader)).HasField("finished")
+    with pytest.raises(DeadlineExceeded):
+        await anext(reader)
+
+
+async def test_a_slow_reader_is_cut_off_and_its_requests_aborted() -> None:
+    harness = Harness()
+    session = harness.session("a", "b", bound=2)
+    for seq in range(3):
+        harness.step(("a", {"deltas": (delta(seq, 5),)}))
+    assert sorted(harness.engine.aborted) == ["a", "b"]
+    with pytest.raises(ResourceExhausted) as cut:
+        await drained(session.outbox)
+    assert cut.value.reason == "SLOW_READER"
+    harness.step(("a", {"finished": finished()}), ("b", {"finished": finished()}))
+    assert harness.hub.num_live == 0
+
+
+async def test_leaving_aborts_what_is_live_and_its_last_word_is_awaited() -> None:
+    harness = Harness()
+    stream = harness.stream("a")
+    harness.hub.release(stream)
+    assert harness.engine.aborted == ["a"]
+    assert harness.hub.num_live == 1
+    idle = asyncio.create_task(harness.hub.wait_idle())
+    harness.step(("a", {"finished": finished()}))
+    await idle
+    assert harness.hub.num_live == 0
+
+
+async def test_a_live_id_cannot_be_used_twice_but_a_finished_one_can() -> None:
+    harness = Harness()
+    harness.stream("a")
+    with pytest.raises(InvalidArgument) as refused:
+        harness.stream("a")
+    assert (refused.value.field, refused.value.reason) == ("request_id", "DUPLICATE_REQUEST_ID")
+    harness.step(("a", {"finished": finished()}))
+    harness.stream("a")
+    assert harness.engine.submitted == ["a", "a"]
+
+
+async def test_a_refused_request_leaves_nothing_behind() -> None:
+    harness = Harness()
+    harness.engine.refusal = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=1)
+    with pytest.raises(ResourceExhausted):
+        harness.stream("a")
+    assert harness.hub.num_live == 0
+
+
+async def test_half_closing_lets_live_requests_finish() -> None:
+    harness = Harness()
+    session = harness.session("a")
+    session.half_close()
+    assert not session.outbox.closed
+    harness.step(("a", {"finished": finished()}))
+    assert session.outbox.closed
+
+
+async def test_closing_the_streams_ends_idle_sessions() -> None:
+    harness = Harness()
+    session = harness.session()
+    harness.hub.close_streams()
+    assert await drained(session.outbox) == []
+
+
+async def test_a_broken_engine_ends_every_stream() -> None:
+    harness = Harness()
+    stream, session = harness.stream("a"), harness.session("b")
+    harness.hub.fail_all(Internal("the engine has failed", reason="ENGINE_FAILED"))
+    for outbox in (stream.outbox, session.outbox):
+        with pytest.raises(Internal):
+            await drained(outbox)
+    assert harness.hub.num_live == 0
+
+
+async def test_an_interval_merges_deltas_of_a_sequence_and_stays_gapless() -> None:
+    harness = Harness()
+    stream = harness.stream("a", interval=3)
+    for seq in range(4):
+        harness.step(("a", {"deltas": (delta(2 * seq, seq), delta(2 * seq + 1, 10 + seq, index=1))}))
+    harness.step(("a", {"finished": finished(last_seq=7)}))
+    messages = await drained(stream.outbox)
+    deltas = [message.delta for message in messages if message.HasField("delta")]
+    assert [(entry.seq, entry.index, list(entry.token_ids)) for entry in deltas] == [
+        (0, 0, [0, 1, 2]),
+        (1, 1, [10, 11, 12]),
+        (2, 0, [3]),
+        (3, 1, [13]),
+    ]
+    assert messages[-1].finished.last_seq == 3
+
+
+async def test_steps_and_requests_show_in_the_metrics() -> None:
+    harness = Harness()
+    harness.metrics.read_engine(lambda: EngineFigures(running_requests=1, kv_blocks_total=8, kv_blocks_used=2))
+    harness.stream("a")
+    harness.step(("a", {"started": StartedOutput(0), "deltas": (delta(0, 5),)}))
+    harness.step(("a", {"deltas": (delta(1, 6), delta(2, 7, index=1)), "finished": finished()}))
+    harness.metrics.step(3, 2, {"schedule": 0.001, "execute": 0.01, "update": 0.001})
+    text = generate_latest(harness.registry).decode()
+    for line in (
+        'penstock_num_requests_running{model_name="tiny"} 1.0',
+        'penstock_kv_cache_usage_perc{model_name="tiny"} 0.25',
+        'penstock_generation_tokens_total{model_name="tiny"} 3.0',
+        'penstock_prompt_tokens_total{model_name="tiny"} 2.0',
+        'penstock_time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'penstock_inter_token_latency_seconds_count{model_name="tiny"} 2.0',
+        'penstock_e2e_request_latency_seconds_bucket{le="0.5",model_name="tiny"} 1.0',
+        'penstock_request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'penstock_iteration_tokens_total_sum{model_name="tiny"} 3.0',
+    ):
+        assert line in text, line
