@@ -1,0 +1,109 @@
+"""What the model needs of a step's sequences, as tensors. The block tables persist from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.generation.attention.base import AttentionMetadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.engine.step import ScheduledSequence
+
+_FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """Arguments of one forward pass over T rows, and where each scheduled entry's rows start and end."""
+
+    input_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    metadata: AttentionMetadata
+    # One more than there are entries.
+    row_starts: list[int]
+
+
+class InputBatch:
+    """Holds a row of block ids per sequence, so that a decoding sequence costs one block id a step, however long it is.
+
+    Relies on the block tables' rule: blocks before the one of the first token to compute never change, until the
+    sequence is released.
+    """
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._tables = np.zeros((_FIRST_SLOTS, _FIRST_BLOCKS), dtype=np.int32)
+        self._free_slots = list(range(_FIRST_SLOTS))
+        # seq_id -> row of _tables; row -> how many of its entries are valid.
+        self._slots: dict[int, int] = {}
+        self._num_valid = [0] * _FIRST_SLOTS
+
+    def release(self, seq_ids: Iterable[int]) -> None:
+        """Forget sequences; ids that were never scheduled are fine."""
+        for seq_id in seq_ids:
+            slot = self._slots.pop(seq_id, None)
+            if slot is not None:
+                self._free_slots.append(slot)
+
+    def build(self, scheduled: Seq[ScheduledSequence]) -> ModelInputs:
+        """Inputs of the entries' tokens [start, start + num_tokens), in their order. Needs at least one entry."""
+        input_ids: list[int] = []
+        row_starts = [0]
+        for entry in scheduled:
+            token_ids, start = entry.sequence.token_ids, entry.start
+            if entry.num_tokens == 1:
+                input_ids.append(token_ids[start])
+            else:
+                input_ids.extend(token_ids[start : start + entry.num_tokens])
+            row_starts.append(len(input_ids))
+        slots = [self._refresh(entry.sequence, entry.start) for entry in scheduled]
+        context_lens = [entry.start + entry.num_tokens for entry in scheduled]
+        width = -(-max(context_lens) // self._block_size)
+        metadata, positions_T = AttentionMetadata.build(
+            [entry.num_tokens for entry in scheduled],
+            context_lens,
+            torch.from_numpy(self._tables[slots, :width]).to(self._device),
+            self._block_size,
+        )
+        return ModelInputs(torch.tensor(input_ids, device=self._device), positions_T, metadata, row_starts)
+
+    def _refresh(self, sequence: Sequence, start: int) -> int:
+        """Bring the sequence's row up to date from the block of token `start` on; its slot."""
+        slot = self._slots.get(sequence.seq_id)
+        if slot is None:
+            slot = self._slots[sequence.seq_id] = self._new_slot()
+        blocks = sequence.block_table
+        first = min(start // self._block_size, self._num_valid[slot])
+        if len(blocks) > self._tables.shape[1]:
+            self._tables = _grown(self._tables, axis=1, minimum=len(blocks))
+        self._tables[slot, first : len(blocks)] = blocks[first:] if first else blocks
+        self._num_valid[slot] = len(blocks)
+        return slot
+
+    def _new_slot(self) -> int:
+        if not self._free_slots:
+            count = len(self._tables)
+            self._tables = _grown(self._tables, axis=0, minimum=count + 1)
+            self._num_valid.extend([0] * (len(self._tables) - count))
+            self._free_slots = list(range(count, len(self._tables)))
+        slot = self._free_slots.pop()
+        self._num_valid[slot] = 0
+        return slot
+
+
+def _grown(tables: np.ndarray, *, axis: int, minimum: int) -> np.ndarray:
+    """A copy at least twice as large along `axis`, zeros behind."""
+    shape = list(tables.shape)
+    shape[axis] = max(2 * shape[axis], minimum)
+    grown = np.zeros(shape, dtype=tables.dtype)
+    grown[: tables.shape[0], : tables.shape[1]] = tables
+    return grown

@@ -1,0 +1,60 @@
+"""The contract of the logits processors.
+
+Shapes: N rows of the batch (one per sequence that draws), R rows of a selection, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.sampling.state import SamplingState
+
+
+class LogitsProcessor(ABC):
+    """One option over the rows of a batch that use it.
+
+    An object is built when the composition of the batch changes and only if some row `wants` it, so that an option
+    nobody uses costs nothing. Rows that do not use it are never touched.
+    """
+
+    # True: the most likely token stays the most likely, so greedy rows skip it.
+    is_argmax_invariant: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def wants(params: SamplingParams) -> bool:
+        """Whether a row with these options uses this processor."""
+
+    @abstractmethod
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        """`rows` are the batch rows that want it and `states` theirs, in the same order."""
+
+    @abstractmethod
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        """Change the wanting rows of `scores_NV` (fp32, contiguous) in place.
+
+        `positions_N` is the number of output tokens of every batch row.
+        """
+
+
+class Warper(ABC):
+    """A sampling-only processor: reshapes the distribution of a row and keeps its most likely token.
+
+    Unlike a LogitsProcessor it holds a value for every sampled row of the batch (a neutral one where it is off), since
+    the sampler runs it on selections of rows that depend on the scores.
+    """
+
+    is_argmax_invariant: ClassVar[bool] = True
+
+    @abstractmethod
+    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
+        """Change `scores_RV` in place; `rows_R` are the rows' indices among the sampled rows of the batch."""

@@ -1,0 +1,30 @@
+"""Min-p."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.generation.sampling.processors.base import Warper
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.sampling.params import SamplingParams
+
+
+class MinP(Warper):
+    """transformers' MinPLogitsWarper: drops tokens less likely than min_p times the most likely one."""
+
+    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
+        values = [p.min_p for p in params]
+        self.values_M1 = torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+        self.is_neutral = all(value <= 0.0 for value in values)
+
+    def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
+        if self.is_neutral:
+            return
+        # p < min_p * p_max is score < max + ln(min_p); ln(0) = -inf drops nothing.
+        thresholds_R1 = scores_RV.amax(-1, keepdim=True) + self.values_M1[rows_R].log()
+        scores_RV.masked_fill_(scores_RV < thresholds_R1, -torch.inf)

@@ -1,0 +1,27 @@
+"""Sequences as the engine hands them to the runner, and their options with everything switched off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.sampling.params import SamplingParams
+
+
+def params(**options: Any) -> SamplingParams:
+    """Options that only differ from "off" where named."""
+    return SamplingParams(**{"max_new_tokens": 1 << 20, **options})
+
+
+def sequence(
+    prompt: list[int], options: SamplingParams, *, seq_id: int = 0, output: list[int] | None = None
+) -> Sequence:
+    """A sequence with its prompt and output so far."""
+    return Sequence(
+        seq_id=seq_id,
+        index=0,
+        params=options,
+        seed=options.seed,
+        token_ids=[*prompt, *(output or [])],
+        num_prompt_tokens=len(prompt),
+    )
