@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -75,6 +76,9 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _meminfo(path: Path) -> tuple[int, int]:
+    if not path.is_file():  # not Linux: how much is in use is not asked
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
     fields = {}
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")

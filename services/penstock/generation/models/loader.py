@@ -91,7 +91,7 @@ class Loader:
         embedding = self._tensor(EMBEDDING if EMBEDDING in self._checkpoint else LM_HEAD)
         head = embedding
         if LM_HEAD in self._checkpoint and EMBEDDING in self._checkpoint:
-            head = self._tensor(LM_HEAD)
+            head = self._owned(self._checkpoint.take(LM_HEAD))
             if self._config.tie_word_embeddings and not torch.equal(head, embedding):
                 _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
         return embedding, self._linear(head, None)
@@ -126,15 +126,20 @@ class Loader:
         return linear
 
     def _concatenated(self, names: list[str]) -> Tensor:
-        if len(names) == 1:
-            return self._converted(self._checkpoint.take(names[0]))
-        return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
+        taken = [self._checkpoint.take(name) for name in names]
+        if len(taken) > 1:
+            return torch.cat([self._converted(value) for value in taken])
+        return self._owned(taken[0]) if self._linear_method.keeps_weight else self._converted(taken[0])
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor of the model's own: not a view of the file, which may change on disk under a running server."""
-        value = self._converted(self._checkpoint.take(name)).clone()
+        value = self._owned(self._checkpoint.take(name))
         self._num_bytes += value.nbytes
         return value
+
+    def _owned(self, value: Tensor) -> Tensor:
+        """Converted, and never a view of the file, which may change on disk under a running server."""
+        converted = self._converted(value)
+        return converted.clone() if converted is value else converted
 
     def _converted(self, value: Tensor) -> Tensor:
         return value.to(device=self._device.torch_device, dtype=self._dtype)

@@ -27,6 +27,8 @@ class LinearMethod(ABC):
     """Turns dense weights into Linears at load time."""
 
     name: str
+    # Whether a Linear goes on using the very tensor it was given, rather than a packed copy.
+    keeps_weight: bool
 
     @abstractmethod
     def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

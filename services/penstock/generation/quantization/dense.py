@@ -35,6 +35,7 @@ class PlainLinearMethod(LinearMethod):
     """Keeps the weight as it is."""
 
     name = "plain"
+    keeps_weight = True
 
     def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         """See LinearMethod."""
@@ -69,6 +70,7 @@ class PackedLinearMethod(LinearMethod):
     """Packs through oneDNN."""
 
     name = "packed"
+    keeps_weight = False
 
     def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         """See LinearMethod."""

@@ -1,0 +1,86 @@
+"""The smallest engine: runs sequences over a paged pool in whatever chunks and batches a test asks for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.runner.kv_cache import KVCachePool
+from torch import Tensor
+
+
+@dataclass
+class PagedSequence:
+    """Tokens, how many of them are computed, and their blocks."""
+
+    token_ids: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    # One (vocab,) row per computed token.
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute."""
+        return len(self.token_ids) - self.computed
+
+
+class PagedDriver:
+    """Blocks are handed out in random order and never freed; a new pool is full of NaN, so that reading a slot before
+    it is written shows."""
+
+    def __init__(self, model: CausalLM, *, num_blocks: int, block_size: int, seed: int = 0) -> None:
+        config = model.config
+        self.model = model
+        self.kv = KVCachePool(
+            config.num_layers,
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            model.dtype,
+            model.device,
+        )
+        for layer in range(config.num_layers):
+            self.kv.key(layer).fill_(float("nan"))
+            self.kv.value(layer).fill_(float("nan"))
+        self.random = random.Random(seed)
+        self._free = list(range(num_blocks))
+        self.random.shuffle(self._free)
+
+    def step(self, work: Sequence[tuple[PagedSequence, int]]) -> None:
+        """Compute the next `count` tokens of each (sequence, count); appends their logits."""
+        for sequence, count in work:
+            while len(sequence.blocks) * self.kv.block_size < sequence.computed + count:
+                sequence.blocks.append(self._free.pop())
+        width = max(len(sequence.blocks) for sequence, _ in work)
+        tables = torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s, _ in work], dtype=torch.int32)
+        counts = [count for _, count in work]
+        lengths = [sequence.computed + count for sequence, count in work]
+        metadata, positions = AttentionMetadata.build(counts, lengths, tables, self.kv.block_size)
+        ids = [token for s, count in work for token in s.token_ids[s.computed : s.computed + count]]
+        logits = self.model.compute_logits(self.model.forward(torch.tensor(ids), positions, metadata, self.kv))
+        for (sequence, count), rows in zip(work, logits.split(counts), strict=True):
+            sequence.logits.extend(rows)
+            sequence.computed += count
+
+    def prefill(self, sequences: Sequence[PagedSequence], max_chunk: int) -> None:
+        """Compute everything that is there, in random chunks of random mixes of the sequences."""
+        while pending := [sequence for sequence in sequences if sequence.left]:
+            chosen = self.random.sample(pending, self.random.randint(1, len(pending)))
+            self.step([(s, self.random.randint(1, min(s.left, max_chunk))) for s in chosen])
+
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int, max_chunk: int) -> list[list[int]]:
+        """Continuations of all prompts, those still in their prompt mixed with those that decode."""
+        sequences = [PagedSequence(list(prompt)) for prompt in prompts]
+        wanted = [len(prompt) + new_tokens for prompt in prompts]
+        while pending := [s for s, length in zip(sequences, wanted, strict=True) if len(s.token_ids) < length]:
+            self.step([(s, min(s.left, self.random.randint(1, max_chunk))) for s in pending])
+            for sequence in pending:
+                if not sequence.left:
+                    sequence.token_ids.append(int(sequence.logits[-1].argmax()))
+        return [s.token_ids[len(prompt) :] for s, prompt in zip(sequences, prompts, strict=True)]

@@ -1,0 +1,177 @@
+"""In float32 every native family gives transformers' logits and greedy ids, whatever the chunks, batches and blocks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from factories.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.paged import PagedDriver, PagedSequence
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.registry import load_model
+
+TOLERANCE = 1e-4
+BATCH_TOLERANCE = 1e-5
+NUM_PROMPTS, NEW_TOKENS = 20, 64
+
+
+class Case(NamedTuple):
+    """A checkpoint: family, how many bytes a shard holds, what differs from the factory's defaults."""
+
+    family: str
+    name: str
+    config: dict[str, Any]
+    max_shard_size: str = "5GB"
+
+
+MHA: dict[str, Any] = {"num_key_value_heads": 4}
+MQA: dict[str, Any] = {"num_key_value_heads": 1}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+MIXED_WINDOW: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """A rope_parameters override."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
+
+
+CASES = [
+    Case("llama", "gqa-llama3-rope", {"rope_parameters": LLAMA3_ROPE}),
+    Case("llama", "mha-tied", MHA | TIED),
+    Case("llama", "mqa-sharded", MQA, "20KB"),
+    Case("llama", "all-biases", {"attention_bias": True, "mlp_bias": True}),
+    Case("llama", "head-dim", {"head_dim": 32}),
+    Case("llama", "linear-rope", rope("linear", factor=2.0)),
+    Case("llama", "dynamic-rope", rope("dynamic", factor=2.0)),
+    Case("llama", "yarn-rope", rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    Case("qwen2", "gqa-tied", TIED),
+    Case("qwen2", "mha-untied-sharded", MHA, "20KB"),
+    Case("qwen2", "tied-sharded", TIED, "20KB"),
+    Case("qwen2", "window-from-layer-1", WINDOW),
+    Case("qwen2", "window-by-layer-types", MIXED_WINDOW),
+    Case("qwen3", "gqa", {}),
+    Case("qwen3", "mha-tied", MHA | TIED),
+    Case("qwen3", "window-biases-sharded", WINDOW | {"attention_bias": True}, "20KB"),
+    Case("mistral", "gqa", {}),
+    Case("mistral", "mha-window-tied", MHA | TIED | {"sliding_window": 11}),
+    Case("mistral", "window-head-dim-sharded", {"sliding_window": 6, "head_dim": 8}, "20KB"),
+]
+# What the greedy test runs: each family once plain enough to be fast, together covering every feature.
+GREEDY = [
+    Case("llama", "llama3-rope", {"rope_parameters": LLAMA3_ROPE}),
+    Case("qwen2", "tied-mixed-window-sharded", TIED | MIXED_WINDOW, "20KB"),
+    Case("qwen3", "mha-tied", MHA | TIED),
+    Case("mistral", "window", {"sliding_window": 33}),
+]
+
+
+def _name(case: Case) -> str:
+    return f"{case.family}-{case.name}"
+
+
+def _checkpoint(folder: Path, case: Case, **options: Any) -> Path:
+    return tiny_checkpoint(folder, case.family, max_shard_size=case.max_shard_size, **options, **case.config)
+
+
+def _prompts(count: int, low: int, high: int, seed: int = 1) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(VOCAB_SIZE) for _ in range(source.randint(low, high))] for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case: Case) -> None:
+    folder = _checkpoint(tmp_path, case)
+    reference = reference_model(folder)
+    driver = PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=200, block_size=5)
+    sequences = [PagedSequence(ids) for ids in [*_prompts(4, 1, 60), *_prompts(1, 90, 90)]]
+    driver.prefill(sequences, max_chunk=23)
+    for sequence in sequences:
+        with torch.no_grad():
+            expected = reference(torch.tensor([sequence.token_ids])).logits[0]
+        assert (torch.stack(sequence.logits) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_logits_of_decode_steps_equal_transformers(tmp_path: Path, case: Case) -> None:
+    folder = _checkpoint(tmp_path, case)
+    reference = reference_model(folder)
+    driver = PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=200, block_size=4)
+    sequences = [PagedSequence(ids) for ids in _prompts(6, 2, 30)]
+    while pending := [sequence for sequence in sequences if sequence.left]:
+        driver.step([(sequence, 1) for sequence in pending])
+    for sequence in sequences:
+        with torch.no_grad():
+            expected = reference(torch.tensor([sequence.token_ids])).logits[0]
+        assert (torch.stack(sequence.logits) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("case", GREEDY, ids=_name)
+def test_greedy_ids_equal_generate(tmp_path: Path, case: Case) -> None:
+    folder = _checkpoint(tmp_path, case)
+    reference = reference_model(folder)
+    reference.generation_config.eos_token_id = None
+    prompts = _prompts(NUM_PROMPTS, 1, 48)
+    driver = PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=NUM_PROMPTS * 38, block_size=3)
+    found = driver.greedy(prompts, NEW_TOKENS, max_chunk=13)
+    for prompt, ids in zip(prompts, found, strict=True):
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("case", GREEDY, ids=_name)
+def test_a_sequence_hardly_depends_on_its_batch(tmp_path: Path, case: Case) -> None:
+    model = load_model(_checkpoint(tmp_path, case), device=CPUDevice())
+    prompts = _prompts(8, 1, 80)
+    together = [PagedSequence(ids) for ids in prompts]
+    PagedDriver(model, num_blocks=200, block_size=4).prefill(together, max_chunk=19)
+    for prompt, batched in zip(prompts, together, strict=True):
+        alone = PagedSequence(prompt)
+        PagedDriver(model, num_blocks=100, block_size=16).step([(alone, len(prompt))])
+        assert (torch.stack(alone.logits) - torch.stack(batched.logits)).abs().max() < BATCH_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", GREEDY, ids=_name)
+def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, case: Case, dtype: str) -> None:
+    folder = _checkpoint(tmp_path, case)
+    exact = reference_model(folder)
+    rounded = reference_model(folder, getattr(torch, dtype))
+    driver = PagedDriver(load_model(folder, device=CPUDevice(), dtype=dtype), num_blocks=100, block_size=8)
+    sequences = [PagedSequence(ids) for ids in _prompts(4, 20, 60)]
+    driver.prefill(sequences, max_chunk=32)
+    ours, theirs = 0.0, 0.0
+    for sequence in sequences:
+        ids = torch.tensor([sequence.token_ids])
+        with torch.no_grad():
+            expected, reference = exact(ids).logits[0], rounded(ids).logits[0].float()
+        ours += float((torch.stack(sequence.logits) - expected).square().mean())
+        theirs += float((reference - expected).square().mean())
+    assert ours < 1.5 * theirs
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[7]], ids=_name)
+def test_rope_written_the_old_way_means_the_same(tmp_path: Path, case: Case) -> None:
+    folder = _checkpoint(tmp_path, case)
+    sequence, again = PagedSequence(_prompts(1, 60, 60)[0]), PagedSequence(_prompts(1, 60, 60)[0])
+    PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=20, block_size=4).prefill([sequence], 60)
+    config = json.loads((folder / "config.json").read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters}
+    (folder / "config.json").write_text(json.dumps(config))
+    PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=20, block_size=4).prefill([again], 60)
+    assert torch.equal(torch.stack(sequence.logits), torch.stack(again.logits))

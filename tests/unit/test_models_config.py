@@ -1,0 +1,218 @@
+"""config.json is read as transformers 5.x reads it, and what it gets wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.common.errors import StartupError
+from penstock.generation.models.config import ModelConfig
+from penstock.generation.models.registry import read_model_config
+from penstock.generation.models.rope import inverse_frequencies
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def read(folder: Path, model_type: str, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
+    """The configuration of a config.json with SMALL's fields and these; a field given as ... is left out."""
+    values = {"model_type": model_type, **SMALL, **fields}
+    text = json.dumps({name: value for name, value in values.items() if value is not ...})
+    (folder / "config.json").write_text(text)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_model_config(folder)
+
+
+def refused(folder: Path, model_type: str = "llama", **fields: Any) -> str:
+    """The message of the StartupError."""
+    with pytest.raises(StartupError) as caught:
+        read(folder, model_type, **fields)
+    assert caught.value.flag == "MODEL"
+    assert str(folder / "config.json") in caught.value.message
+    return caught.value.message
+
+
+def test_families_differ_in_flags_only(tmp_path: Path) -> None:
+    flags = {
+        family: (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm, config.head_dim)
+        for family in ("llama", "qwen2", "qwen3", "mistral")
+        for config in [read(tmp_path, family)]
+    }
+    assert flags == {
+        "llama": (False, False, False, False, 8),
+        "qwen2": (True, False, False, False, 8),
+        "qwen3": (False, False, False, True, 128),
+        "mistral": (False, False, False, False, 8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", LlamaConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config), ("mistral", MistralConfig)],
+)
+def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str, kind: type[PreTrainedConfig]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    config, expected = read_model_config(tmp_path), kind()
+    assert config.num_layers == expected.num_hidden_layers
+    assert config.num_heads == expected.num_attention_heads
+    assert config.num_kv_heads == expected.num_key_value_heads
+    assert config.head_dim == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(config, name) == getattr(expected, name)
+    assert config.rope.theta == expected.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == expected.tie_word_embeddings
+    assert config.bos_token_id == expected.bos_token_id
+    assert config.eos_token_ids == (() if expected.eos_token_id is None else (expected.eos_token_id,))
+
+
+def test_kv_heads_null_means_one_per_query_head(tmp_path: Path) -> None:
+    assert read(tmp_path, "llama", num_key_value_heads=None).num_kv_heads == 8
+
+
+def test_explicit_head_dim_need_not_divide_hidden_size(tmp_path: Path) -> None:
+    assert read(tmp_path, "llama", hidden_size=60, head_dim=16).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (None, None, None, None)),
+        ({"sliding_window": 9, "max_window_layers": 1}, (None, None, None, None)),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, (None, None, None, None)),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, (None, None, None, 9)),
+        ({"use_sliding_window": True, "max_window_layers": 0}, (4096, 4096, 4096, 4096)),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 0,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (9, None, 9, None),
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_windows(tmp_path: Path, family: str, fields: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    assert read(tmp_path, family, **fields).sliding_windows == expected
+
+
+def test_every_layer_of_mistral_slides(tmp_path: Path) -> None:
+    assert read(tmp_path, "mistral", sliding_window=12).sliding_windows == (12,) * 4
+    assert read(tmp_path, "mistral", sliding_window=None).sliding_windows == (None,) * 4
+    assert read(tmp_path, "mistral").sliding_windows == (4096,) * 4
+
+
+def test_eos_ids_of_the_generation_config_win(tmp_path: Path) -> None:
+    config = read(tmp_path, "qwen2", generation={"eos_token_id": [7, 5, 7]}, eos_token_id=1)
+    assert config.eos_token_ids == (7, 5)
+    assert read(tmp_path, "qwen2", generation={}, eos_token_id=1).eos_token_ids == (1,)
+
+
+def test_dtype_is_read_under_both_names(tmp_path: Path) -> None:
+    assert read(tmp_path, "llama", dtype="bfloat16").checkpoint_dtype == "bfloat16"
+    assert read(tmp_path, "llama", torch_dtype="float16").checkpoint_dtype == "float16"
+    assert read(tmp_path, "llama").checkpoint_dtype is None
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "truncate": False},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "mscale": 0.7, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+]
+
+
+@pytest.mark.parametrize("parameters", ROPES, ids=lambda parameters: "-".join(map(str, parameters.values())))
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_frequencies_equal_transformers(tmp_path: Path, parameters: dict[str, Any], theta: float) -> None:
+    rope = read(tmp_path, "llama", rope_parameters=parameters | {"rope_theta": theta}, head_dim=64).rope
+    reference = LlamaConfig(**SMALL, head_dim=64, rope_parameters=parameters | {"rope_theta": theta})
+    expected, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, atol=0, rtol=1e-6)
+    assert rope.attention_factor == pytest.approx(scale)
+
+
+def test_theta_inside_rope_parameters_wins(tmp_path: Path) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    assert read(tmp_path, "llama", rope_parameters=parameters, rope_theta=1e4).rope.theta == 5e5
+    assert read(tmp_path, "llama", rope_theta=1e6).rope.theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": 60}, "hidden_size (60) is not a multiple of num_attention_heads (8)"),
+        ({"num_key_value_heads": 3}, "num_attention_heads (8) is not a multiple of num_key_value_heads (3)"),
+        ({"vocab_size": "big"}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"head_dim": 7}, "head_dim (7) must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope_scaling.rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2}}, "rope_parameters.low_freq_factor is missing"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor other than 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id must be a token id"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3, mistral"),
+        ({"model_type": ...}, "model_type is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_field_is_named(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    values = {"model_type": "llama"} | fields
+    assert named in refused(tmp_path, values.pop("model_type"), **values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types must be a list of"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has sliding_attention, but use_sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a whole number of at least 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_window_is_named(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    assert named in refused(tmp_path, "qwen2", **fields)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(StartupError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_a_missing_config_or_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"has no config\.json"):
+        read_model_config(tmp_path)
+    with pytest.raises(StartupError, match="not a folder"):
+        read_model_config(tmp_path / "nowhere")

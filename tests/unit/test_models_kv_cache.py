@@ -1,0 +1,136 @@
+"""The KV pool's tensors, and how many blocks fit the memory it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from penstock.common.errors import StartupError
+from penstock.generation.devices.memory import AUTO_FRACTION, format_memory, host_memory, kv_pool_blocks, parse_memory
+from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block
+
+
+def pool(num_blocks: int = 6, layers: int = 2) -> KVCachePool:
+    return KVCachePool(layers, num_blocks, 4, 2, 8, torch.bfloat16, torch.device("cpu"))
+
+
+def test_views_are_blocks_of_one_layer() -> None:
+    kv = pool()
+    assert kv.key(1).shape == kv.value(0).shape == (6, 4, 2, 8)
+    kv.key(1)[3] = 7
+    assert kv.key(0).abs().max() == 0
+    assert kv.value(1).abs().max() == 0
+    assert kv.num_slots == 24
+
+
+def test_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert pool().bytes_per_block == 2 * 2 * 4 * 2 * 8 * 2
+    assert pool().num_bytes == 6 * kv_bytes_per_block(2, 4, 2, 8, torch.bfloat16)
+
+
+def test_copy_reads_every_source_before_it_writes() -> None:
+    kv = pool()
+    for layer in range(2):
+        for block in range(6):
+            kv.key(layer)[block] = block
+            kv.value(layer)[block] = 10 + block
+    kv.copy_blocks([(0, 1), (1, 2), (5, 4)])
+    for layer in range(2):
+        assert kv.key(layer)[:, 0, 0, 0].tolist() == [0, 0, 1, 3, 5, 5]
+        assert kv.value(layer)[:, 3, 1, 7].tolist() == [10, 10, 11, 13, 15, 15]
+
+
+def test_copy_of_nothing_changes_nothing() -> None:
+    kv = pool()
+    kv.copy_blocks([])
+    assert kv.key(0).abs().max() == 0
+
+
+def test_a_pool_that_cannot_be_had_names_the_flag() -> None:
+    with pytest.raises(StartupError, match="--kv-memory"):
+        pool(num_blocks=2**50)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2GiB", 2**31),
+        ("512MB", 512 * 10**6),
+        ("1.5g", 1_500_000_000),
+        ("4096", 4096),
+        ("8 MiB", 2**23),
+        ("auto", None),
+    ],
+)
+def test_memory_is_written_as_people_write_it(text: str, expected: int | None) -> None:
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1GiB", "2 apples", "GiB", "1e9", "0x10"])
+def test_what_is_no_size_names_the_flag(text: str) -> None:
+    with pytest.raises(StartupError, match="--kv-memory") as caught:
+        parse_memory(text)
+    assert caught.value.flag == "--kv-memory"
+
+
+def test_given_memory_is_used_to_the_last_whole_block() -> None:
+    assert blocks(memory=1050, available=2000) == 10
+
+
+def test_auto_takes_a_share_of_what_is_left() -> None:
+    assert blocks(memory=None, available=10_000) == int(10_000 * AUTO_FRACTION) // 100
+
+
+def test_auto_takes_no_more_than_can_be_used() -> None:
+    assert blocks(memory=None, available=10**9, max_blocks=77) == 77
+
+
+@pytest.mark.parametrize(("memory", "available"), [(99, 2000), (None, 10), (None, -500), (2001, 2000)])
+def test_too_little_memory_says_how_much_is_needed(memory: int | None, available: int) -> None:
+    with pytest.raises(StartupError, match=r"one block takes 100 B.*1000 tokens\) 6\.15 KiB") as caught:
+        blocks(memory=memory, available=available)
+    assert caught.value.flag == "--kv-memory"
+
+
+def blocks(memory: int | None, available: int, max_blocks: int | None = None) -> int:
+    return kv_pool_blocks(
+        memory, bytes_per_block=100, block_size=16, available=available, max_context_tokens=1000, max_blocks=max_blocks
+    )
+
+
+def test_sizes_are_shown_with_their_unit() -> None:
+    assert [format_memory(n) for n in (10, 2048, 3 * 2**20, 2**31)] == ["10 B", "2 KiB", "3 MiB", "2 GiB"]
+
+
+def fake_host(root: Path, files: dict[str, str]) -> Path:
+    files = {"proc/meminfo": "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n"} | files
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
+    root = fake_host(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
+    assert host_memory(root) == (1000 * 1024, 800 * 1024)
+
+
+def test_the_tightest_enclosing_group_counts_and_file_cache_does_not(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/outer/inner\n",
+        "sys/fs/cgroup/outer/memory.max": "500000\n",
+        "sys/fs/cgroup/outer/memory.current": "300000\n",
+        "sys/fs/cgroup/outer/memory.stat": "anon 100\ninactive_file 200000\n",
+        "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+    }
+    assert host_memory(fake_host(tmp_path, files)) == (500000, 400000)
+
+
+def test_the_first_version_of_groups_counts_too(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:cpu:/x\n4:memory:/box\n",
+        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "400000\n",
+        "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "100000\n",
+    }
+    assert host_memory(fake_host(tmp_path, files)) == (400000, 300000)

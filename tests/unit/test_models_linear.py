@@ -1,0 +1,72 @@
+"""Packed linear layers compute what F.linear computes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.generation.quantization import dense
+from penstock.generation.quantization.dense import PackedLinear, PlainLinear, cpu_linear_method, packing_obstacle
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 40),
+    inputs=st.integers(1, 70),
+    outputs=st.integers(1, 70),
+    bias=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_packed_equals_plain(rows: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    weight = torch.randn(outputs, inputs).to(dtype) / inputs**0.5
+    offset = torch.randn(outputs).to(dtype) if bias else None
+    x = torch.randn(rows, inputs).to(dtype)
+    found = PackedLinear(weight, offset)(x)
+    assert found.dtype is dtype
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, F.linear(x, weight, offset), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_packing_keeps_no_reference_to_the_weight() -> None:
+    weight = torch.randn(8, 8)
+    linear = PackedLinear(weight, None)
+    before = linear(torch.ones(1, 8))
+    weight.zero_()
+    assert torch.equal(linear(torch.ones(1, 8)), before)
+
+
+def test_float32_and_bfloat16_are_packed_here() -> None:
+    assert cpu_linear_method(torch.float32).name == "packed"
+    assert cpu_linear_method(torch.bfloat16).name == "packed"
+
+
+def test_what_cannot_be_packed_stays_plain_and_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "packing_obstacle", lambda dtype: "no such instruction")
+    with caplog.at_level(logging.WARNING):
+        method = cpu_linear_method(torch.float16)
+    assert method.name == "plain"
+    assert "no such instruction" in caplog.text
+
+
+def test_an_unpackable_dtype_is_found_out_by_trying() -> None:
+    assert packing_obstacle(torch.float64) is not None
+    assert packing_obstacle(torch.float32) is None
+
+
+def test_both_count_their_bytes() -> None:
+    weight, bias = torch.zeros(6, 4), torch.zeros(6)
+    assert PackedLinear(weight, bias).num_bytes == PlainLinear(weight, bias).num_bytes == (24 + 6) * 4
