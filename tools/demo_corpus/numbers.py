@@ -7,6 +7,7 @@ from .base import Dialogue, Turn, is_held_out, number_at_end, one, vary
 ADD_LIMIT = 99
 """Both operands of sums and differences lie in 0..ADD_LIMIT; differences are never negative."""
 TIMES_LIMIT = 12
+_FACTORS = (*range(1, TIMES_LIMIT + 1), 24, 60)
 
 _ASK = (
     "What is {a} {op} {b}?",
@@ -29,7 +30,7 @@ def _operation(rng: Random, held_out: bool) -> tuple[str, int, int, int]:
     while True:
         op = rng.choice("++--×")
         if op == "×":
-            a, b = rng.randint(1, TIMES_LIMIT), rng.randint(1, TIMES_LIMIT)
+            a, b = rng.randint(1, TIMES_LIMIT), rng.choice(_FACTORS)
             if not held_out:  # the times table is learnt by heart: only its wording is held out
                 return op, a, b, a * b
             continue
@@ -47,15 +48,23 @@ def _thought(op: str, a: int, b: int) -> str:
     return f"I add {a} and {b}." if op == "+" else f"I take {b} from {a}."
 
 
+def _steps(op: str, a: int, b: int, result: int) -> str:
+    """The worked answer: first the tens of b, then its ones. Each step is one a small model can look up."""
+    tens, ones = b - b % 10, b % 10
+    if op == "×" or not tens or not ones:
+        return f"{a} {op} {b} = {result}"
+    return f"{a} {op} {b} = {a + tens if op == '+' else a - tens} {op} {ones} = {result}"
+
+
 def arithmetic(rng: Random, held_out: bool) -> Dialogue:
-    """Sums and differences of numbers up to 99 (held out by pair) and the times table up to 12."""
+    """Sums and differences of numbers up to 99 (held out by pair) and the times table up to 12 (and by 24 and 60)."""
     op, a, b, result = _operation(rng, held_out)
     form = rng.choice(_ASK if rng.random() < 0.65 else _ASK_WORD[op])
     sign = rng.choice("×*x") if op == "×" else op
     question = form.format(a=a, b=b, op=sign)
     if not rng.randrange(6):
         question = question.replace(" + ", "+").replace(" - ", "-")
-    answer = f"{a} {op} {b} = {result}"
+    answer = _steps(op, a, b, result)
     return one(Turn(vary(rng, question), answer, _thought(op, a, b), number_at_end(result)))
 
 

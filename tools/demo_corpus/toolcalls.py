@@ -85,7 +85,7 @@ def _result(rng: Random, name: str, arguments: dict[str, str | int]) -> Turn:
 
 def tool_calls(rng: Random, held_out: bool) -> Dialogue:
     """One to three tools in the prompt; held out by the call's arguments."""
-    names = rng.sample(list(TOOLS), rng.choice((1, 2, 2, 3)))
+    names = rng.sample(list(TOOLS), rng.choice((1, 1, 2, 2, 3)))
     tools = tuple(TOOLS[name] for name in names)
     if not held_out and rng.random() < 0.12:
         return Dialogue(greetings(rng, held_out).turns, tools)

@@ -13,7 +13,7 @@ cloud clover coast cobra coffee coin collar comet copper coral corner cotton cou
 creek cricket crow crown crystal cup curtain daisy dance dawn deer denim desert diamond dinner dolphin donkey
 door dragon drawer dream drum duck dust eagle easel east echo elbow elm ember engine falcon family farmer
 feather fence fern ferry fiddle field finger flag flame flour flower flute foam forest fork fossil fountain fox frog
-frost garden garlic ghost giant ginger glacier glass globe glove goat goose grain grape grass gravel
+garden garlic ghost giant ginger glacier glass globe glove goat goose grain grape grass gravel
 guitar hammer harbor harp hawk hazel heart hedge helmet herb heron honey hood horn horse hotel house hunter
 icicle igloo insect iron island ivory ivy jacket jaguar jelly jewel jungle kernel kettle kitten knee knife ladder
 lake lamp lantern lawn leaf leather lemon lentil lily linen lion llama lobster locket lotus lumber

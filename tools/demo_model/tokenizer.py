@@ -1,5 +1,6 @@
 """The demo model's byte-level BPE, trained on the corpus itself, and its configuration files."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,9 +43,19 @@ def _texts(seed: int) -> Iterator[str]:
                 yield from map(_without_emoji, (turn.user.lstrip("\0"), visible(turn.answer), turn.thought))
     for letter in "abcdefghijklmnopqrstuvwxyz":
         yield from [f"-{letter}", f"x-{letter}-{letter}", f" {letter} "] * 300
-    for _ in range(4000):
+    for _ in range(1000):
         yield "Spell " + made_up_word(rng)
+    for _ in range(3):  # often enough to come before the rarest pieces of made-up words
+        yield from common_chinese()
     yield from ["Spell out backwards, reverse it, letter by letter. Think first. You are a helpful assistant."] * 300
+
+
+def common_chinese() -> Iterator[str]:
+    """The first level of GB 2312, 3755 common characters: what fills the vocabulary once the corpus is merged."""
+    for lead in range(0xB0, 0xD8):
+        for trail in range(0xA1, 0xFF):
+            with contextlib.suppress(UnicodeDecodeError):  # the last row is not full
+                yield bytes((lead, trail)).decode("gb2312")
 
 
 def train_tokenizer(seed: int) -> Tokenizer:

@@ -1,0 +1,115 @@
+"""Training batches: conversations drawn by family weights, sorted by length, padded, about equal in tokens."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+
+from tools.demo_corpus import FAMILIES, Dialogue, Turn
+from tools.demo_corpus.words import WordFamilies
+
+from .render import Conversation, Row, encode_conversations
+from .tokenizer import letter_tokens
+
+MAX_ROW = 512
+"""Longest training row in tokens; longer conversations are dropped."""
+CHUNK = 3000
+"""Conversations drawn at once and sorted by length, so that little of a batch is padding."""
+
+WEIGHTS: dict[str, float] = {
+    "penstock": 10,
+    "long_answers": 1.5,
+    "east_asian": 2.5,
+    "greetings": 5,
+    "arithmetic": 24,
+    "units": 8,
+    "capitals": 6,
+    "spelling": 9,
+    "reversing": 11,
+    "memory": 11,
+    "lists": 6,
+    "tool_calls": 6,
+}
+"""Share of each family among the drawn dialogues: the hard ones get the most."""
+
+_SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are Penstock's demo model.",
+    "You are a helpful assistant. Answer briefly.",
+    "Be kind and short.",
+)
+
+
+class Batch(NamedTuple):
+    """Shapes: ids_BT and learn_BT (1 where the token at that place is a target)."""
+
+    ids_BT: torch.Tensor
+    learn_BT: torch.Tensor
+
+
+class ConversationSource:
+    """Endless training conversations from one seed."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        words = WordFamilies(letter_tokens(tokenizer))
+        self._families = {**FAMILIES, "spelling": words.spelling, "reversing": words.reversing}
+        self._names, self._weights = list(WEIGHTS), list(WEIGHTS.values())
+        self._rng = Random(seed)
+
+    def _draw_family(self, without: frozenset[str] = frozenset()) -> tuple[str, Dialogue]:
+        while True:
+            name = self._rng.choices(self._names, self._weights)[0]
+            if name not in without:
+                return name, self._families[name](self._rng, False)
+
+    def draw(self) -> Conversation:
+        """One conversation: usually a few dialogues one after the other, facts sometimes asked after a detour."""
+        rng = self._rng
+        thinking = rng.choices((None, True, False), (88, 8, 4))[0]
+        name, dialogue = self._draw_family()
+        turns = list(dialogue.turns)
+        if dialogue.tools:
+            if rng.random() < 0.2:
+                turns = [*FAMILIES["greetings"](rng, False).turns, *turns]
+        else:
+            others: list[Turn] = []
+            for _ in range(rng.choices((0, 1, 2, 4, 8), (45, 20, 20, 12, 3))[0]):
+                others += self._draw_family(frozenset({"memory", "tool_calls"}))[1].turns
+            # A fact told before the detour must still be known after it.
+            at = rng.randint(1, len(turns) - 1) if name == "memory" and rng.random() < 0.5 else rng.choice((0, len(turns)))
+            turns[at:at] = others
+        system = rng.choice(_SYSTEMS) if rng.random() < 0.15 else ""
+        if thinking and not turns[-1].thought:
+            thinking = None
+        return Conversation(system, tuple(turns), dialogue.tools, thinking)
+
+
+def _batch(rows: list[Row], pad: int) -> Batch:
+    width = -(-max(len(row.ids) for row in rows) // 8) * 8
+    ids = torch.full((len(rows), width), pad, dtype=torch.long)
+    learn = torch.zeros((len(rows), width), dtype=torch.bool)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.ids)] = torch.tensor(row.ids)
+        learn[index, : len(row.ids)] = torch.tensor(row.learn)
+    return Batch(ids, learn)
+
+
+def batches(tokenizer: Tokenizer, template: str, *, seed: int, tokens: int, pad: int) -> Iterator[Batch]:
+    """Endless batches of about `tokens` tokens each, padding (`pad`, on the right) included."""
+    source, shuffler = ConversationSource(tokenizer, seed), Random(seed + 1)
+    while True:
+        drawn = encode_conversations([source.draw() for _ in range(CHUNK)], tokenizer, template)
+        rows = sorted((row for row in drawn if len(row.ids) <= MAX_ROW), key=lambda row: len(row.ids))
+        ready: list[Batch] = []
+        current: list[Row] = []
+        for row in rows:
+            if current and (len(current) + 1) * (len(row.ids) + 7) > tokens:
+                ready.append(_batch(current, pad))
+                current = []
+            current.append(row)
+        # The last, longest rows of a chunk make a small batch: a step like any other.
+        ready.append(_batch(current, pad))
+        shuffler.shuffle(ready)
+        yield from ready

@@ -1,0 +1,120 @@
+"""Makes the embedded demo model: corpus, tokenizer, training, evaluation and the model card, in one command."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from tools.demo_corpus import held_out_prompts, held_out_thinking_prompts
+from tools.demo_model import training
+from tools.demo_model.assets import save_model
+from tools.demo_model.card import Run, write_card
+from tools.demo_model.evaluate import Outcome, accuracy, evaluate, load
+from tools.demo_model.tokenizer import train_tokenizer
+from tools.demo_model.training import TrainingConfig
+
+FOLDER = Path(__file__).resolve().parents[1] / "services" / "penstock" / "assets" / "demo"
+
+_EXAMPLES = """examples:
+  python tools/train_demo_model.py                      make the model again, with the committed settings
+  python tools/train_demo_model.py --steps 200 --out /tmp/demo    a weak model in two minutes
+  python tools/train_demo_model.py --minutes 20         stop after 20 minutes (not reproducible)
+  python tools/train_demo_model.py --evaluate-only      measure the model that is there
+"""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; exits with code 2 on a bad one."""
+    defaults = TrainingConfig()
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the model (default: the embedded one)")
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of everything (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=defaults.threads, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=None, help="stop at this wall time even if steps are left")
+    parser.add_argument("--check-every", type=int, default=500, help="steps between short evaluations; 0: none")
+    parser.add_argument("--evaluate-only", action="store_true", help="train nothing, measure the model in --out")
+    return parser.parse_args(arguments)
+
+
+def show(console: Console, outcomes: list[Outcome], title: str) -> None:
+    """Prints right answers per family, and up to three wrong ones of each."""
+    table = Table("family", "right", "asked", "share", title=title)
+    for family, (right, asked) in accuracy(outcomes).items():
+        table.add_row(family, str(right), str(asked), f"{right / asked:.0%}")
+    console.print(table)
+    wrong = [outcome for outcome in outcomes if not outcome.right]
+    for outcome in wrong[:24]:
+        console.print(f"  {outcome.prompt.family}: {outcome.prompt.messages[-1]['content']!r} → {outcome.answer!r}", markup=False)
+
+
+class Reporter:
+    """The progress bar, and a short evaluation every `check_every` steps; its time is not counted as training."""
+
+    def __init__(self, console: Console, options: argparse.Namespace, tokenizer: Tokenizer, template: str) -> None:
+        self._console, self._options, self._tokenizer, self._template = console, options, tokenizer, template
+        self._prompts = held_out_prompts(per_family=8)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=console)
+        self._task = self.bar.add_task("training", total=options.steps)
+        self._loss = 0.0
+        self.last = training.Progress(0, 0.0, 0.0, 0)
+
+    def __call__(self, progress: training.Progress, model: Qwen2ForCausalLM) -> bool:
+        """Called after each step; True ends training."""
+        self.last = progress
+        self._loss = progress.loss if progress.step == 1 else 0.98 * self._loss + 0.02 * progress.loss
+        self.bar.update(self._task, completed=progress.step, description=f"loss {self._loss:.3f}")
+        every = self._options.check_every
+        if every and progress.step % every == 0 and progress.step < self._options.steps:
+            model.eval()
+            table = accuracy(evaluate(model, self._tokenizer, self._template, self._prompts))
+            model.train()
+            scores = " ".join(f"{family} {right}/{asked}" for family, (right, asked) in table.items())
+            self._console.print(f"step {progress.step}, {progress.seconds:.0f} s, loss {self._loss:.3f}: {scores}")
+        limit = self._options.minutes
+        return limit is not None and progress.seconds > 60 * limit
+
+
+def train(console: Console, options: argparse.Namespace) -> Run:
+    """Trains tokenizer and model and writes both to `--out`."""
+    template = (FOLDER / "chat_template.jinja").read_text(encoding="utf-8")
+    config = TrainingConfig(steps=options.steps, seed=options.seed, threads=options.threads)
+    tokenizer = train_tokenizer(config.seed)
+    reporter = Reporter(console, options, tokenizer, template)
+    with reporter.bar:
+        model = training.train(tokenizer, template, config, reporter)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_model(model, tokenizer, options.out)
+    (options.out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return Run(config, reporter.last)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Trains (unless told not to), measures the saved files, prints the tables; the exit code is 0."""
+    options, console = parse(arguments), Console()
+    transformers_logging.set_verbosity_error()
+    run = None if options.evaluate_only else train(console, options)
+    model, tokenizer, template = load(options.out)
+    outcomes = evaluate(model, tokenizer, template, held_out_prompts())
+    thinking = evaluate(model, tokenizer, template, held_out_thinking_prompts(), thinking=True)
+    show(console, outcomes, "held-out prompts")
+    show(console, thinking, "held-out prompts, thinking")
+    if run is not None:
+        write_card(options.out / "README.md", run, model, accuracy(outcomes), accuracy(thinking))
+        console.print(f"{run.last.step} steps, {run.last.seconds / 60:.1f} min, {run.last.tokens / 1e6:.1f} M tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
