@@ -158,7 +158,7 @@ class RunningServer:
         await self._server.stop(STOP_GRACE_SECONDS if drain else None)
         await self.service.close()
         if self._metrics is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._metrics.close)
+            self._metrics.close()
             self._metrics = None
 
     async def _drain(self) -> None:

@@ -17,6 +17,8 @@ def _common(config: TransportConfig) -> Options:
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
+        # This is what closes a connection whose pings go unanswered: a minute by default, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         # Pings on a long quiet stream (a queued request, a slow prefill) are not limited to two.
         ("grpc.http2.max_pings_without_data", 0),
