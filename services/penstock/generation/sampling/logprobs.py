@@ -23,29 +23,36 @@ def position_logprobs(
     the ids.
     """
     logprobs_RV = scores_RV.log_softmax(-1)
-    chosen_R1 = logprobs_RV.gather(1, chosen_R[:, None])
-    # Summed as fp32, exact up to 2**24 and far faster than sums of booleans.
-    ranks_R = torch.gt(logprobs_RV, chosen_R1).to(torch.float32).sum(-1).to(torch.int64) + 1
-    top_RK, places_RK = logprobs_RV.topk(min(max(num_top), logprobs_RV.shape[1]), dim=-1)
-    if ids_RV is None:
-        ids_R, ids_RK = chosen_R, places_RK
-    else:
-        ids_R, ids_RK = ids_RV.gather(1, chosen_R[:, None])[:, 0], ids_RV.gather(1, places_RK)
-    chosen = zip(ids_R.tolist(), chosen_R1[:, 0].tolist(), ranks_R.tolist(), strict=True)
-    top = zip(ids_RK.tolist(), top_RK.tolist(), num_top, strict=True)
+    # Ranks come from the scores: log_softmax may round two of them to one value. Booleans are summed as fp32, exact up
+    # to 2**24 and far faster than as integers.
+    higher_RV = torch.gt(scores_RV, scores_RV.gather(1, chosen_R[:, None])).to(torch.float32)
+    top_RK, places_RK = scores_RV.topk(min(max(num_top), scores_RV.shape[1]), dim=-1)
+    chosen = zip(
+        _ids(ids_RV, chosen_R[:, None])[:, 0].tolist(),
+        logprobs_RV.gather(1, chosen_R[:, None])[:, 0].tolist(),
+        (higher_RV.sum(-1).to(torch.int64) + 1).tolist(),
+        strict=True,
+    )
+    top_logprobs_RK = logprobs_RV.gather(1, places_RK)
+    columns = zip(top_RK.tolist(), _ids(ids_RV, places_RK).tolist(), top_logprobs_RK.tolist(), num_top, strict=True)
     return [
-        PositionLogprobs(Logprob(token_id, logprob, rank), _ranked(ids[:k], logprobs[:k]))
-        for (token_id, logprob, rank), (ids, logprobs, k) in zip(chosen, top, strict=True)
+        PositionLogprobs(Logprob(*one), _ranked(list(zip(scores[:k], ids[:k], logprobs[:k], strict=True))))
+        for one, (scores, ids, logprobs, k) in zip(chosen, columns, strict=True)
     ]
 
 
-def _ranked(ids: list[int], logprobs: list[float]) -> tuple[Logprob, ...]:
-    """Descending logprobs with ranks; equal ones share a rank and stand in the order of ids."""
-    ordered = sorted(zip(logprobs, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+def _ids(ids_RV: torch.Tensor | None, places_RK: torch.Tensor) -> torch.Tensor:
+    return places_RK if ids_RV is None else ids_RV.gather(1, places_RK)
+
+
+def _ranked(top: list[tuple[float, int, float]]) -> tuple[Logprob, ...]:
+    """(score, id, logprob) as descending entries; equal scores share a rank and stand in the order of ids."""
     entries: list[Logprob] = []
-    for place, (logprob, token_id) in enumerate(ordered):
-        if logprob == -torch.inf:
+    last_score = torch.inf
+    for place, (score, token_id, logprob) in enumerate(sorted(top, key=lambda one: (-one[0], one[1]))):
+        if score == -torch.inf:
             break
-        tied = bool(entries) and entries[-1].logprob == logprob
-        entries.append(Logprob(token_id, logprob, entries[-1].rank if tied else place + 1))
+        rank = entries[-1].rank if score == last_score else place + 1
+        entries.append(Logprob(token_id, logprob, rank))
+        last_score = score
     return tuple(entries)

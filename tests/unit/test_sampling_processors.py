@@ -1,0 +1,201 @@
+"""Each processor against transformers' class on random scores, in batches where only some rows use it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from factories.sequences import params, sequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.sampling.processors import (
+    LogitBias,
+    LogitsProcessor,
+    MinNewTokens,
+    MinP,
+    OpenAIPenalties,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+    Warper,
+)
+from penstock.generation.sampling.state import SamplingState
+from torch import Tensor
+from transformers.generation import logits_process as reference
+
+CPU = torch.device("cpu")
+VOCAB = 97
+torch.set_num_threads(1)
+
+
+def scores(rows: int, seed: int, vocab: int = VOCAB, *, ties: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(rows, vocab, generator=generator) * 4
+    return drawn.to(torch.bfloat16).float() if ties else drawn
+
+
+def process(kind: type[LogitsProcessor], sequences: list[Sequence], given_NV: Tensor) -> Tensor:
+    """What `kind` makes of the scores; every row of the batch, wanted or not."""
+    states = [SamplingState(one) for one in sequences]
+    for state in states:
+        state.catch_up()
+    rows = [row for row, one in enumerate(sequences) if kind.wants(one.params)]
+    result = given_NV.clone()
+    positions = np.array([one.num_output_tokens for one in sequences], dtype=np.uint64)
+    kind(rows, [states[row] for row in rows], CPU).apply(result, positions)
+    return result
+
+
+def warp(warper: Warper, given_RV: Tensor) -> Tensor:
+    result = given_RV.clone()
+    warper.apply(result, torch.arange(len(given_RV)))
+    return result
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_repetition_penalty_covers_prompt_and_output(seed: int) -> None:
+    penalties = [1.0, 1.05, 1.7, 0.8]
+    batch = [
+        sequence(ids(seed, 30), params(repetition_penalty=penalty), seq_id=row, output=ids(seed + 1, 5))
+        for row, penalty in enumerate(penalties)
+    ]
+    before = scores(4, seed)
+    after = process(RepetitionPenalty, batch, before)
+    for row, (one, penalty) in enumerate(zip(batch, penalties, strict=True)):
+        expected = reference.RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([one.token_ids]), before[row : row + 1]
+        )
+        torch.testing.assert_close(after[row], expected[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frequency_and_presence_penalties_count_the_output_only(seed: int) -> None:
+    options = [(0.0, 0.0), (0.5, 0.0), (0.0, 1.5), (-1.2, 0.3)]
+    output = [3, 3, 3, 8, 90, 8]
+    batch = [
+        sequence([3, 4, 5], params(frequency_penalty=f, presence_penalty=p), seq_id=row, output=output)
+        for row, (f, p) in enumerate(options)
+    ]
+    before = scores(4, seed)
+    after = process(OpenAIPenalties, batch, before)
+    counts = torch.bincount(torch.tensor(output), minlength=VOCAB).float()
+    for row, (frequency, presence) in enumerate(options):
+        expected = before[row] - frequency * counts - presence * (counts > 0)
+        torch.testing.assert_close(after[row], expected, atol=1e-5, rtol=0)
+
+
+def test_output_penalties_of_a_first_draw_change_nothing() -> None:
+    before = scores(1, 0)
+    assert torch.equal(process(OpenAIPenalties, [sequence([1, 2], params(presence_penalty=2.0))], before), before)
+
+
+@pytest.mark.parametrize("generated", [0, 2, 3, 4])
+def test_no_eos_before_min_new_tokens(generated: int) -> None:
+    output = ids(0, generated)
+    batch = [
+        sequence([1, 2], params(), seq_id=0, output=output),
+        sequence([1, 2], params(min_new_tokens=3, eos_token_ids=(5, 96)), seq_id=1, output=output),
+        sequence([1, 2], params(min_new_tokens=4, eos_token_ids=(5,)), seq_id=2, output=output),
+    ]
+    before = scores(3, 1)
+    after = process(MinNewTokens, batch, before)
+    assert torch.equal(after[0], before[0])
+    for row, minimum, eos in ((1, 3, [5, 96]), (2, 4, [5])):
+        expected = reference.MinNewTokensLengthLogitsProcessor(2, minimum, eos)(
+            torch.tensor([batch[row].token_ids]), before[row : row + 1]
+        )
+        assert torch.equal(after[row], expected[0])
+
+
+def test_eos_ids_beyond_the_vocabulary_are_ignored() -> None:
+    before = scores(1, 1)
+    after = process(MinNewTokens, [sequence([1], params(min_new_tokens=3, eos_token_ids=(VOCAB, 5)))], before)
+    assert (after == -math.inf).sum() == 1
+
+
+def test_logit_bias_is_added_to_its_tokens() -> None:
+    batch = [
+        sequence([1], params(logit_bias={4: 2.5, 90: -100.0}), seq_id=0),
+        sequence([1], params(), seq_id=1),
+        sequence([1], params(logit_bias={0: 1.0}), seq_id=2),
+    ]
+    before = scores(3, 2)
+    expected = before.clone()
+    expected[0, 4] += 2.5
+    expected[0, 90] -= 100
+    expected[2, 0] += 1
+    assert torch.equal(process(LogitBias, batch, before), expected)
+
+
+def test_temperature_divides() -> None:
+    temperatures = [1.0, 0.7, 2.0]
+    before = scores(3, 3)
+    after = warp(Temperature([params(temperature=t) for t in temperatures], CPU), before)
+    for row, temperature in enumerate(temperatures):
+        expected = reference.TemperatureLogitsWarper(temperature)(None, before[row : row + 1])
+        torch.testing.assert_close(after[row], expected[0], atol=1e-5, rtol=1e-6)
+
+
+def test_tiny_temperature_leaves_finite_scores() -> None:
+    after = warp(Temperature([params(temperature=1e-300)], CPU), scores(1, 3))
+    assert after.isfinite().all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, VOCAB + 3), min_size=1, max_size=5), st.integers(0, 2**31), st.booleans())
+def test_top_k_keeps_the_highest_and_their_ties(ks: list[int], seed: int, ties: bool) -> None:
+    before = scores(len(ks), seed, ties=ties)
+    after = warp(TopK([params(top_k=k) for k in ks], CPU), before)
+    for row, k in enumerate(ks):
+        expected = before[row] if k == 0 else reference.TopKLogitsWarper(k)(None, before[row : row + 1])[0]
+        assert torch.equal(after[row], expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_top_p_keeps_the_nucleus(ps: list[float], seed: int) -> None:
+    before = scores(len(ps), seed)
+    after = warp(TopP([params(top_p=p) for p in ps], CPU), before)
+    for row, p in enumerate(ps):
+        expected = before[row] if p == 1.0 else reference.TopPLogitsWarper(p)(None, before[row : row + 1])[0]
+        differing = (after[row] != expected).nonzero()[:, 0]
+        # transformers sums in fp32: it may decide otherwise about a token whose sum is top_p up to rounding.
+        probs = before[row].double().softmax(-1)
+        above = torch.stack([probs[probs > probs[i]].sum() for i in differing]) if len(differing) else torch.zeros(0)
+        assert ((above - p).abs() < 1e-6).all()
+
+
+def test_top_p_keeps_the_lower_ids_of_equal_scores() -> None:
+    before = torch.zeros(1, 10)
+    after = warp(TopP([params(top_p=0.35)], CPU), before)
+    assert (after[0] == 0).nonzero()[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_top_p_of_zero_keeps_the_most_likely() -> None:
+    before = scores(1, 4)
+    after = warp(TopP([params(top_p=0.0)], CPU), before)
+    assert after.isfinite().nonzero().tolist() == [[0, int(before.argmax())]]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_min_p_drops_what_is_unlikely_beside_the_best(ps: list[float], seed: int) -> None:
+    before = scores(len(ps), seed)
+    after = warp(MinP([params(min_p=p) for p in ps], CPU), before)
+    for row, p in enumerate(ps):
+        expected = reference.MinPLogitsWarper(p)(None, before[row : row + 1])[0]
+        ratios = before[row].double().softmax(-1) / before[row].double().softmax(-1).max()
+        assert ((ratios - p).abs()[after[row] != expected] < 1e-6).all()
+
+
+def test_greedy_needs_no_warper() -> None:
+    assert all(kind.is_argmax_invariant for kind in (Temperature, TopK, TopP, MinP))
+    assert not any(kind.is_argmax_invariant for kind in (RepetitionPenalty, OpenAIPenalties, MinNewTokens, LogitBias))
