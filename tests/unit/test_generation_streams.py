@@ -25,6 +25,7 @@ from penstock.generation.engine.request import (
     SequenceFinish,
     StartedOutput,
 )
+from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.hub import OutputHub
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.outbox import Outbox
@@ -64,7 +65,7 @@ class Harness:
 
     def session(self, *names: str, bound: int = 8) -> SessionStream:
         session = SessionStream(bound)
-        self.hub.open_session(session)
+        self.hub.attach(session)
         for name in names:
             emitter = emitter_of(name)
             self.hub.submit(emitter.request, session)
@@ -76,6 +77,7 @@ class Harness:
         emitter = emitter_of(name, interval)
         stream = RequestStream(emitter, bound)
         self.hub.submit(emitter.request, stream)
+        self.hub.attach(stream)
         self.requests[name] = emitter.request
         return stream
 
@@ -189,7 +191,7 @@ async def test_a_slow_reader_is_cut_off_and_its_requests_aborted() -> None:
 async def test_leaving_aborts_what_is_live_and_its_last_word_is_awaited() -> None:
     harness = Harness()
     stream = harness.stream("a")
-    harness.hub.release(stream)
+    harness.hub.detach(stream)
     assert harness.engine.aborted == ["a"]
     assert harness.hub.num_live == 1
     idle = asyncio.create_task(harness.hub.wait_idle())
@@ -262,11 +264,16 @@ async def test_an_interval_merges_deltas_of_a_sequence_and_stays_gapless() -> No
 
 async def test_steps_and_requests_show_in_the_metrics() -> None:
     harness = Harness()
-    harness.metrics.read_engine(lambda: EngineFigures(running_requests=1, kv_blocks_total=8, kv_blocks_used=2))
+    harness.metrics.read_engine(
+        lambda: EngineFigures(
+            EngineLoad(running_requests=1, kv_blocks_total=8, kv_blocks_used=2),
+            EngineStats(generated_tokens=3, prompt_tokens=2),
+        )
+    )
     harness.stream("a")
     harness.step(("a", {"started": StartedOutput(0), "deltas": (delta(0, 5),)}))
     harness.step(("a", {"deltas": (delta(1, 6), delta(2, 7, index=1)), "finished": finished()}))
-    harness.metrics.step(3, 2, {"schedule": 0.001, "execute": 0.01, "update": 0.001})
+    harness.metrics.step(StepSample(2, 3, 0.001, 0.01, 0.001))
     text = generate_latest(harness.registry).decode()
     for line in (
         'penstock_num_requests_running{model_name="tiny"} 1.0',

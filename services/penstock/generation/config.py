@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, ServerConfig, option
 from penstock.common.errors import StartupError
+from penstock.generation.engine.config import EngineConfig
 from penstock.generation.requested import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
@@ -39,26 +40,47 @@ class GenerationServiceConfig(ServerConfig):
     max_context: int | None = option(
         None, "Longest prompt and output together; by default the model's.", group=MEMORY, minimum=2
     )
-    prefix_cache: bool = option(True, "Share the blocks of equal prompt beginnings.", group=MEMORY)
+    prefix_cache: bool = option(EngineConfig.prefix_cache, "Share the blocks of equal prompt beginnings.", group=MEMORY)
 
-    max_batch_tokens: int = option(2048, "Tokens computed in one engine step.", group=BATCHING, minimum=1)
-    max_running_sequences: int = option(64, "Sequences computed in one engine step.", group=BATCHING, minimum=1)
+    max_batch_tokens: int = option(
+        EngineConfig.max_batch_tokens, "Tokens computed in one engine step.", group=BATCHING, minimum=1
+    )
+    max_running_sequences: int = option(
+        EngineConfig.max_running_sequences, "Sequences computed in one engine step.", group=BATCHING, minimum=1
+    )
     max_queued_requests: int = option(
-        1024, "Requests waiting to be scheduled; more are refused.", group=BATCHING, minimum=1
+        EngineConfig.max_queued_requests,
+        "Requests waiting to be scheduled; more are refused.",
+        group=BATCHING,
+        minimum=1,
     )
     max_pending_messages: int = option(
         1024, "Messages that wait for a stream's reader; past that it is cut off.", group=BATCHING, minimum=1
     )
 
-    max_return_sequences: int = option(64, "Most sequences of one request.", group=REQUESTS, minimum=1)
-    max_stop_strings: int = option(32, "Most stop strings of one request.", group=REQUESTS, minimum=0)
-    max_stop_string_chars: int = option(256, "Longest stop string.", group=REQUESTS, minimum=1)
-    max_stop_token_sequences: int = option(64, "Most stop id sequences of one request.", group=REQUESTS, minimum=0)
-    max_logit_bias: int = option(1024, "Most entries of logit_bias.", group=REQUESTS, minimum=0)
+    max_return_sequences: int = option(
+        RequestLimits.max_return_sequences, "Most sequences of one request.", group=REQUESTS, minimum=1
+    )
+    max_stop_strings: int = option(
+        RequestLimits.max_stop_strings, "Most stop strings of one request.", group=REQUESTS, minimum=0
+    )
+    max_stop_string_chars: int = option(
+        RequestLimits.max_stop_string_chars, "Longest stop string.", group=REQUESTS, minimum=1
+    )
+    max_stop_token_sequences: int = option(
+        RequestLimits.max_stop_token_sequences, "Most stop id sequences of one request.", group=REQUESTS, minimum=0
+    )
+    max_logit_bias: int = option(RequestLimits.max_logit_bias, "Most entries of logit_bias.", group=REQUESTS, minimum=0)
 
     def validate(self) -> None:
         """Raises StartupError for options that do not go together."""
         super().validate()
+        if self.max_batch_tokens < self.max_running_sequences:
+            raise StartupError(
+                f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
+                f"{self.max_running_sequences}: every running sequence needs a token a step",
+                flag="--max-batch-tokens",
+            )
         if self.max_return_sequences > self.max_running_sequences:
             raise StartupError(
                 f"--max-return-sequences {self.max_return_sequences} is more than --max-running-sequences "

@@ -17,13 +17,14 @@ from penstock.generation.engine.request import (
     SequenceFinish,
     StartedOutput,
 )
+from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.requested import (
     GenerateCommand,
     RequestedOptions,
     RequestedOutput,
     RequestedStop,
 )
-from penstock.v1 import common_pb2, config_pb2, generation_pb2
+from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 Event = generation_pb2.Started | generation_pb2.TokenDelta | generation_pb2.Finished
 GenerateResponse = generation_pb2.GenerateResponse
@@ -268,6 +269,33 @@ def from_error(error: PenstockError) -> generation_pb2.RequestError:
     return generation_pb2.RequestError(
         code=status.code, message=status.message, status_details=status.SerializeToString()
     )
+
+
+def from_load(load: EngineLoad, state: int, max_queued_requests: int) -> admin_pb2.Load:
+    """What a router needs to place a request. `state` is a ModelState's number."""
+    return admin_pb2.Load(
+        **load._asdict(),
+        draining=state == common_pb2.MODEL_STATE_DRAINING,
+        state=from_state(state),
+        max_queued_requests=max_queued_requests,
+    )
+
+
+def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPoolStatsResponse:
+    """Counters since the start."""
+    return admin_pb2.GetPoolStatsResponse(
+        load=load,
+        prefix_lookups_tokens=stats.prefix_lookup_tokens,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        preemptions=stats.preemptions,
+        evictions=stats.evictions,
+        copy_on_write_blocks=stats.copy_on_write_blocks,
+    )
+
+
+def from_state(state: int) -> common_pb2.ModelState.ValueType:
+    """A ModelState's number as the proto's."""
+    return common_pb2.ModelState.ValueType(state)
 
 
 def from_dtype(name: str) -> common_pb2.DType.ValueType:

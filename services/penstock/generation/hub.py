@@ -32,10 +32,6 @@ class Sink(Protocol):
     def fail(self, request: Request, error: PenstockError) -> None:
         """The engine is gone and will say nothing more about `request`."""
 
-
-class Closable(Sink, Protocol):
-    """A stream that stays open without requests."""
-
     def half_close(self) -> None:
         """End once nothing of it is live."""
 
@@ -59,7 +55,10 @@ class OutputHub:
         self._step = step
         self._live: dict[str, LiveRequest] = {}
         self._watchers: set[asyncio.Event] = set()
-        self._sessions: set[Closable] = set()
+        self._open: set[Sink] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        # The process is going: nothing waits for work any more.
         self.closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -94,51 +93,49 @@ class OutputHub:
         """Ids of every live request."""
         return list(self._live)
 
-    def release(self, sink: Sink) -> None:
-        """The stream is over: whatever of it is still live has nobody to go to, and is aborted."""
-        orphans = [live for live in self._live.values() if live.sink is sink]
-        for live in orphans:
-            live.sink = None
-        self.abort([live.request.request_id for live in orphans])
-
-    def open_session(self, session: Closable) -> None:
-        """A session that `close_streams` will end."""
-        self._sessions.add(session)
+    def attach(self, sink: Sink) -> None:
+        """A stream begins."""
+        self._open.add(sink)
+        self._all_closed.clear()
         if self.closing:
-            session.half_close()
+            sink.half_close()
 
-    def close_session(self, session: Closable) -> None:
-        """The session is over."""
-        self._sessions.discard(session)
-        self.release(session)
+    def detach(self, sink: Sink) -> None:
+        """A stream is over: whatever of it is still live has nobody to go to, and is aborted."""
+        self._release(sink)
+        self._open.discard(sink)
+        if not self._open:
+            self._all_closed.set()
 
     def close_streams(self) -> None:
-        """The process is going: end sessions once they have nothing live, and load watches."""
+        """The process is going: end streams once they have nothing live, and load watches."""
         self.closing = True
-        for session in self._sessions:
-            session.half_close()
+        for sink in self._open:
+            sink.half_close()
         self.notify()
+
+    async def wait_streams_closed(self) -> None:
+        """Return when no stream is open."""
+        await self._all_closed.wait()
 
     def deliver(self, outputs: list[RequestOutput]) -> None:
         """One engine step's outputs, each stream's share in one call."""
         now = time.monotonic()
-        tokens, shares = 0, dict[Sink, list[RequestOutput]]()
+        shares: dict[Sink, list[RequestOutput]] = {}
         for output in outputs:
             live = self._live.get(output.request.request_id)
             if live is None or live.request is not output.request:
                 continue
-            tokens += sum(len(delta.token_ids) for delta in output.deltas)
             self._observe(live, output, now)
             if output.finished is not None:
                 del self._live[output.request.request_id]
             if live.sink is not None:
                 shares.setdefault(live.sink, []).append(output)
-        self._metrics.generated(tokens)
         step = self._step()
         for sink, share in shares.items():
             if not sink.deliver(step, share):
                 self._metrics.slow_reader()
-                self.release(sink)
+                self._release(sink)
         self._settle()
 
     def fail_all(self, error: PenstockError) -> None:
@@ -169,6 +166,12 @@ class OutputHub:
         """Wake the watchers: the load may have changed."""
         for event in self._watchers:
             event.set()
+
+    def _release(self, sink: Sink) -> None:
+        orphans = [live for live in self._live.values() if live.sink is sink]
+        for live in orphans:
+            live.sink = None
+        self.abort([live.request.request_id for live in orphans])
 
     def _settle(self) -> None:
         if not self._live:

@@ -7,36 +7,26 @@ engine counts by itself is read when Prometheus scrapes; the rest is updated onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
 from penstock.generation.engine.request import FinishedOutput, FinishReason, Request
+from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.histograms import StepHistogram
 
-_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_STEP = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
+class EngineFigures(NamedTuple):
     """What the engine counts by itself, read at each scrape."""
 
-    running_requests: int = 0
-    waiting_requests: int = 0
-    running_sequences: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_used: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    evictions: int = 0
+    load: EngineLoad = EngineLoad()
+    stats: EngineStats = EngineStats()
 
 
 class GenerationMetrics:
@@ -46,7 +36,7 @@ class GenerationMetrics:
         labels = {"model_name": model_name}
         self._engine = EngineCollector(labels, registry)
 
-        def histogram(name: str, text: str, buckets: Iterable[float] = _LATENCY) -> StepHistogram:
+        def histogram(name: str, text: str, buckets: Iterable[float] = LATENCY_BUCKETS) -> StepHistogram:
             return StepHistogram(f"penstock_{name}", text, labels, tuple(buckets), registry)
 
         def counter(name: str, text: str) -> Counter:
@@ -58,16 +48,14 @@ class GenerationMetrics:
         self._prefill = histogram("request_prefill_time_seconds", "First scheduled to first sampled token.")
         self._decode = histogram("request_decode_time_seconds", "First to last sampled token.")
         self._total = histogram("e2e_request_latency_seconds", "Request received to its last word.")
-        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._output_length = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
-        self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one engine step.", _TOKENS)
-        self._step_sequences = histogram("iteration_sequences", "Sequences in one engine step.", _TOKENS)
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self._output_length = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one engine step.", TOKEN_BUCKETS)
+        self._step_sequences = histogram("iteration_sequences", "Sequences in one engine step.", BATCH_BUCKETS)
         self._stages = {
-            stage: histogram(f"engine_{stage}_seconds", f"Engine step: {stage}.", _STEP)
+            stage: histogram(f"engine_{stage}_seconds", f"Engine step: {stage}.", LATENCY_BUCKETS)
             for stage in ("schedule", "execute", "update")
         }
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished and failed requests.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._slow_readers = counter("slow_readers", "Streams cut off because their reader was too far behind.")
         name = ["model_name", "finished_reason"]
         finished = Counter(
@@ -79,12 +67,13 @@ class GenerationMetrics:
         """From now on take the engine's own figures from `read`, which must be callable from any thread."""
         self._engine.read = read
 
-    def step(self, tokens: int, sequences: int, stages: dict[str, float]) -> None:
-        """One engine step: rows, sequences, seconds per stage."""
-        self._step_tokens.observe(tokens)
-        self._step_sequences.observe(sequences)
-        for stage, seconds in stages.items():
-            self._stages[stage].observe(seconds)
+    def step(self, sample: StepSample) -> None:
+        """One engine step."""
+        self._step_tokens.observe(sample.num_tokens)
+        self._step_sequences.observe(sample.num_sequences)
+        self._stages["schedule"].observe(sample.schedule_seconds)
+        self._stages["execute"].observe(sample.execute_seconds)
+        self._stages["update"].observe(sample.update_seconds)
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token."""
@@ -93,10 +82,6 @@ class GenerationMetrics:
     def next_tokens(self, seconds: float, count: int) -> None:
         """`count` sequences of a request got a further token, `seconds` after the one before."""
         self._inter_token.observe(seconds, count)
-
-    def generated(self, tokens: int) -> None:
-        """Tokens that one engine step produced."""
-        self._generation_tokens.inc(tokens)
 
     def slow_reader(self) -> None:
         """A stream was cut off."""
@@ -115,7 +100,6 @@ class GenerationMetrics:
                 histogram.observe(seconds)
         self._prompt_length.observe(finished.prompt_tokens)
         self._output_length.observe(finished.completion_tokens)
-        self._prompt_tokens.inc(finished.prompt_tokens)
         failed = finished.error is not None or not finished.sequences
         self._finished[FinishReason.ERROR if failed else finished.sequences[0].reason].inc()
 
@@ -134,18 +118,20 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The engine's figures as they are now."""
-        figures = self.read()
-        usage = figures.kv_blocks_used / figures.kv_blocks_total if figures.kv_blocks_total else 0.0
-        yield self._gauge("num_requests_running", "Requests being computed.", figures.running_requests)
-        yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", figures.waiting_requests)
-        yield self._gauge("num_sequences_running", "Sequences being computed.", figures.running_sequences)
+        load, stats = self.read()
+        usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+        yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)
+        yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", load.waiting_requests)
+        yield self._gauge("num_sequences_running", "Sequences being computed.", load.running_sequences)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
-        yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", figures.kv_blocks_total)
-        yield self._counter("engine_steps", "Engine steps.", figures.steps)
-        yield self._counter("num_preemptions", "Sequences preempted.", figures.preemptions)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", figures.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", figures.prefix_hits)
-        yield self._counter("prefix_cache_evictions", "Reusable blocks given away.", figures.evictions)
+        yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", load.kv_blocks_total)
+        yield self._counter("engine_steps", "Engine steps.", stats.steps)
+        yield self._counter("num_preemptions", "Requests preempted.", stats.preemptions)
+        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_lookup_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.prefix_hit_tokens)
+        yield self._counter("prefix_cache_evictions", "Reusable blocks given away.", stats.evictions)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"penstock_{name}", text, labels=list(self._labels))

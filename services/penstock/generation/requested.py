@@ -112,9 +112,12 @@ class ServedModel:
         return max(min(room, self.max_output_tokens(prompt_tokens, num_sequences)), 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestLimits:
-    """Bounds on the lists and counts of one request, from the service's configuration."""
+    """Bounds on the lists and counts of one request, from the service's configuration.
+
+    Not slotted, so that the configuration can name these defaults.
+    """
 
     max_return_sequences: int = 64
     max_top_logprobs: int = 20

@@ -30,6 +30,9 @@ class RequestStream:
         """End with `error`."""
         self.outbox.close(error)
 
+    def half_close(self) -> None:
+        """Nothing to do: it ends with its request."""
+
 
 class SessionStream:
     """Sink of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""

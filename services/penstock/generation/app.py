@@ -1,0 +1,148 @@
+"""The generation process: loads one model, serves it, drains, and dies loudly when the engine does.
+
+Order of start: servicers answer at once (loading), the model loads on a thread, the engine's thread starts, ready.
+Order of stop: new work is refused, live requests finish, sessions and watches end, the server stops, the engine's
+thread is joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from penstock.common.checkpoint import model_name
+from penstock.common.errors import Internal
+from penstock.common.logging import get_logger
+from penstock.generation.admin import AdminServicer
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core import GenerationCore, Lifecycle, ModelState
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.request import RequestOutput
+from penstock.generation.hub import OutputHub
+from penstock.generation.loading import LoadedModel, load
+from penstock.generation.metrics import EngineFigures, GenerationMetrics
+from penstock.generation.model_info import ModelServicer
+from penstock.generation.servicer import GenerationServicer
+from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
+
+# Time that streams get to send their INTERNAL before a broken process goes.
+FAREWELL_SECONDS = 1.0
+_log = get_logger("penstock.generation")
+
+
+class LoadingCancelled(Exception):
+    """The process is stopped while it loads; ends the loading thread."""
+
+
+class GenerationApp:
+    """The generation service of one process (common.server.Service)."""
+
+    name = "generation"
+    grpc_services = (
+        "penstock.v1.GenerationService",
+        "penstock.v1.ModelService",
+        "penstock.v1.GenerationAdminService",
+    )
+
+    def __init__(self, config: GenerationServiceConfig, registry: CollectorRegistry) -> None:
+        """To be made on the event loop."""
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._lifecycle = Lifecycle(config.served_model_name or model_name(config.model))
+        self._metrics = GenerationMetrics(registry, self._lifecycle.model_name)
+        self._cancelled = threading.Event()
+        self._engine_loop: EngineLoop | None = None
+        self._farewell: asyncio.Task[None] | None = None
+
+    def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Drain and Resume turn health off and on."""
+        self._lifecycle.set_serving = set_serving
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the three servicers."""
+        lifecycle = self._lifecycle
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(lifecycle), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(
+            ModelServicer(lifecycle, self._config.max_message_bytes), server
+        )
+        admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(AdminServicer(lifecycle), server)
+
+    async def start(self) -> None:
+        """Load and warm up. Raises StartupError."""
+        try:
+            loaded = await asyncio.to_thread(load, self._config, self._lifecycle.model_name, self._progress)
+        except asyncio.CancelledError:
+            self._cancelled.set()
+            raise
+        self._lifecycle.core = self._start_engine(loaded)
+        self._lifecycle.percent_loaded = 100.0
+        self._lifecycle.state = ModelState.READY
+
+    def _progress(self, percent: float) -> None:
+        """Called on the loading thread."""
+        if self._cancelled.is_set():
+            raise LoadingCancelled
+        self._lifecycle.percent_loaded = percent
+
+    def _start_engine(self, loaded: LoadedModel) -> GenerationCore:
+        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes)
+        stats, metrics = engine.stats, self._metrics
+
+        def deliver(outputs: list[RequestOutput]) -> None:
+            for sample in stats.drain_steps():
+                metrics.step(sample)
+            hub.deliver(outputs)
+
+        loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed)
+        hub = OutputHub(loop, metrics, lambda: stats.steps)
+        metrics.read_engine(lambda: EngineFigures(loop.load, stats))
+        loop.start()
+        self._engine_loop = loop
+        return GenerationCore(
+            loaded, self._config.request_limits(), loop, hub, stats, self._config.max_pending_messages
+        )
+
+    def _engine_failed(self, error: BaseException) -> None:
+        """The step itself is broken: every stream ends INTERNAL, and then the process."""
+        _log.error("the engine has failed", exc_info=error)
+        self._lifecycle.state = ModelState.UNAVAILABLE
+        self._farewell = asyncio.create_task(self._say_farewell(error))
+
+    async def _say_farewell(self, error: BaseException) -> None:
+        await self._lifecycle.set_serving(False)
+        core = self._lifecycle.core
+        if core is not None:
+            core.hub.fail_all(Internal("the engine of this process has failed", reason="ENGINE_FAILED"))
+            core.hub.close_streams()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(core.hub.wait_streams_closed(), FAREWELL_SECONDS)
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def drain(self) -> None:
+        """Refuse new work, wait for what is live, end the sessions."""
+        self._lifecycle.start_drain()
+        core = self._lifecycle.core
+        if core is not None:
+            await core.hub.wait_idle()
+            core.hub.close_streams()
+
+    async def close(self) -> None:
+        """Stop the engine's thread; what is still live ends."""
+        self._cancelled.set()
+        self._lifecycle.state = ModelState.UNAVAILABLE
+        if self._farewell is not None:
+            await self._farewell
+        if self._engine_loop is not None:
+            await asyncio.to_thread(self._engine_loop.stop)
+
+    def status_lines(self) -> list[str]:
+        """Model and pool."""
+        core = self._lifecycle.core
+        return core.loaded.status_lines() if core is not None else []

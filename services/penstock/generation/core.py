@@ -1,0 +1,115 @@
+"""What the servicers stand on: whether there is a model yet, and one loaded model's engine with its live requests."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from penstock.common.errors import PenstockError, Unavailable
+from penstock.common.request_context import new_request_id
+from penstock.generation.emitter import Emitter
+from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.request import Request
+from penstock.generation.engine.stats import EngineStats
+from penstock.generation.hub import OutputHub
+from penstock.generation.loading import LoadedModel
+from penstock.generation.requested import GenerateCommand, RequestLimits
+from penstock.generation.resolve import resolve
+from penstock.generation.validate import validate
+
+STARTING_RETRY_SECONDS = 1.0
+
+
+class ModelState(enum.Enum):
+    """Lifecycle of the model (penstock.v1.ModelState)."""
+
+    LOADING = 1
+    READY = 2
+    DRAINING = 3
+    UNAVAILABLE = 4
+
+
+@dataclass(slots=True)
+class GenerationCore:
+    """A loaded model behind its engine. Used from the event loop only."""
+
+    loaded: LoadedModel
+    limits: RequestLimits
+    loop: EngineLoop
+    hub: OutputHub
+    stats: EngineStats
+    max_pending_messages: int
+
+    def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
+        """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
+
+        `deadline` is a time.monotonic() or None.
+        """
+        loaded = self.loaded
+        validate(command, loaded.served, self.limits)
+        resolved = resolve(command, loaded.defaults, loaded.served, self.limits)
+        request = Request(
+            request_id=command.request_id or new_request_id(),
+            prompt_token_ids=command.prompt_token_ids,
+            params=resolved.params,
+            arrival_time=time.monotonic(),
+            resumed_token_ids=command.resumed_token_ids,
+            cache_salt=command.cache_salt,
+            priority=command.priority,
+            deadline=deadline,
+            attempt_epoch=command.attempt_epoch,
+            warnings=resolved.warnings,
+        )
+        return Emitter(request, loaded.served.name, resolved.stream_interval)
+
+
+async def _ignore(_: bool) -> None:
+    """Health that nobody is bound to."""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Where the process stands. `core` is set once the model is loaded."""
+
+    model_name: str
+    state: ModelState = ModelState.LOADING
+    percent_loaded: float = 0.0
+    core: GenerationCore | None = None
+    set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
+
+    def loaded(self) -> GenerationCore:
+        """The core. Raises Unavailable while the model loads or after it failed."""
+        if self.core is None or self.state in (ModelState.LOADING, ModelState.UNAVAILABLE):
+            raise self._unavailable()
+        return self.core
+
+    def accepting(self) -> GenerationCore:
+        """The core, for new work. Raises Unavailable also while draining."""
+        if self.state is ModelState.DRAINING:
+            raise Unavailable("this process is draining: send new work elsewhere", reason="DRAINING")
+        return self.loaded()
+
+    def _unavailable(self) -> PenstockError:
+        if self.state is ModelState.LOADING:
+            return Unavailable(
+                "the model is still loading", reason="STARTING", retry_after_seconds=STARTING_RETRY_SECONDS
+            )
+        return Unavailable("the engine of this process has failed", reason="ENGINE_FAILED")
+
+    def start_drain(self) -> None:
+        """Refuse new work from now on."""
+        if self.state is ModelState.READY:
+            self.state = ModelState.DRAINING
+            self._changed()
+
+    def resume(self) -> None:
+        """Take new work again."""
+        if self.state is ModelState.DRAINING:
+            self.state = ModelState.READY
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.core is not None:
+            self.core.hub.notify()
