@@ -1,0 +1,53 @@
+"""What the tokenizer service can be configured with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.common.config import TOKENIZER_METRICS_PORT, TOKENIZER_PORT, ServerConfig, option
+
+MODEL, WORKERS, TEMPLATES, LIMITS = "Model", "Workers", "Chat templates", "Limits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(ServerConfig):
+    """The tokenizer process. Holds no model weights and never imports torch."""
+
+    port: int = option(TOKENIZER_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
+    metrics_port: int = option(
+        TOKENIZER_METRICS_PORT,
+        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
+        group="Network",
+        minimum=-1,
+        maximum=65535,
+    )
+    model: str | None = option(None, "Model folder or hub id; the embedded demo model when left out.", group=MODEL)
+    served_model_name: str | None = option(None, "Name that requests use; MODEL's own when left out.", group=MODEL)
+    allow_control_tokens_in_content: bool = option(
+        False, "Let text that spells a control token become that token, as transformers does.", group=MODEL
+    )
+    load_timeout_seconds: float = option(120.0, "Time that loading the tokenizer may take.", group=MODEL, minimum=1)
+
+    workers: int = option(2, "Threads that encode and decode, a tokenizer each.", group=WORKERS, minimum=1)
+    large_workers: int = option(1, "Threads for large texts, so that small ones never wait.", group=WORKERS, minimum=1)
+    large_text_bytes: int = option(16 << 10, "Requests of this size and more are large.", group=WORKERS, minimum=1)
+    inline_decode_bytes: int = option(
+        32 << 10, "DecodeStream messages up to this size are handled on the event loop.", group=WORKERS, minimum=0
+    )
+
+    template_processes: int = option(2, "Processes that render chat templates.", group=TEMPLATES, minimum=1)
+    template_timeout_seconds: float = option(
+        2.0, "A template that runs longer is killed, and the request refused.", group=TEMPLATES, minimum=0.05
+    )
+    template_memory_bytes: int = option(
+        256 << 20, "Memory that rendering may take beyond the process at rest.", group=TEMPLATES, minimum=1 << 20
+    )
+
+    max_queued_requests: int = option(1024, "Requests waiting for a worker; more are refused.", group=LIMITS, minimum=1)
+    max_text_bytes: int = option(2 << 20, "Size of one request's texts together.", group=LIMITS, minimum=1)
+    max_batch: int = option(256, "Texts or id lists in one request.", group=LIMITS, minimum=1)
+    max_messages: int = option(4096, "Messages in one conversation.", group=LIMITS, minimum=1)
+    max_decode_ids: int = option(1 << 20, "Ids in one Decode request.", group=LIMITS, minimum=1)
+    max_sequences: int = option(4096, "Sequences being decoded on one DecodeStream.", group=LIMITS, minimum=1)
+    max_stop_strings: int = option(16, "Stop strings of one sequence.", group=LIMITS, minimum=0)
+    max_stop_string_chars: int = option(256, "Length of one stop string.", group=LIMITS, minimum=1)

@@ -1,0 +1,138 @@
+"""Control tokens that no request can spell.
+
+Every control token gets a *mark*: a short run of private-use characters that holds 64 random bits drawn when the
+process starts. The template's own control tokens are rewritten to their marks before it is rendered, and a second
+tokenizer knows the control tokens by their marks only. So a control id can come from the template and from nowhere
+else, whatever the template does with a message: trims it, upper-cases it, splits it or joins two of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+_FIRST_INDEX = 0xF0000
+_MAX_MARKS = 0xFFFE
+# Roles that a template may build a control token from, as in '<|' + message.role + '|>'.
+TRUSTED_ROLES = (
+    "system", "user", "assistant", "tool", "developer", "function", "observation", "ipython", "model", "environment",
+    "document", "documents", "context", "tools",
+)  # fmt: skip
+
+
+class ControlMarks:
+    """Marks of a fixed list of literals: the control tokens first, then what templates build them from."""
+
+    def __init__(self, control_tokens: dict[int, str], nonce: str | None = None) -> None:
+        """`control_tokens` by id. A nonce is four private-use characters; tests give their own."""
+        self.control_tokens = dict(control_tokens)
+        self.nonce = nonce or "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+        self._literals: list[str] = []
+        self._index: dict[str, int] = {}
+        for token in control_tokens.values():
+            self.add(token)
+        self._mark = re.compile(f"{self.nonce}(.)", re.DOTALL)
+
+    def add(self, literal: str) -> str:
+        """The mark of `literal`, made on first use. Raises ValueError past 65534 of them."""
+        if literal not in self._index:
+            if len(self._literals) >= _MAX_MARKS:
+                raise ValueError("too many control tokens")
+            self._index[literal] = len(self._literals)
+            self._literals.append(literal)
+        return self.nonce + chr(_FIRST_INDEX + self._index[literal])
+
+    def unmark(self, text: str) -> str:
+        """`text` with every mark replaced by what it stands for."""
+        if self.nonce not in text:
+            return text
+        return self._mark.sub(lambda match: self._literals[ord(match[1]) - _FIRST_INDEX], text)
+
+    def mark_value(self, value: str) -> str:
+        """The mark of a whole control token; other text unchanged. For bos_token and its like."""
+        return self.add(value) if value in self._index else value
+
+
+def is_control(token: AddedToken) -> bool:
+    """A special token of the vocabulary. White space is text even where a vocabulary calls it special."""
+    return bool(token.special and not token.content.isspace())
+
+
+def control_tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """Control tokens by id, in the order of ids."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {index: added[index].content for index in sorted(added) if is_control(added[index])}
+
+
+def copy_tokenizer(base: Tokenizer, *, model: Any = None, rename: Callable[[str], str] = str) -> Tokenizer:
+    """A tokenizer of its own that shares `base`'s vocabulary and merges, which nothing changes after loading.
+
+    `rename` gives each control token another text. Raises ValueError if an added token would change its id.
+    """
+    copy = Tokenizer(base.model if model is None else model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        value = getattr(base, part)
+        if value is not None:
+            setattr(copy, part, value)
+    for index, token in sorted(base.get_added_tokens_decoder().items()):
+        content = rename(token.content) if is_control(token) else token.content
+        renamed = AddedToken(
+            content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized,
+            special=token.special,
+        )
+        (copy.add_special_tokens if token.special else copy.add_tokens)([renamed])
+        if copy.token_to_id(content) != index:
+            raise ValueError(f"added token {index} cannot be given its id again")
+    copy.encode_special_tokens = base.encode_special_tokens
+    return copy
+
+
+def content_tokenizer(base: Tokenizer, marks: ControlMarks) -> Tokenizer:
+    """`base` with its control tokens known by their marks only; the ids are the same.
+
+    Raises ValueError when the vocabulary does not allow it.
+    """
+    inside = {token for token in marks.control_tokens.values() if base.model.token_to_id(token) is not None}
+    model = _renamed_model(base, inside, marks) if inside else base.model
+    content = copy_tokenizer(base, model=model, rename=marks.add)
+    # A tokenizer that never parses special tokens must do so here: their texts are marks.
+    content.encode_special_tokens = False
+    for index, token in marks.control_tokens.items():
+        if index not in content.encode(marks.add(token), add_special_tokens=False).ids:
+            raise ValueError(f"control token {index} cannot be kept apart from text")
+    return content
+
+
+def _renamed_model(base: Tokenizer, tokens: set[str], marks: ControlMarks) -> Any:
+    """`base`'s model with the vocabulary entries `tokens` called by their marks, so that no text can spell them."""
+    description = json.loads(base.to_str())
+    model = description["model"]
+
+    def rename(entry: str) -> str:
+        return marks.add(entry) if entry in tokens else entry
+
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {rename(entry): index for entry, index in vocabulary.items()}
+    else:
+        model["vocab"] = [[rename(entry), score] for entry, score in vocabulary]
+    if model.get("unk_token"):
+        model["unk_token"] = rename(model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not _makes(pair, tokens)]
+    bare = {"version": "1.0", "added_tokens": [], "model": model}
+    return Tokenizer.from_str(json.dumps(bare)).model
+
+
+def _makes(pair: str | list[str], tokens: set[str]) -> bool:
+    left, right = pair.split(" ") if isinstance(pair, str) else pair
+    return bool({left, right, left + right} & tokens)

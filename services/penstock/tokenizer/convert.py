@@ -1,0 +1,137 @@
+"""Messages to plain values and back. Struct numbers that are whole come back as int, as JSON had them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from google.protobuf import struct_pb2
+
+from penstock.common.errors import InvalidArgument
+from penstock.tokenizer.chat_template import Conversation
+from penstock.tokenizer.tokenizer import Encoded, EncodeOptions, SideName
+from penstock.v1 import tokenizer_pb2 as pb
+
+_SIDES: dict[int, SideName | None] = {pb.SIDE_UNSPECIFIED: None, pb.SIDE_LEFT: "left", pb.SIDE_RIGHT: "right"}
+_PADDINGS: dict[int, Literal["", "longest", "max_length"]] = {
+    pb.PADDING_STRATEGY_UNSPECIFIED: "",
+    pb.PADDING_STRATEGY_LONGEST: "longest",
+    pb.PADDING_STRATEGY_MAX_LENGTH: "max_length",
+}
+# A Struct does not keep the order of its fields. Templates print schemas, so they get the order people write; other
+# names follow alphabetically.
+_SCHEMA_ORDER = (
+    "type",
+    "title",
+    "description",
+    "enum",
+    "const",
+    "format",
+    "default",
+    "items",
+    "properties",
+    "required",
+)
+_RANK = {name: rank for rank, name in enumerate(_SCHEMA_ORDER)}
+
+
+def encode_options(request: pb.EncodeRequest) -> EncodeOptions:
+    """Raises InvalidArgument for values of enums that this release does not know."""
+    return EncodeOptions(
+        add_special_tokens=_default(request, "add_special_tokens", True),
+        truncation=request.truncation if request.HasField("truncation") else None,
+        max_length=request.max_length if request.HasField("max_length") else None,
+        truncation_side=_known(_SIDES, request.truncation_side, "truncation_side"),
+        padding=_known(_PADDINGS, request.padding, "padding"),
+        padding_side=_known(_SIDES, request.padding_side, "padding_side"),
+        return_offsets=request.return_offsets,
+        parse_special_tokens=_default(request, "parse_special_tokens", True),
+    )
+
+
+def encode_response(encodings: Sequence[Encoded]) -> pb.EncodeResponse:
+    """One Encoding per text, in order."""
+    response = pb.EncodeResponse()
+    for encoded in encodings:
+        encoding = response.encodings.add(ids=encoded.ids, attention_mask=encoded.attention_mask or ())
+        if encoded.offsets is not None:
+            encoding.offsets.extend(pb.Offset(start=start, end=end) for start, end in encoded.offsets)
+    return response
+
+
+def conversation(request: pb.ApplyChatTemplateRequest) -> Conversation:
+    """In the shape that Hugging Face's templates expect. Raises InvalidArgument for tool calls that are not JSON."""
+    continues = request.continue_final_message
+    return Conversation(
+        messages=[_message(message, f"messages[{place}]") for place, message in enumerate(request.messages)],
+        tools=[_tool(tool) for tool in request.tools],
+        documents=[{"title": document.title, "text": document.text} for document in request.documents],
+        # Asking to continue the last message already says that no new one is begun.
+        add_generation_prompt=_default(request, "add_generation_prompt", not continues),
+        continue_final_message=continues,
+        variables=struct_to_dict(request.chat_template_kwargs),
+        template_name=request.template_name,
+    )
+
+
+def _message(message: pb.Message, path: str) -> dict[str, Any]:
+    """Fields that are empty are left out, since templates ask whether they are defined; content always is."""
+    if not message.role:
+        raise InvalidArgument(f"{path}.role", "is needed")
+    value: dict[str, Any] = {"role": message.role, "content": message.content}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name):
+            value[name] = getattr(message, name)
+    if message.tool_calls:
+        value["tool_calls"] = [
+            _tool_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls)
+        ]
+    return value
+
+
+def _tool_call(call: pb.ToolCall, path: str) -> dict[str, Any]:
+    if not call.name:
+        raise InvalidArgument(f"{path}.name", "is needed")
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidArgument(f"{path}.arguments", "must be a JSON object")
+    value: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {"id": call.id, **value} if call.id else value
+
+
+def _tool(tool: pb.Tool) -> dict[str, Any]:
+    parameters = struct_to_dict(tool.parameters) or {"type": "object", "properties": {}}
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def struct_to_dict(struct: struct_pb2.Struct) -> dict[str, Any]:
+    """Fields in a stable order: a Struct has none."""
+    names = sorted(struct.fields, key=lambda name: (_RANK.get(name, len(_RANK)), name))
+    return {name: _value(struct.fields[name]) for name in names}
+
+
+def _value(value: struct_pb2.Value) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return struct_to_dict(value.struct_value)
+    if kind == "list_value":
+        return [_value(item) for item in value.list_value.values]
+    if kind == "number_value":
+        number = value.number_value
+        return int(number) if number.is_integer() else number
+    return None if kind in (None, "null_value") else getattr(value, kind)
+
+
+def _default(request: Any, name: str, default: bool) -> bool:
+    return bool(getattr(request, name)) if request.HasField(name) else default
+
+
+def _known(values: Mapping[int, Any], number: int, field: str) -> Any:
+    if number not in values:
+        raise InvalidArgument(field, "is not a value this release knows")
+    return values[number]

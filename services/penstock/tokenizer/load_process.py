@@ -1,0 +1,82 @@
+"""Child process: load a tokenizer folder with transformers, say what it became, and end.
+
+Going through transformers is what makes ids equal to its own: it rebuilds some tokenizers from their class, adds
+tokens from the configuration and sets the post-processor. Doing it in a process that ends keeps transformers, and the
+copies it makes, out of the service's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.tokenizer import child_io
+from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle
+
+
+def load(folder: Path) -> TokenizerBundle:
+    """The folder's tokenizer. Raises what transformers raises, TypeError for one that has no fast backend."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise TypeError(f"{type(tokenizer).__name__} has no tokenizers backend")
+    backend.no_truncation()
+    backend.no_padding()
+    template = tokenizer.chat_template
+    limit = tokenizer.model_max_length
+    return TokenizerBundle(
+        backend=backend.to_str(),
+        special_tokens=dict(tokenizer.special_tokens_map),
+        templates=template if isinstance(template, dict) else {"default": template} if template else {},
+        model_max_length=int(limit) if limit and limit < LARGE_INTEGER else None,
+        padding_side=tokenizer.padding_side,
+        truncation_side=tokenizer.truncation_side,
+        pad_token_type_id=tokenizer.pad_token_type_id,
+        clean_up_tokenization_spaces=_cleans_up(tokenizer, backend),
+        split_special_tokens=bool(tokenizer.split_special_tokens),
+        id_limit=max(len(tokenizer), _embedding_rows(folder)),
+        generation_eos_token_ids=_generation_eos(folder),
+    )
+
+
+def _cleans_up(tokenizer: Any, backend: Any) -> bool:
+    """transformers ignores the option for BPE, where it would destroy text, unless it is forced."""
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return bool(tokenizer.clean_up_tokenization_spaces and (type(backend.model).__name__ != "BPE" or forced))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _embedding_rows(folder: Path) -> int:
+    """Rows of the model's embedding, which may be padded beyond the tokenizer's entries; 0 when unknown."""
+    config = _json(folder / "config.json")
+    rows = config.get("vocab_size", config.get("text_config", {}).get("vocab_size", 0))
+    return rows if isinstance(rows, int) else 0
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    eos = _json(folder / "generation_config.json").get("eos_token_id", [])
+    return [eos] if isinstance(eos, int) else [index for index in eos or [] if isinstance(index, int)]
+
+
+def main() -> None:
+    answers = child_io.claim_stdout()
+    child_io.forbid_torch()
+    folder = Path(child_io.read(sys.stdin.buffer)["folder"])
+    try:
+        answer: dict[str, Any] = {"bundle": asdict(load(folder))}
+    except Exception as error:  # a process boundary: whatever is wrong with the folder is the parent's to report
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    answers.write(child_io.pack(answer))
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A model folder to a TokenizerBundle, or one clear line about what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+from penstock.common.config import child_environment
+from penstock.common.errors import StartupError
+from penstock.tokenizer.bundle import TokenizerBundle
+from penstock.tokenizer.child_io import Child, ChildEnded
+
+MODEL_FLAG = "MODEL"
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# Files any of which transformers can build a tokenizer from.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+async def load_bundle(folder: Path, *, timeout_seconds: float) -> TokenizerBundle:
+    """Raises StartupError naming the file and `--model`."""
+    check_folder(folder)
+    child = await Child.spawn("penstock.tokenizer.load_process", child_environment())
+    try:
+        answer = await asyncio.wait_for(child.ask({"folder": str(folder)}), timeout_seconds)
+    except TimeoutError:
+        raise _broken(folder, f"it did not load within {timeout_seconds:g} s") from None
+    except ChildEnded as error:
+        raise _broken(folder, f"the loading process ended with status {child.returncode}") from error
+    finally:
+        await child.kill()
+    if "error" in answer:
+        raise _broken(folder, answer["error"])
+    return TokenizerBundle(**answer["bundle"])
+
+
+def check_folder(folder: Path) -> None:
+    """What can be said without transformers. Raises StartupError naming the file and `--model`."""
+    if not folder.is_dir():
+        raise StartupError(f"{folder} is not a folder; {MODEL_FLAG} names a model folder", flag=MODEL_FLAG)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise StartupError(f"{folder} has no tokenizer: tokenizer.json is missing; check {MODEL_FLAG}", flag=MODEL_FLAG)
+    for name in _JSON_FILES:
+        _check_json(folder / name)
+    for path in [folder / "chat_template.jinja", *sorted((folder / "chat_templates").glob("*.jinja"))]:
+        if path.is_file():
+            _check_text(path)
+
+
+def _check_json(path: Path) -> None:
+    if not path.is_file():
+        return
+    text = _check_text(path)
+    value: object = None
+    with contextlib.suppress(ValueError):
+        value = json.loads(text)
+    if not isinstance(value, dict):
+        raise StartupError(f"{path} is not a JSON object; check {MODEL_FLAG}", flag=MODEL_FLAG)
+
+
+def _check_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(
+            f"{path} cannot be read ({type(error).__name__}); check {MODEL_FLAG}", flag=MODEL_FLAG
+        ) from error
+
+
+def _broken(folder: Path, why: str) -> StartupError:
+    path = folder / "tokenizer.json"
+    first_line = why.strip().partition("\n")[0][:300]
+    return StartupError(
+        f"{path if path.is_file() else folder}: the tokenizer cannot be loaded: {first_line}; check {MODEL_FLAG}",
+        flag=MODEL_FLAG,
+    )

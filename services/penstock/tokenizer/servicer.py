@@ -1,0 +1,198 @@
+"""TokenizerService over gRPC: checks bounds, hands work to threads and processes, and counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable
+from penstock.tokenizer import convert
+from penstock.tokenizer.activity import Activity
+from penstock.tokenizer.chat_template import Rendered
+from penstock.tokenizer.decode_stream import DecodeSession
+from penstock.tokenizer.metrics import Operation, TokenizerMetrics
+from penstock.tokenizer.service import TokenizerService
+from penstock.tokenizer.tokenizer import Encoded, TextTokenizer
+from penstock.v1 import tokenizer_pb2 as pb
+from penstock.v1 import tokenizer_pb2_grpc
+
+# The receive limit that every gRPC client starts with.
+MAX_RESPONSE_BYTES = 4 << 20
+M = TypeVar("M", bound=Message)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Handlers run on the event loop; encoding, decoding and rendering do not.
+
+    DecodeStream is the exception: a message is one engine step and costs microseconds an item, less than handing it to
+    a thread would. Its size is bounded; larger messages go to a thread.
+    """
+
+    def __init__(self, metrics: TokenizerMetrics) -> None:
+        self._metrics = metrics
+        self._service: TokenizerService | None = None
+        self.activity = Activity()
+
+    def open(self, service: TokenizerService) -> None:
+        """From now on calls are answered."""
+        self._service = service
+
+    async def Encode(self, request: pb.EncodeRequest, context: Context) -> pb.EncodeResponse:
+        service = self._ready(request.model)
+        size = request.ByteSize()
+        _check_count("texts", len(request.texts), service.config.max_batch)
+        _check_bytes("texts", size, service.config.max_text_bytes)
+        options = convert.encode_options(request)
+        texts = list(request.texts)
+
+        def work(tokenizer: TextTokenizer) -> tuple[list[Encoded], pb.EncodeResponse]:
+            begin = time.perf_counter()
+            encodings = tokenizer.encode(texts, options)
+            self._metrics.tokenize_seconds.observe(time.perf_counter() - begin)
+            return encodings, convert.encode_response(encodings)
+
+        with self.activity.call():
+            encodings, response = await service.workers.run(size, work)
+        self._count("encode", sum(len(encoded.ids) for encoded in encodings), sum(map(len, texts)))
+        return _checked(response)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
+        service = self._ready(request.model)
+        _check_count("sequences", len(request.sequences), service.config.max_batch)
+        sequences = [sequence.ids for sequence in request.sequences]
+        tokens = sum(map(len, sequences))
+        _check_count("sequences", tokens, service.config.max_decode_ids)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+
+        def work(tokenizer: TextTokenizer) -> list[str]:
+            begin = time.perf_counter()
+            texts = tokenizer.decode(sequences, skip)
+            self._metrics.detokenize_seconds.observe(time.perf_counter() - begin)
+            return texts
+
+        with self.activity.call():
+            texts = await service.workers.run(request.ByteSize(), work)
+        self._count("decode", tokens, sum(map(len, texts)))
+        return _checked(pb.DecodeResponse(texts=texts))
+
+    async def ApplyChatTemplate(
+        self, request: pb.ApplyChatTemplateRequest, context: Context
+    ) -> pb.ApplyChatTemplateResponse:
+        service = self._ready(request.model)
+        size = request.ByteSize()
+        _check_count("messages", len(request.messages), service.config.max_messages)
+        _check_bytes("messages", size, service.config.max_text_bytes)
+        with self.activity.call():
+            begin = time.perf_counter()
+            rendered = await self._render(service, request)
+            template_seconds = time.perf_counter() - begin
+            self._metrics.template_seconds.observe(template_seconds)
+            response = await service.workers.run(
+                max(size, len(rendered.text)), lambda tokenizer: _encode_chat(tokenizer, rendered)
+            )
+        response.template_seconds = template_seconds
+        self._metrics.tokenize_seconds.observe(response.tokenize_seconds)
+        self._count("chat", len(response.token_ids), len(rendered.text))
+        return _checked(response)
+
+    async def DecodeStream(
+        self, request_iterator: AsyncIterator[pb.DecodeStreamRequest], context: Context
+    ) -> AsyncIterator[pb.DecodeStreamResponse]:
+        service = self._ready("")
+        session = service.decode_session()
+        inline = service.config.inline_decode_bytes if service.detokenizers.kind != "window" else -1
+        self._metrics.streams.inc()
+        try:
+            async for request in request_iterator:
+                before = len(session)
+                if request.ByteSize() <= inline:
+                    response = session.process(request)
+                else:
+                    response = await service.workers.run(0, partial(_process, session, request))
+                self._count_step(session, len(session) - before, response.detokenize_seconds)
+                yield response
+        finally:
+            self._metrics.streams.dec()
+            self._live(-len(session))
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
+        service = self._ready(request.model)
+        vocabulary = service.vocabulary
+        response = pb.GetTokenizerResponse(
+            model=service.model,
+            vocab_size=vocabulary.size,
+            eos_token_ids=vocabulary.eos_ids,
+            bos_token_id=vocabulary.special_id("bos_token"),
+            pad_token_id=vocabulary.special_id("pad_token"),
+            unk_token_id=vocabulary.special_id("unk_token"),
+            special_token_ids=list(vocabulary.marks.control_tokens),
+            chat_template=service.templates.default,
+            template_names=service.templates.names,
+            fingerprint=service.fingerprint,
+            tokenizer_fingerprint=service.tokenizer_fingerprint,
+            model_max_length=vocabulary.bundle.model_max_length,
+        )
+        return _checked(response)
+
+    async def _render(self, service: TokenizerService, request: pb.ApplyChatTemplateRequest) -> Rendered:
+        wanted = service.templates.request(convert.conversation(request))
+        rendered = service.templates.result(wanted, await service.pool.render(wanted))
+        _check_bytes("messages", len(rendered.text), MAX_RESPONSE_BYTES)
+        return rendered
+
+    def _ready(self, model: str) -> TokenizerService:
+        if self._service is None:
+            raise Unavailable("the tokenizer is loading", reason="STARTING", retry_after_seconds=0.5)
+        if self.activity.draining:
+            raise Unavailable("the tokenizer is draining", reason="DRAINING")
+        self._service.check_model(model)
+        return self._service
+
+    def _count(self, operation: Operation, tokens: int, characters: int) -> None:
+        self._metrics.tokens[operation].inc(tokens)
+        self._metrics.characters[operation].inc(characters)
+        if operation in ("encode", "chat"):
+            self._metrics.request_tokens.observe(tokens)
+
+    def _count_step(self, session: DecodeSession, change: int, seconds: float) -> None:
+        self._metrics.detokenize_seconds.observe(seconds)
+        self._count("decode_stream", session.tokens, session.characters)
+        if change:
+            self._live(change)
+
+    def _live(self, change: int) -> None:
+        self._metrics.sequences.inc(change)
+        self.activity.add(change)
+
+
+def _encode_chat(tokenizer: TextTokenizer, rendered: Rendered) -> pb.ApplyChatTemplateResponse:
+    begin = time.perf_counter()
+    ids = tokenizer.encode_rendered(rendered.text, rendered.marked)
+    seconds = time.perf_counter() - begin
+    return pb.ApplyChatTemplateResponse(text=rendered.text, token_ids=ids, tokenize_seconds=seconds)
+
+
+def _process(session: DecodeSession, request: pb.DecodeStreamRequest, _: TextTokenizer) -> pb.DecodeStreamResponse:
+    return session.process(request)
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidArgument(field, f"at most {limit} are allowed", reason="TOO_MANY")
+
+
+def _check_bytes(field: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise InvalidArgument(field, f"at most {limit} bytes are allowed together", reason="TOO_LARGE")
+
+
+def _checked(response: M) -> M:
+    if response.ByteSize() > MAX_RESPONSE_BYTES:
+        raise ResourceExhausted("the answer would be larger than 4 MiB; send less at once", reason="RESPONSE_TOO_LARGE")
+    return response

@@ -1,0 +1,151 @@
+"""Killable processes that render chat templates: one request at a time each, replaced when they die or overrun."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.common.config import child_environment
+from penstock.common.errors import Internal, PenstockError, ResourceExhausted, StartupError, Unavailable
+from penstock.common.logging import get_logger
+from penstock.tokenizer.child_io import Child, ChildEnded
+from penstock.tokenizer.metrics import TokenizerMetrics
+
+_log = get_logger("penstock.tokenizer.template_pool")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """Of one rendering; `processes` and `max_queued` are of the pool."""
+
+    processes: int = 2
+    max_queued: int = 256
+    seconds: float = 2.0
+    memory_bytes: int = 256 << 20
+    start_seconds: float = 30.0
+
+
+class TemplatePool:
+    """Renders with whichever process is free. All methods belong to one event loop."""
+
+    def __init__(self, settings: Mapping[str, Any], limits: TemplateLimits, metrics: TokenizerMetrics) -> None:
+        """`settings` are Renderer's."""
+        self._settings = {**settings, "cpu_seconds": limits.seconds, "memory_bytes": limits.memory_bytes}
+        self._limits = limits
+        self._metrics = metrics
+        self._free: asyncio.Queue[Child] = asyncio.Queue()
+        self._processes: set[Child] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._queued = 0
+        self._closed = False
+
+    @property
+    def queued(self) -> int:
+        """Requests waiting for a process."""
+        return self._queued
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the live processes."""
+        return [process.pid for process in self._processes]
+
+    async def start(self) -> None:
+        """Raises StartupError naming a template that does not compile."""
+        await asyncio.gather(*(self._start_one() for _ in range(self._limits.processes)))
+
+    async def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The child's answer. Raises ResourceExhausted (queue, time or memory) and Internal (the child died)."""
+        if self._queued >= self._limits.max_queued:
+            raise ResourceExhausted("too many chat templates are waiting", reason="QUEUE_FULL", retry_after_seconds=0.1)
+        self._count(1)
+        try:
+            process = await self._free.get()
+        finally:
+            self._count(-1)
+        # The exchange outlives a caller that gives up: an answer left in the pipe would reach the next request.
+        exchange = self._spawn(self._exchange(process, request))
+        return await asyncio.shield(exchange)
+
+    async def close(self) -> None:
+        """End every process."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        self._processes.clear()
+
+    async def _exchange(self, process: Child, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                answer: dict[str, Any] = await process.ask(request)
+        except TimeoutError:
+            await self._replace(process)
+            raise _over("time") from None
+        except ChildEnded:
+            await self._replace(process)
+            raise self._died(process) from None
+        except asyncio.CancelledError:
+            await self._replace(process)
+            raise
+        if answer.get("failure") == "memory":
+            await self._replace(process)
+            raise _over("memory")
+        self._free.put_nowait(process)
+        return answer
+
+    def _died(self, process: Child) -> PenstockError:
+        # SIGXCPU: the kernel's clock ran faster than ours. SIGKILL: somebody ended it, the kernel for lack of memory.
+        if process.returncode == -24:
+            return _over("time")
+        if process.returncode == -9:
+            return _over("memory")
+        _log.error("template process died", status=process.returncode)
+        return Internal("the process rendering the chat template died", reason="TEMPLATE_PROCESS_DIED")
+
+    async def _replace(self, process: Child) -> None:
+        self._processes.discard(process)
+        await process.kill()
+        if not self._closed:
+            _log.warning("template process replaced", status=process.returncode)
+            self._metrics.template_processes_replaced.inc()
+            self._spawn(self._start_one())
+
+    async def _start_one(self) -> None:
+        if self._closed:
+            raise Unavailable("closing", reason="DRAINING")
+        process = await Child.spawn("penstock.tokenizer.template_process", child_environment())
+        self._processes.add(process)
+        try:
+            async with asyncio.timeout(self._limits.start_seconds):
+                wrong = (await process.ask(self._settings))["wrong"]
+        except (TimeoutError, ChildEnded) as error:
+            raise StartupError("the chat template process did not start") from error
+        if wrong:
+            name, message = next(iter(wrong.items()))
+            raise StartupError(f"chat template {name!r} does not compile: {message}; check MODEL", flag="MODEL")
+        self._free.put_nowait(process)
+
+    def _count(self, change: int) -> None:
+        self._queued += change
+        self._metrics.queue_depth["template"].set(self._queued)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), StartupError):
+            _log.error("template process not replaced", reason=str(task.exception()))
+
+
+def _over(what: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"rendering the chat template took more {what} than allowed", reason=f"TEMPLATE_{what.upper()}_LIMIT"
+    )

@@ -1,0 +1,110 @@
+"""Child process: renders chat templates with transformers' own renderer, within CPU and memory limits.
+
+A template is a program from the model's folder. transformers runs it in Jinja's sandbox, which bounds what it can reach
+but not how long it runs or how much it builds; the limits here do, and the parent kills this process when time is over.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+from penstock.tokenizer import child_io
+
+
+class Renderer:
+    """The templates of one tokenizer, each as it is and with its control tokens marked."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """`settings`: templates {name: [plain, marked]}, special_tokens and marked_special_tokens."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render_jinja_template: Any = render_jinja_template
+        self._templates: dict[str, list[str]] = settings["templates"]
+        self._special_tokens: dict[str, str] = settings["special_tokens"]
+        self._marked_special_tokens: dict[str, str] = settings["marked_special_tokens"]
+
+    def check(self) -> dict[str, str]:
+        """What is wrong with which template: {name: message}."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        wrong = {}
+        for name, versions in self._templates.items():
+            try:
+                for source in versions:
+                    _compile_jinja_template(source)
+            except TemplateError as error:
+                wrong[name] = str(error).partition("\n")[0]
+        return wrong
+
+    def render(self, request: dict[str, Any]) -> dict[str, Any]:
+        """{text, marked}: the same rendering, without and with marks; marked is None when not asked for."""
+        plain, marked = self._templates[request["template"]]
+        text = self._render(plain, self._special_tokens, request)
+        answer = {"text": text, "marked": None}
+        if request["mark"]:
+            answer["marked"] = self._render(marked, self._marked_special_tokens, request)
+        return answer
+
+    def _render(self, source: str, special_tokens: dict[str, str], request: dict[str, Any]) -> str:
+        texts: list[str]
+        texts, _ = self._render_jinja_template(
+            conversations=[request["messages"]],
+            tools=request["tools"] or None,
+            documents=request["documents"] or None,
+            chat_template=source,
+            continue_final_message=request["continue_final_message"],
+            add_generation_prompt=request["add_generation_prompt"],
+            **{**special_tokens, **request["variables"]},
+        )
+        return texts[0]
+
+
+def answer_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one request; failures are answers too."""
+    try:
+        return renderer.render(request)
+    except MemoryError:
+        return {"failure": "memory"}
+    except Exception as error:  # whatever a template raises is about the template and the messages, not about us
+        return {"failure": "refused", "kind": type(error).__name__, "message": str(error)}
+
+
+def limit_memory(headroom_bytes: int) -> None:
+    """Allow this much address space beyond what is mapped now."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = mapped + headroom_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let the kernel end this process once it has used this much more CPU, whatever became of the parent."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def main() -> None:
+    answers = child_io.claim_stdout()
+    child_io.forbid_torch()
+    settings = child_io.read(sys.stdin.buffer)
+    renderer = Renderer(settings)
+    limit_cpu(settings["cpu_seconds"])
+    answers.write(child_io.pack({"wrong": renderer.check()}))
+    answers.flush()
+    limit_memory(settings["memory_bytes"])
+    while True:
+        try:
+            request = child_io.read(sys.stdin.buffer)
+        except EOFError:
+            return
+        limit_cpu(settings["cpu_seconds"])
+        answers.write(child_io.pack(answer_to(renderer, request)))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Text to ids and back, with transformers' results.
+
+One TextTokenizer per thread: truncation is set on the tokenizer itself, and one in use by others refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tokenizers import Encoding, Tokenizer
+
+from penstock.common.errors import InvalidArgument
+from penstock.tokenizer.bundle import TokenizerBundle
+from penstock.tokenizer.control_tokens import ControlMarks, content_tokenizer, control_tokens_of, copy_tokenizer
+
+SideName = Literal["left", "right"]
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """As in transformers' `tokenizer(...)`; None and "" are transformers' defaults."""
+
+    add_special_tokens: bool = True
+    truncation: bool | None = None
+    max_length: int | None = None
+    truncation_side: SideName | None = None
+    padding: Literal["", "longest", "max_length"] = ""
+    padding_side: SideName | None = None
+    return_offsets: bool = False
+    # False: text that spells a control token is text.
+    parse_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Ids; a mask when padded; (start, end) in code points when asked for."""
+
+    ids: list[int]
+    attention_mask: list[int] | None = None
+    offsets: list[tuple[int, int]] | None = None
+
+
+class Vocabulary:
+    """What all threads share: the loaded tokenizer, never changed after this, and its ids."""
+
+    def __init__(self, bundle: TokenizerBundle, nonce: str | None = None) -> None:
+        """Raises ValueError when control tokens cannot be kept apart from text."""
+        self.bundle = bundle
+        self.tokenizer = Tokenizer.from_str(bundle.backend)
+        self.tokenizer.encode_special_tokens = bundle.split_special_tokens
+        self.marks = ControlMarks(control_tokens_of(self.tokenizer), nonce)
+        self.content_tokenizer = content_tokenizer(self.tokenizer, self.marks)
+
+    @property
+    def size(self) -> int:
+        """Entries, added tokens included."""
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Every id that skip_special_tokens skips, in order."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return sorted(index for index, token in added.items() if token.special)
+
+    def special_id(self, name: str) -> int | None:
+        """The id of bos_token, pad_token and so on; None when the tokenizer has none."""
+        token = self.bundle.special_tokens.get(name)
+        index: int | None = self.tokenizer.token_to_id(token) if token is not None else None
+        return index
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokenizer's first, then those of generation_config.json."""
+        own = self.special_id("eos_token")
+        found = ([] if own is None else [own]) + self.bundle.generation_eos_token_ids
+        return list(dict.fromkeys(found))
+
+
+class TextTokenizer:
+    """Encodes and decodes in one thread."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._bundle = vocabulary.bundle
+        self._plain = copy_tokenizer(vocabulary.tokenizer)
+        self._content = copy_tokenizer(vocabulary.content_tokenizer)
+        self._nonce = vocabulary.marks.nonce
+
+    def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoded]:
+        """One Encoded per text. Raises InvalidArgument for options that the tokenizer cannot honour."""
+        tokenizer = self._plain if options.parse_special_tokens else self._content
+        if not options.parse_special_tokens and any(self._nonce in text for text in texts):
+            raise InvalidArgument("texts", "holds characters that are reserved")
+        self._set_truncation(tokenizer, options)
+        # encode_batch lets other threads run meanwhile, encode does not; one text at a time keeps the batch from
+        # being spread over every core. The fast form leaves offsets out.
+        run = tokenizer.encode_batch if options.return_offsets else tokenizer.encode_batch_fast
+        encodings = [run([text], add_special_tokens=options.add_special_tokens)[0] for text in texts]
+        padded = self._pad(encodings, options)
+        return [
+            Encoded(
+                encoding.ids,
+                encoding.attention_mask if padded else None,
+                encoding.offsets if options.return_offsets else None,
+            )
+            for encoding in encodings
+        ]
+
+    def encode_rendered(self, text: str, marked: str | None) -> list[int]:
+        """Ids of a rendered chat. With `marked`, only its marks become control ids; without, `text` is parsed."""
+        tokenizer = self._plain if marked is None else self._content
+        tokenizer.no_truncation()
+        encoding = tokenizer.encode_batch_fast([text if marked is None else marked], add_special_tokens=False)[0]
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        """One text per sequence, as transformers decodes it. Raises InvalidArgument for ids outside the vocabulary."""
+        limit = self._bundle.id_limit
+        for number, ids in enumerate(sequences):
+            if ids and max(ids) >= limit:
+                raise InvalidArgument(f"sequences[{number}].ids", f"ids must be below {limit}")
+        texts = [self._plain.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0] for ids in sequences]
+        return [clean_up(text) for text in texts] if self._bundle.clean_up_tokenization_spaces else texts
+
+    def _set_truncation(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
+        wanted = options.truncation
+        if wanted is None:  # transformers: a max_length by itself truncates
+            wanted = options.max_length is not None and not options.padding
+        length = options.max_length if options.max_length is not None else self._bundle.model_max_length
+        if not wanted or length is None:
+            tokenizer.no_truncation()
+            return
+        if options.add_special_tokens and length < tokenizer.num_special_tokens_to_add(False):
+            raise InvalidArgument("max_length", "leaves no room for the special tokens that are added")
+        side = options.truncation_side or self._bundle.truncation_side
+        tokenizer.enable_truncation(length, stride=0, strategy="longest_first", direction=side)
+
+    def _pad(self, encodings: Sequence[Encoding], options: EncodeOptions) -> bool:
+        """Pad in place; False when there was nothing to do."""
+        if not options.padding:
+            return False
+        if options.padding == "longest":
+            length: int | None = max((len(encoding.ids) for encoding in encodings), default=0)
+        else:
+            length = options.max_length if options.max_length is not None else self._bundle.model_max_length
+        if length is None:
+            return False
+        pad_id = self._vocabulary.special_id("pad_token")
+        if pad_id is None:
+            raise InvalidArgument("padding", "this tokenizer has no padding token")
+        for encoding in encodings:
+            encoding.pad(
+                length,
+                direction=options.padding_side or self._bundle.padding_side,
+                pad_id=pad_id,
+                pad_type_id=self._bundle.pad_token_type_id,
+                pad_token=self._bundle.special_tokens["pad_token"],
+            )
+        return True
+
+
+def clean_up(text: str) -> str:
+    """transformers' clean_up_tokenization: spaces that word-piece decoders leave before punctuation."""
+    for spaced, joined in CLEAN_UPS:
+        text = text.replace(spaced, joined)
+    return text
+
+
+CLEAN_UPS = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"),
+    (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
