@@ -39,8 +39,14 @@ class Leading(enum.Enum):
 class TokenBytes:
     """The bytes of every token, in one buffer (about 8 bytes a token)."""
 
-    def __init__(self, tokens: Mapping[int, bytes], *, special: Iterable[int], byte_tokens: Iterable[int] = (),
-                 leading: Leading = Leading.KEEP) -> None:
+    def __init__(
+        self,
+        tokens: Mapping[int, bytes],
+        *,
+        special: Iterable[int],
+        byte_tokens: Iterable[int] = (),
+        leading: Leading = Leading.KEEP,
+    ) -> None:
         """`tokens`: by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`."""
         self.leading = leading
         self.byte_tokens = frozenset(byte_tokens)

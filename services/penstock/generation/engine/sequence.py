@@ -30,6 +30,8 @@ class Sequence:
     num_computed_tokens: int = 0
     # Ids of blocks in the pool; block i holds tokens [i * block_size, (i + 1) * block_size).
     block_table: list[int] = field(default_factory=list)
+    # Chained hashes of its leading full blocks, as far as anyone asked; kept when the blocks are given back.
+    block_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,134 @@
+"""Which blocks of the KV pool are free, shared or kept as a reusable prefix. Accounting only: no tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+
+_DOMAIN = b"penstock.prefix.v1\0"
+
+
+def root_hash(salt: str) -> bytes:
+    """Hash before the first block. Prefixes are shared only under an equal salt (one per tenant)."""
+    return hashlib.sha256(_DOMAIN + salt.encode()).digest()
+
+
+def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
+    """Hash of one full block after `parent`: equal iff every token up to its end, and the salt, are equal."""
+    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+class OutOfBlocks(Exception):
+    """`allocate` was called with no free block: the caller has not checked `num_free`."""
+
+
+class BlockPool:
+    """Reference counts and prefix hashes of `num_blocks` blocks of `block_size` tokens.
+
+    A block is in exactly one state: *used* (reference count above 0), *free*, or *evictable* (count 0, but a prefix
+    hit may bring it back; taken least recently used first when no free block is left). Every operation is O(1).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.evictions = 0
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can still hand out, evictable ones included."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_evictable(self) -> int:
+        """Unused blocks that hold a reusable prefix."""
+        return len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some sequence holds."""
+        return self.num_blocks - self.num_free
+
+    def ref_count(self, block: int) -> int:
+        """How many block tables hold `block`."""
+        return self._ref_counts[block]
+
+    def allocate(self) -> int:
+        """A block with reference count 1 and no hash. Raises OutOfBlocks."""
+        if self._free:
+            block = self._free.pop()
+        elif self._evictable:
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+            self.evictions += 1
+        else:
+            raise OutOfBlocks
+        self._ref_counts[block] = 1
+        return block
+
+    def acquire(self, block: int) -> None:
+        """One more holder of a used or evictable block."""
+        if self._ref_counts[block] == 0:
+            del self._evictable[block]
+        self._ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less; the last one leaves it evictable when it is cached, free otherwise.
+
+        Release a sequence's blocks from the last to the first, so that the deepest prefix is evicted first.
+        """
+        count = self._ref_counts[block] - 1
+        if count < 0:
+            raise ValueError(f"block {block} released more often than acquired")
+        self._ref_counts[block] = count
+        if count:
+            return
+        if self._hashes[block] is None:
+            self._free.append(block)
+        else:
+            self._evictable[block] = None
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that holds this prefix, not acquired; None when there is none."""
+        return self._cached.get(block_hash)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a used, full and computed block findable. A prefix that some block already holds stays there."""
+        if block_hash not in self._cached and self._hashes[block] is None:
+            self._cached[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def clear_cache(self) -> int:
+        """Forget every prefix that no sequence holds; how many blocks that were."""
+        cleared = len(self._evictable)
+        for block in self._evictable:
+            self._forget(block)
+            self._free.append(block)
+        self._evictable.clear()
+        return cleared
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an invariant is broken. O(blocks): for tests and after a failure."""
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & evictable, "a block is free and evictable"
+        for block, count in enumerate(self._ref_counts):
+            assert count >= 0, "negative reference count"
+            assert (count == 0) == (block in free or block in evictable), "used and free at once, or neither"
+        for block, block_hash in enumerate(self._hashes):
+            assert block_hash is None or self._cached.get(block_hash) == block, "hash without cache entry"
+            assert block not in free or block_hash is None, "free block with a hash"
+            assert block not in evictable or block_hash is not None, "evictable block without a hash"
+        assert len(self._cached) == sum(h is not None for h in self._hashes), "cache entry without block"
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block] = None

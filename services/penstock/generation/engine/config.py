@@ -1,0 +1,67 @@
+"""Every bound and default of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes in tokens or blocks, times in seconds. Raises ValueError naming the field that is wrong.
+
+    Not slotted, so that a service's own config can name these defaults: `EngineConfig.max_batch_tokens`.
+    """
+
+    num_blocks: int
+    block_size: int
+    # Prompt and output of one sequence together.
+    max_context_tokens: int
+    # Rows of one forward pass. At least max_running_sequences, so that every decoding sequence moves each step.
+    max_batch_tokens: int = 512
+    max_running_sequences: int = 64
+    # Accepted, not yet running. Over it: RESOURCE_EXHAUSTED.
+    max_queued_requests: int = 1024
+    # What a refused caller is told to wait.
+    queue_full_retry_seconds: float = 1.0
+    # Share of the pool that admission leaves free for running sequences to grow into.
+    watermark: float = 0.01
+    # Share of a step's prefill budget that a prompt too long for it gets while others wait for theirs.
+    long_prompt_share: float = 0.75
+    # One level of priority outruns this much waiting, so no level can starve another for ever.
+    priority_seconds: float = 30.0
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_running_sequences", "max_queued_requests"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.max_context_tokens < 2:
+            raise ValueError("max_context_tokens must hold a prompt token and a new one")
+        if self.max_batch_tokens < self.max_running_sequences:
+            raise ValueError("max_batch_tokens must be at least max_running_sequences")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError("watermark must be in [0, 1)")
+        if not 0.0 < self.long_prompt_share <= 1.0:
+            raise ValueError("long_prompt_share must be in (0, 1]")
+        if self.priority_seconds <= 0.0:
+            raise ValueError("priority_seconds must be above 0")
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that admission leaves free."""
+        return int(self.watermark * self.num_blocks)
+
+    def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
+        """Most blocks the request can ever hold: full prompt blocks once, the rest per sequence.
+
+        The last token of a sequence is never computed, so it needs no room.
+        """
+        shared = prompt_tokens // self.block_size
+        own = -(-(prompt_tokens + output_tokens - 1) // self.block_size) - shared
+        return shared + num_sequences * own
+
+    def max_output_tokens(self, prompt_tokens: int, num_sequences: int = 1) -> int:
+        """Most new tokens per sequence that context and pool allow (what an unset length means); may be below 1."""
+        shared = prompt_tokens // self.block_size
+        own = (self.num_blocks - shared) // num_sequences
+        return min((shared + own) * self.block_size - prompt_tokens + 1, self.max_context_tokens - prompt_tokens)

@@ -1,0 +1,242 @@
+"""The engine: requests in, one step at a time, outputs out. Synchronous; one thread."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from penstock.common.errors import Aborted, Cancelled, DeadlineExceeded, Internal, PenstockError, Unavailable
+from penstock.common.logging import get_logger
+from penstock.generation.engine.admission import check_request, output_limit
+from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
+from penstock.generation.engine.group import GroupState, SequenceGroup
+from penstock.generation.engine.limits import TimeLimits
+from penstock.generation.engine.report import RequestReport
+from penstock.generation.engine.request import FinishReason, RequestOutput
+from penstock.generation.engine.scheduler import Scheduler
+from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
+from penstock.generation.engine.stopping import StopCriteria
+
+if TYPE_CHECKING:
+    from penstock.common.token_bytes import TokenBytes
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.decoding.base import DecodingStrategy, Emission
+    from penstock.generation.engine.request import Request, SequenceFinish
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.engine.step import Runner, SampledToken, SchedulerOutput
+
+_log = get_logger(__name__)
+
+StrategyFactory = Callable[["Request", StopCriteria, Callable[[], int]], "DecodingStrategy"]
+
+
+class Engine:
+    """Runs requests on one KV pool. Every accepted request gets exactly one FinishedOutput, whatever happens.
+
+    Only `check` may be called from other threads. A request that fails by itself (its strategy raises) ends alone
+    with INTERNAL; an exception of the runner or of the scheduler leaves `step` as it is, the engine is unusable then,
+    and `fail_all` gives every live request its end.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        stop_text: TokenBytes | None,
+        *,
+        strategy: StrategyFactory = ParallelSampling,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stop_text` None: requests with stop strings are refused. `clock` is that of Request's times."""
+        self.config = config
+        self.stats = EngineStats()
+        self._runner = runner
+        self._stop_text = stop_text
+        self._strategy = strategy
+        self._clock = clock
+        self._scheduler = Scheduler(config, self.stats)
+        self._groups: dict[str, SequenceGroup] = {}
+        self._deadlines: TimeLimits[SequenceGroup] = TimeLimits()
+        self._max_times: TimeLimits[SequenceGroup] = TimeLimits()
+        # Groups with events that the caller has not got yet, in the order of the events.
+        self._news: dict[SequenceGroup, None] = {}
+        self._order = itertools.count()
+        self._seq_ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or tell something."""
+        return self._scheduler.has_work or bool(self._news)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not running."""
+        return len(self._scheduler.waiting)
+
+    def check(self, request: Request) -> None:
+        """Raise what makes `request` impossible; see `admission.check_request`. Safe on any thread."""
+        check_request(self.config, request, has_stop_text=self._stop_text is not None)
+
+    def add(self, request: Request) -> None:
+        """Accept a request. Raises as `check` does, ValueError for the id of a live request."""
+        self.check(request)
+        if request.request_id in self._groups:
+            raise ValueError("request id is live")
+        criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
+        strategy = self._strategy(request, criteria, lambda: next(self._seq_ids))
+        sequences, settled = strategy.start()
+        key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
+        group = SequenceGroup(request, strategy, RequestReport(request, self._clock, settled), key, sequences)
+        self._groups[request.request_id] = group
+        self.stats.prompt_tokens += len(request.prompt_token_ids)
+        self._scheduler.add(group)
+        if request.deadline is not None:
+            self._deadlines.set(group, request.deadline)
+        if not sequences:
+            self._emit(group, [])
+            self._close(group)
+
+    def abort(self, request_id: str, error: PenstockError | None = None) -> bool:
+        """End a request now: blocks free at once, FinishedOutput from the next `step`. False: not live.
+
+        With `error` (other than Cancelled) its sequences end ERROR, else ABORTED.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        self._cut_off(group, error)
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """One forward pass at most, and what it and the calls before it brought, by request."""
+        started = self._clock()
+        self._end_overdue(started)
+        output = self._scheduler.schedule()
+        if output.scheduled:
+            self._limit_admitted()
+            scheduled = self._clock()
+            result = self._runner.execute(output)
+            executed = self._clock()
+            for group, sampled in self._scheduler.update(output, result):
+                self._advance(group, sampled)
+            self._record(output, started, scheduled, executed)
+        return self._take_news()
+
+    def fail_all(self, error: PenstockError | None = None) -> list[RequestOutput]:
+        """End every live request, and this engine's life.
+
+        Without `error` because the process stops: UNAVAILABLE where nothing was sent yet (safe to retry elsewhere),
+        ABORTED with last_seq where something was.
+        """
+        for group in self._groups.values():
+            # The scheduler is left alone: it may be what is broken.
+            group.report.finish(_finishes(group, FinishReason.ERROR), error or _stopping(group.report.next_seq))
+            self._news[group] = None
+        self.stats.requests_failed += len(self._groups)
+        self.stats.requests_finished += len(self._groups)
+        self._groups.clear()
+        return self._take_news()
+
+    def clear_cache(self) -> int:
+        """Forget every prefix that no running request holds; how many blocks that were."""
+        return self._scheduler.pool.clear_cache()
+
+    def load(self) -> EngineLoad:
+        """Where the engine stands. O(running)."""
+        pool, waiting, running = self._scheduler.pool, self._scheduler.waiting, self._scheduler.running
+        return EngineLoad(
+            waiting_requests=len(waiting),
+            running_requests=len(running),
+            running_sequences=self._scheduler.num_running_sequences,
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_free=pool.num_free - pool.num_evictable,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_evictable=pool.num_evictable,
+            pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
+            step=self.stats.steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the pool's accounting and the sequences disagree. O(blocks): for tests."""
+        self._scheduler.check_integrity()
+
+    def _end_overdue(self, now: float) -> None:
+        for group in self._deadlines.due(now):
+            stage = "queue" if group.report.scheduled_at is None else "generation"
+            error = DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage})
+            self._cut_off(group, error)
+        for group in self._max_times.due(now):
+            self._emit(group, group.strategy.end(FinishReason.MAX_TIME))
+            self._close(group)
+
+    def _limit_admitted(self) -> None:
+        """max_time counts from the first step of a request."""
+        for group in self._scheduler.admitted:
+            max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
+            if max_time is not None and scheduled_at is not None:
+                self._max_times.set(group, scheduled_at + max_time)
+
+    def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken]) -> None:
+        try:
+            decision = group.strategy.advance(sampled)
+        except Exception:  # one request's strategy failed: the others go on, and it gets its end
+            _log.exception("decoding strategy failed", request_id=group.request.request_id)
+            self._cut_off(group, Internal("decoding failed", reason="DECODING_FAILED"))
+            return
+        self.stats.generated_tokens += len(sampled)
+        self._emit(group, decision.emissions)
+        self._scheduler.apply(group, decision)
+        if group.state is GroupState.GONE:
+            self._close(group)
+
+    def _emit(self, group: SequenceGroup, emissions: list[Emission]) -> None:
+        group.report.emit(emissions)
+        self._news[group] = None
+
+    def _cut_off(self, group: SequenceGroup, error: PenstockError | None) -> None:
+        failed = error is not None and not isinstance(error, Cancelled)
+        self._close(group, _finishes(group, FinishReason.ERROR if failed else FinishReason.ABORTED), error)
+        self.stats.requests_failed += failed
+
+    def _close(
+        self, group: SequenceGroup, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None
+    ) -> None:
+        """The one way out for a request."""
+        self._scheduler.remove(group)
+        self._deadlines.discard(group)
+        self._max_times.discard(group)
+        group.report.finish(unfinished, error)
+        self._news[group] = None
+        del self._groups[group.request.request_id]
+        self.stats.requests_finished += 1
+
+    def _take_news(self) -> list[RequestOutput]:
+        outputs = [group.report.take() for group in self._news]
+        self._news.clear()
+        return outputs
+
+    def _record(self, output: SchedulerOutput, started: float, scheduled: float, executed: float) -> None:
+        self.stats.evictions = self._scheduler.pool.evictions
+        self.stats.copy_on_write_blocks = self._scheduler.tables.copied_blocks
+        self.stats.record(
+            StepSample(
+                num_sequences=len(output.scheduled),
+                num_tokens=output.num_tokens,
+                schedule_seconds=scheduled - started,
+                execute_seconds=executed - scheduled,
+                update_seconds=self._clock() - executed,
+            )
+        )
+
+
+def _finishes(group: SequenceGroup, reason: FinishReason) -> list[SequenceFinish]:
+    return [end.finish for end in group.strategy.end(reason) if end.finish is not None]
+
+
+def _stopping(next_seq: int) -> PenstockError:
+    if next_seq == 0:
+        return Unavailable("the server is stopping", reason="ENGINE_STOPPED")
+    metadata = {"last_seq": str(next_seq - 1)}
+    return Aborted("the server stopped before the end", reason="ENGINE_STOPPED", metadata=metadata)

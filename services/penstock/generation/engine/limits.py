@@ -1,0 +1,41 @@
+"""Moments at which requests must end, without looking at every request in every step."""
+
+from __future__ import annotations
+
+import math
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+
+class TimeLimits(Generic[Key]):
+    """Keys with a time each. `due` is O(1) until the earliest known time has come, then O(keys) once."""
+
+    def __init__(self) -> None:
+        self._times: dict[Key, float] = {}
+        # Never later than the earliest time; may be earlier after a `discard`.
+        self._earliest = math.inf
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def set(self, key: Key, time: float) -> None:
+        """`key` is due once `time` has passed."""
+        self._times[key] = time
+        self._earliest = min(self._earliest, time)
+
+    def discard(self, key: Key) -> None:
+        """`key` is no longer limited."""
+        self._times.pop(key, None)
+
+    def due(self, now: float) -> list[Key]:
+        """Remove and return the keys whose time is before `now`, earliest first."""
+        if now <= self._earliest:
+            return []
+        over = sorted((time, position) for position, time in enumerate(self._times.values()) if time < now)
+        keys = list(self._times)
+        due = [keys[position] for _, position in over]
+        for key in due:
+            del self._times[key]
+        self._earliest = min(self._times.values(), default=math.inf)
+        return due

@@ -1,0 +1,258 @@
+"""The engine's thread, and the only door to it from other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock.common.logging import get_logger
+from penstock.generation.engine.report import refusal
+from penstock.generation.engine.stats import EngineLoad
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.engine import Engine
+    from penstock.generation.engine.request import Request, RequestOutput
+
+_log = get_logger(__name__)
+Result = TypeVar("Result")
+Argument = TypeVar("Argument")
+
+
+class EngineLoop:
+    """Steps the engine while it has work, and sleeps on a condition while it has none: it never polls.
+
+    Who touches what: the engine belongs to the thread. Everybody else appends commands to the inbox under the
+    condition; they are carried out, in order, before the next step. The outputs of a step reach the event loop by
+    one `call_soon_threadsafe`.
+
+    A queued request needs no timer for its deadline: while anything is queued or running the engine steps, and every
+    step begins by ending what is overdue.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[list[RequestOutput]], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """`deliver` and `on_failure` run on `loop`. After `on_failure` the engine is dead: every live request has
+        had its FinishedOutput with INTERNAL, and the process should exit."""
+        self._engine = engine
+        self._loop = loop
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._condition = threading.Condition()
+        # Guarded by the condition.
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._live: set[str] = set()
+        self._num_inbound = 0
+        self._draining = False
+        self._stopping = False
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        # Written by the thread, read anywhere.
+        self._load = engine.load()
+        # The thread's own: commands out of the inbox, and outputs of requests that failed on their way in.
+        self._commands: deque[Callable[[], None]] = deque()
+        self._refused: list[RequestOutput] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Accept a request: from here on it gets exactly one FinishedOutput. Thread-safe, does not block.
+
+        Raises what `Engine.check` raises, InvalidArgument DUPLICATE_REQUEST_ID, ResourceExhausted QUEUE_FULL,
+        Unavailable DRAINING or ENGINE_STOPPED.
+        """
+        self._engine.check(request)
+        with self._condition:
+            self._refuse_unless_open()
+            if request.request_id in self._live:
+                raise InvalidArgument("request_id", "is that of a live request", reason="DUPLICATE_REQUEST_ID")
+            config = self._engine.config
+            if self._num_inbound + self._engine.num_waiting >= config.max_queued_requests:
+                raise ResourceExhausted(
+                    "the queue is full", reason="QUEUE_FULL", retry_after_seconds=config.queue_full_retry_seconds
+                )
+            self._live.add(request.request_id)
+            self._num_inbound += 1
+            self._post(lambda: self._add(request))
+
+    def abort(self, request_ids: Iterable[str], error: PenstockError | None = None) -> None:
+        """End requests before the next step; ids that are not live are ignored. Thread-safe."""
+        ids = tuple(request_ids)
+        with self._condition:
+            self._post(lambda: self._abort(ids, error))
+
+    def run_on_engine(self, call: Callable[[Engine], Result]) -> Future[Result]:
+        """Run `call(engine)` on the engine's thread between two steps. Thread-safe.
+
+        The future gets its result or exception; Unavailable ENGINE_STOPPED when the engine stops first.
+        """
+        future: Future[Result] = Future()
+        with self._condition:
+            if self._stopping:
+                future.set_exception(Unavailable("the engine has stopped", reason="ENGINE_STOPPED"))
+            else:
+                self._post(lambda: _fulfil(future, call, self._engine))
+        return future
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine after its last step, with requests on their way in counted as waiting. Thread-safe."""
+        load, inbound = self._load, self._num_inbound
+        return load._replace(waiting_requests=load.waiting_requests + inbound) if inbound else load
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused for now."""
+        return self._draining
+
+    def drain(self) -> None:
+        """Refuse new requests (Unavailable DRAINING); live ones go on."""
+        with self._condition:
+            self._draining = True
+
+    def resume(self) -> None:
+        """Accept requests again."""
+        with self._condition:
+            self._draining = False
+
+    async def wait_idle(self) -> None:
+        """Return when no request is live and every output has been delivered. To be awaited on the event loop."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        with self._condition:
+            if not self._live:
+                return
+            self._idle_waiters.append(waiter)
+        await waiter
+
+    def stop(self) -> None:
+        """End every live request (UNAVAILABLE before its first token, ABORTED after it) and join the thread.
+
+        Blocks for at most one step: from the event loop call it by `asyncio.to_thread`. Calling it again is harmless.
+        """
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Append a command; the condition is held. After the thread's end nobody carries it out."""
+        self._inbox.append(command)
+        self._condition.notify()
+
+    def _refuse_unless_open(self) -> None:
+        if self._stopping:
+            raise Unavailable("the engine has stopped", reason="ENGINE_STOPPED")
+        if self._draining:
+            raise Unavailable("the server is draining", reason="DRAINING")
+
+    def _add(self, request: Request) -> None:
+        """On the thread. What goes wrong with one request only now still ends in its one FinishedOutput."""
+        try:
+            self._engine.add(request)
+        except PenstockError as error:
+            self._refused.append(refusal(request, error))
+        except Exception:  # one request's own failure: the others go on
+            _log.exception("request could not start", request_id=request.request_id)
+            self._refused.append(refusal(request, Internal("decoding failed", reason="DECODING_FAILED")))
+        with self._condition:
+            self._num_inbound -= 1
+
+    def _abort(self, request_ids: tuple[str, ...], error: PenstockError | None) -> None:
+        # At the end everything is ended anyway, and the engine may be broken.
+        if not self._stopping:
+            for request_id in request_ids:
+                self._engine.abort(request_id, error)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._publish(self._engine.step())
+        except Exception as failure:  # the thread's boundary: everybody is told, then the process ends
+            _log.exception("engine step failed")
+            error = Internal("the engine failed", reason="ENGINE_FAILED")
+            self._end(error)
+            self._call_soon(self._on_failure, failure)
+        else:
+            self._end(None)
+
+    def _wait_for_work(self) -> bool:
+        """Carry out the inbox; sleep while there is neither a command nor work. False: stop."""
+        with self._condition:
+            while not (self._inbox or self._stopping or self._engine.has_work):
+                self._condition.wait()
+            if self._stopping:
+                return False
+            self._take_inbox()
+        self._run_commands()
+        return True
+
+    def _take_inbox(self) -> None:
+        """The condition is held."""
+        self._commands.extend(self._inbox)
+        self._inbox.clear()
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        """Hand a step's outputs to the event loop, and forget who is finished."""
+        outputs += self._refused
+        self._refused = []
+        self._load = self._engine.load()
+        finished = [output.request.request_id for output in outputs if output.finished is not None]
+        if outputs:
+            self._call_soon(self._deliver, outputs)
+        if finished:
+            with self._condition:
+                self._live.difference_update(finished)
+                if not self._live:
+                    self._wake_idle_waiters()
+
+    def _wake_idle_waiters(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        if waiters:
+            self._call_soon(_resolve, waiters)
+
+    def _end(self, error: PenstockError | None) -> None:
+        """The thread's last act: every command and every live request gets its answer."""
+        with self._condition:
+            self._stopping = True
+            self._take_inbox()
+        self._run_commands()
+        self._publish(self._engine.fail_all(error))
+
+    def _call_soon(self, call: Callable[[Argument], None], argument: Argument) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, argument)
+        except RuntimeError:
+            # Raised only when the event loop is closed: nobody is left to be told.
+            _log.warning("engine outputs after the event loop was closed", exc_info=True)
+
+
+def _resolve(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+def _fulfil(future: Future[Result], call: Callable[[Engine], Result], engine: Engine) -> None:
+    """Whatever `call` raises belongs to its caller, who waits for the future."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call(engine))
+    except BaseException as error:
+        future.set_exception(error)

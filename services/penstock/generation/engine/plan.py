@@ -1,0 +1,55 @@
+"""The step that is being put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.group import SequenceGroup
+    from penstock.generation.engine.sequence import Sequence
+
+
+class StepPlan:
+    """Entries of one step and the budget that is left. A preempted group's entries and copies can be taken out."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.preempted = False
+        # groups[i] is the group of the i-th entry.
+        self.groups: list[SequenceGroup] = []
+        self._entries: list[ScheduledSequence] = []
+        self._copies: list[tuple[SequenceGroup, tuple[int, int]]] = []
+
+    def add(
+        self,
+        group: SequenceGroup,
+        sequence: Sequence,
+        start: int,
+        num_tokens: int,
+        sample: tuple[Sequence, ...],
+        copy: tuple[int, int] | None,
+    ) -> None:
+        """Schedule tokens [start, start + num_tokens) of `sequence`, after `copy`."""
+        self.groups.append(group)
+        self._entries.append(ScheduledSequence(sequence, start, num_tokens, sample))
+        self.budget -= num_tokens
+        if copy is not None:
+            self._copies.append((group, copy))
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Take back all that was planned for `group`.
+
+        Its copies go as well: their destinations are free again and may become another copy's.
+        """
+        self.preempted = True
+        kept = [(other, entry) for other, entry in zip(self.groups, self._entries, strict=True) if other is not group]
+        self.budget += sum(entry.num_tokens for entry in self._entries) - sum(entry.num_tokens for _, entry in kept)
+        self.groups = [other for other, _ in kept]
+        self._entries = [entry for _, entry in kept]
+        self._copies = [(other, copy) for other, copy in self._copies if other is not group]
+
+    def output(self, released: tuple[int, ...]) -> SchedulerOutput:
+        """What the runner is told."""
+        return SchedulerOutput(tuple(self._entries), tuple(copy for _, copy in self._copies), released)

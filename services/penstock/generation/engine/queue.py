@@ -1,0 +1,49 @@
+"""Groups in scheduling order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from penstock.generation.engine.group import SequenceGroup
+
+
+class GroupQueue:
+    """Sorted by `SequenceGroup.key`. Finding is O(log n); inserting and removing move memory, not objects.
+
+    Keys never change, so an order once true stays true: nobody who comes later with an equal priority passes.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[SequenceGroup] = []
+        # Of all groups here: prompt tokens, computed or not.
+        self.prompt_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        return iter(self._groups)
+
+    @property
+    def first(self) -> SequenceGroup:
+        """Who is served first. Raises IndexError when empty."""
+        return self._groups[0]
+
+    @property
+    def last(self) -> SequenceGroup:
+        """Who gives way first. Raises IndexError when empty."""
+        return self._groups[-1]
+
+    def add(self, group: SequenceGroup) -> None:
+        """Put `group` in its place."""
+        insort(self._groups, group, key=lambda other: other.key)
+        self.prompt_tokens += len(group.request.prompt_token_ids)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Take `group` out. Raises KeyError when it is not in the queue."""
+        index = bisect_left(self._groups, group.key, key=lambda other: other.key)
+        if index == len(self._groups) or self._groups[index] is not group:
+            raise KeyError("group is not in this queue")
+        del self._groups[index]
+        self.prompt_tokens -= len(group.request.prompt_token_ids)

@@ -1,0 +1,213 @@
+"""Hands out each step's tokens. No phases: every sequence has tokens and a number of computed ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.group import GroupState, SequenceGroup
+from penstock.generation.engine.plan import StepPlan
+from penstock.generation.engine.queue import GroupQueue
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.decoding.base import Decision
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.engine.stats import EngineStats
+    from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
+
+Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
+
+
+class Scheduler:
+    """Decides who computes what; owns the queues and every block table. Engine thread only.
+
+    Order within a step: decoding rows, then prompts of running groups, then admission from the waiting queue; each
+    in (priority, arrival) order. When blocks run out, the last running group in that order is preempted: it gives
+    back its blocks, keeps its tokens, and waits at its old place. The first group never has to give way, and
+    `Engine.validate` let in only what fits an empty pool, so something always progresses.
+    """
+
+    def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.tables = BlockTables(self.pool, prefix_cache=config.prefix_cache)
+        self.waiting = GroupQueue()
+        self.running = GroupQueue()
+        # Groups that the last `schedule` started for the first time.
+        self.admitted: list[SequenceGroup] = []
+        self._config = config
+        self._stats = stats
+        self._released: list[int] = []
+        self._plan = StepPlan(0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would schedule something."""
+        return bool(len(self.waiting) or len(self.running))
+
+    @property
+    def num_running_sequences(self) -> int:
+        """Sequences that running groups hold or will fork."""
+        return sum(group.strategy.width for group in self.running)
+
+    def add(self, group: SequenceGroup) -> None:
+        """A new group waits."""
+        self.waiting.add(group)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """A group is over, wherever it stands: its blocks are free when this returns."""
+        if group.state is GroupState.GONE:
+            return
+        (self.running if group.state is GroupState.RUNNING else self.waiting).remove(group)
+        group.state = GroupState.GONE
+        self._give_back(group)
+        group.sequences.clear()
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Nothing is scheduled only when there is no work."""
+        self._plan = StepPlan(self._config.max_batch_tokens)
+        self.admitted.clear()
+        self._schedule_prompts(self._schedule_decoding())
+        if not self._plan.preempted:
+            self._admit()
+        output = self._plan.output(tuple(self._released))
+        if output.scheduled:
+            self._released.clear()
+        return output
+
+    def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[Progress]:
+        """The step has run: count what is computed, fork what waited for a prompt; who drew which token."""
+        progress: dict[SequenceGroup, dict[Sequence, SampledToken]] = {}
+        for group, entry in zip(self._plan.groups, output.scheduled, strict=True):
+            sequence = entry.sequence
+            start = sequence.num_computed_tokens
+            sequence.num_computed_tokens = start + entry.num_tokens
+            if sequence.seq_id in result.prompt_logprobs:
+                group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
+            self.tables.computed(sequence, group.request.cache_salt, start)
+            if not group.forked and sequence.num_computed_tokens == sequence.num_prompt_tokens:
+                for follower in group.followers:
+                    self.tables.fork(sequence, follower)
+                group.forked = True
+            if entry.sample:
+                sampled = progress.setdefault(group, {})
+                for drawer in entry.sample:
+                    sampled[drawer] = result.sampled[drawer.seq_id]
+        return list(progress.items())
+
+    def apply(self, group: SequenceGroup, decision: Decision) -> None:
+        """Carry out what a strategy decided: forks first, then drops. A group with nothing left is over."""
+        for parent, child in decision.forks:
+            self.tables.fork(parent, child)
+            group.sequences.append(child)
+        for sequence in decision.dropped:
+            self.tables.free(sequence)
+            self._released.append(sequence.seq_id)
+            group.sequences.remove(sequence)
+        if not group.sequences:
+            self.remove(group)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks): for tests."""
+        self.pool.check_integrity()
+        held = Counter(
+            block
+            for queue in (self.running, self.waiting)
+            for group in queue
+            for sequence in group.sequences
+            for block in sequence.block_table
+        )
+        for block in range(self.pool.num_blocks):
+            assert held[block] == self.pool.ref_count(block), "reference count differs from the block tables"
+
+    def _schedule_decoding(self) -> list[tuple[SequenceGroup, Sequence]]:
+        """Place every sequence that lacks one token; return those that lack more."""
+        prompts: list[tuple[SequenceGroup, Sequence]] = []
+        for group in tuple(self.running):
+            for sequence in group.computable:
+                remaining = group.target(sequence) - sequence.num_computed_tokens
+                if remaining > 1:
+                    prompts.append((group, sequence))
+                elif remaining == 1 and not self._place(group, sequence, 1):
+                    break
+        return prompts
+
+    def _schedule_prompts(self, prompts: list[tuple[SequenceGroup, Sequence]]) -> None:
+        for position, (group, sequence) in enumerate(prompts, 1):
+            if not self._plan.budget:
+                return
+            # Preempted meanwhile: nothing of it is computed any more.
+            if group.state is GroupState.RUNNING:
+                others = len(self.waiting) > 0 or position < len(prompts)
+                self._place(group, sequence, self._chunk(group, sequence, others))
+
+    def _chunk(self, group: SequenceGroup, sequence: Sequence, others: bool) -> int:
+        """Tokens of a prompt to compute now. One that takes several steps leaves others a share of each."""
+        remaining, budget = group.target(sequence) - sequence.num_computed_tokens, self._plan.budget
+        if remaining <= budget or not others:
+            return min(remaining, budget)
+        return max(1, int(budget * self._config.long_prompt_share))
+
+    def _place(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> bool:
+        """Schedule `sequence`, preempting from the end of the order; False when its own group had to give way."""
+        if group.state is not GroupState.RUNNING:
+            return False
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        while self.tables.blocks_to_write(sequence, end) > self.pool.num_free:
+            victim = self.running.last
+            self._preempt(victim)
+            if victim is group:
+                return False
+        copy = self.tables.make_writable(sequence, end)
+        self._plan.add(group, sequence, start, num_tokens, group.drawing(sequence, end), copy)
+        return True
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        self._plan.remove(group)
+        self.running.remove(group)
+        self._give_back(group)
+        group.restart()
+        group.report.preempted()
+        group.state = GroupState.WAITING
+        self.waiting.add(group)
+        self._stats.preemptions += 1
+
+    def _admit(self) -> None:
+        """Start waiting groups in order; the first that does not fit stops it, so nobody is passed for ever."""
+        width = self.num_running_sequences if len(self.waiting) else 0
+        while self._plan.budget and len(self.waiting):
+            group = self.waiting.first
+            width += group.strategy.width
+            if width > self._config.max_running_sequences or not self._start(group):
+                return
+            leader = group.sequences[0]
+            self._place(group, leader, self._chunk(group, leader, others=len(self.waiting) > 0))
+
+    def _start(self, group: SequenceGroup) -> bool:
+        """Move the first waiting group to the running ones, on its longest cached prefix; False: no room now."""
+        leader = group.sequences[0]
+        # Something must be left to compute, and prompt logprobs need every row of the prompt.
+        limit = 0 if group.report.wants_prompt_logprobs else group.target(leader) - 1
+        prefix = self.tables.find_prefix(leader, group.request.cache_salt, limit)
+        left = self.pool.num_free - self.tables.blocks_to_admit(leader, prefix)
+        if left < (self._config.watermark_blocks if len(self.running) else 0):
+            return False
+        self.tables.start(leader, prefix)
+        self.waiting.remove(group)
+        self.running.add(group)
+        group.state = GroupState.RUNNING
+        cached = min(leader.num_computed_tokens, leader.num_prompt_tokens)
+        if group.report.scheduled(cached):
+            self.admitted.append(group)
+            self._stats.prefix_lookup_tokens += leader.num_prompt_tokens
+            self._stats.prefix_hit_tokens += cached
+        return True
+
+    def _give_back(self, group: SequenceGroup) -> None:
+        for sequence in group.sequences:
+            if sequence.block_table:
+                self.tables.free(sequence)
+                self._released.append(sequence.seq_id)

@@ -1,0 +1,64 @@
+"""What the engine counts. Plain attributes, written on the engine thread, read anywhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_MAX_PENDING_STEPS = 4096
+
+
+class StepSample(NamedTuple):
+    """One step. Seconds of its three parts; `execute` is the runner's."""
+
+    num_sequences: int
+    num_tokens: int
+    schedule_seconds: float
+    execute_seconds: float
+    update_seconds: float
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the start, for counters; and the steps since the last `drain_steps`, for histograms."""
+
+    steps: int = 0
+    # Accepted with requests; computed are the rows of forward passes, recomputation included.
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    # Prompt tokens that were looked up in, and found in, the prefix cache.
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    copy_on_write_blocks: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    _pending: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_PENDING_STEPS))
+
+    def record(self, sample: StepSample) -> None:
+        """Count one step. When nobody drains, the oldest samples go."""
+        self.steps += 1
+        self.computed_tokens += sample.num_tokens
+        self._pending.append(sample)
+
+    def drain_steps(self) -> list[StepSample]:
+        """Steps since the last call, oldest first. Safe beside the engine thread, for one reader."""
+        return [self._pending.popleft() for _ in range(len(self._pending))]
+
+
+class EngineLoad(NamedTuple):
+    """The engine between two steps (penstock.v1.Load)."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    running_sequences: int = 0
+    kv_blocks_total: int = 0
+    # Neither used nor evictable.
+    kv_blocks_free: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_evictable: int = 0
+    pending_prompt_tokens: int = 0
+    step: int = 0

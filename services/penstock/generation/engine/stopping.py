@@ -1,0 +1,138 @@
+"""When a sequence ends. Text is matched as bytes, token by token, so a stop string may lie across any tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.common.token_bytes import TextCursor, TokenBytes
+from penstock.generation.engine.request import FinishReason
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.sampling.params import SamplingParams
+
+
+class StopStrings:
+    """Aho-Corasick automaton over the UTF-8 of the stop strings. Immutable; a state is an int, 0 at the start.
+
+    A step costs O(bytes) amortised, whatever the number and length of the strings.
+    """
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._goto: list[dict[int, int]] = [{}]
+        self._fail = [0]
+        # Index of the longest string that ends in a state, -1 for none.
+        self._match = [-1]
+        for index, text in enumerate(strings):
+            self._insert(index, text.encode())
+        self._link()
+
+    def scan(self, state: int, data: bytes) -> tuple[int, int]:
+        """Feed bytes. Returns the new state and the string that ended first (of several the longest), or -1."""
+        for byte in data:
+            while state and byte not in self._goto[state]:
+                state = self._fail[state]
+            state = self._goto[state].get(byte, 0)
+            if self._match[state] >= 0:
+                return state, self._match[state]
+        return state, -1
+
+    def _insert(self, index: int, data: bytes) -> None:
+        state = 0
+        for byte in data:
+            following = self._goto[state].get(byte)
+            if following is None:
+                following = len(self._goto)
+                self._goto[state][byte] = following
+                self._goto.append({})
+                self._fail.append(0)
+                self._match.append(-1)
+            state = following
+        if self._match[state] < 0:
+            self._match[state] = index
+
+    def _link(self) -> None:
+        queue = deque(self._goto[0].values())
+        while queue:
+            state = queue.popleft()
+            for byte, child in self._goto[state].items():
+                fail = self._fail[state]
+                while fail and byte not in self._goto[fail]:
+                    fail = self._fail[fail]
+                self._fail[child] = self._goto[fail].get(byte, 0)
+                if self._match[child] < 0:
+                    self._match[child] = self._match[self._fail[child]]
+                queue.append(child)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a sequence ends with its last token."""
+
+    reason: FinishReason
+    token_id: int | None = None
+    string: str | None = None
+
+
+@dataclass(slots=True)
+class StopState:
+    """What the criteria remember of one sequence's text; a fork takes a copy."""
+
+    cursor: TextCursor | None
+    state: int = 0
+
+    def copy(self) -> StopState:
+        """For a sequence that goes on from the same text."""
+        return StopState(self.cursor.copy() if self.cursor is not None else None, self.state)
+
+
+_LENGTH = Stop(FinishReason.LENGTH)
+
+
+class StopCriteria:
+    """The criteria of one request, over generated tokens only: the prompt never takes part in a match.
+
+    In order: end-of-sequence id, stop ids, stop strings, length; the first that holds is the reason. As in
+    transformers, `min_new_tokens` only keeps the sampler from drawing an end-of-sequence id.
+    """
+
+    def __init__(self, params: SamplingParams, max_output_tokens: int, table: TokenBytes | None) -> None:
+        """`table` may be None when there are no stop strings."""
+        self._eos = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
+        self._max_output_tokens = max_output_tokens
+        self._by_last_id: dict[int, list[tuple[int, ...]]] = {}
+        for ids in params.stop_token_ids:
+            self._by_last_id.setdefault(ids[-1], []).append(ids)
+        self._strings = params.stop_strings
+        self._automaton = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._table = table
+        self._skip_special = params.skip_special_tokens
+
+    def new_state(self) -> StopState:
+        """For a sequence with no output yet."""
+        if self._automaton is None or self._table is None:
+            return StopState(None)
+        return StopState(TextCursor(self._table, skip_special=self._skip_special))
+
+    def check(self, sequence: Sequence, state: StopState) -> Stop | None:
+        """To be called once after each appended output token; O(length of the token)."""
+        token_id = sequence.token_ids[-1]
+        if token_id in self._eos:
+            return Stop(FinishReason.STOP_EOS, token_id=token_id)
+        if token_id in self._by_last_id and self._ends_with_stop_ids(sequence, token_id):
+            return Stop(FinishReason.STOP_TOKEN, token_id=token_id)
+        if self._automaton is not None and state.cursor is not None:
+            state.state, matched = self._automaton.scan(state.state, state.cursor.feed(token_id))
+            if matched >= 0:
+                return Stop(FinishReason.STOP_STRING, string=self._strings[matched])
+        if sequence.num_output_tokens >= self._max_output_tokens:
+            return _LENGTH
+        return None
+
+    def _ends_with_stop_ids(self, sequence: Sequence, last_id: int) -> bool:
+        output = sequence.num_output_tokens
+        return any(
+            len(ids) <= output and tuple(sequence.token_ids[-len(ids) :]) == ids for ids in self._by_last_id[last_id]
+        )

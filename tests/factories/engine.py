@@ -1,0 +1,178 @@
+"""An engine without a model: a runner that checks the KV pool it is told to use, and short ways to make requests."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.request import (
+    DeltaOutput,
+    FinishedOutput,
+    Logprob,
+    PositionLogprobs,
+    Request,
+    RequestOutput,
+    StartedOutput,
+)
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
+from penstock.generation.sampling.params import SamplingParams
+
+_ids = itertools.count()
+
+
+class FakeRunner:
+    """Draws a pure function of (seed, all tokens before), read back from the KV that the block tables point at.
+
+    `kv[block][offset]` holds (token, position). A step fails when a sequence's context is not what its tokens say,
+    when two sequences write the same slot, or when a draw is asked of a row that is not the drawer's last.
+    """
+
+    def __init__(self, config: EngineConfig, *, vocab_size: int = 50, script: dict[int, int] | None = None) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.script = script or {}
+        self.kv: list[list[tuple[int, int] | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.steps: list[SchedulerOutput] = []
+        self.fail_at_step: int | None = None
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.steps.append(output)
+        if self.fail_at_step == len(self.steps):
+            raise RuntimeError("device lost")
+        assert 0 < output.num_tokens <= self.config.max_batch_tokens
+        for source, destination in output.copies:
+            self.kv[destination] = list(self.kv[source])
+        self._write(output)
+        sampled: dict[int, SampledToken] = {}
+        prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
+        for entry in output.scheduled:
+            context = self._read(entry.sequence, entry.start + entry.num_tokens)
+            for drawer in entry.sample:
+                assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
+                sampled[drawer.seq_id] = self.draw(drawer, context)
+            if entry.sequence.params.prompt_logprobs is not None:
+                last = min(entry.start + entry.num_tokens, entry.sequence.num_prompt_tokens - 1)
+                ids = entry.sequence.token_ids[entry.start + 1 : last + 1]
+                prompt_logprobs[entry.sequence.seq_id] = tuple(
+                    PositionLogprobs(Logprob(token_id, -1.0, 1)) for token_id in ids
+                )
+        return RunnerOutput(sampled, prompt_logprobs)
+
+    def draw(self, sequence: Sequence, context: Items[int]) -> SampledToken:
+        if sequence.num_output_tokens in self.script:
+            return SampledToken(self.script[sequence.num_output_tokens], logprob=-0.5)
+        seed = sequence.seed if sequence.params.do_sample else 0
+        ranked = ranking(seed, context, self.vocab_size)
+        wants = sequence.params.top_logprobs
+        top = tuple(Logprob(token, score, rank) for rank, (token, score) in enumerate(ranked[: wants or 0], 1))
+        logprobs = None if wants is None else PositionLogprobs(Logprob(ranked[0][0], ranked[0][1], 1), top)
+        return SampledToken(ranked[0][0], logprob=None if wants is None else ranked[0][1], logprobs=logprobs)
+
+    def _write(self, output: SchedulerOutput) -> None:
+        written: set[tuple[int, int]] = set()
+        for entry in output.scheduled:
+            sequence = entry.sequence
+            assert entry.start == sequence.num_computed_tokens
+            assert 0 < entry.num_tokens <= sequence.num_tokens - entry.start
+            for position in range(entry.start, entry.start + entry.num_tokens):
+                index, offset = divmod(position, self.config.block_size)
+                slot = (sequence.block_table[index], offset)
+                assert slot not in written, "two sequences write the same slot"
+                written.add(slot)
+                self.kv[slot[0]][offset] = (sequence.token_ids[position], position)
+
+    def _read(self, sequence: Sequence, end: int) -> list[int]:
+        context: list[int] = []
+        for position in range(end):
+            index, offset = divmod(position, self.config.block_size)
+            slot = self.kv[sequence.block_table[index]][offset]
+            assert slot == (sequence.token_ids[position], position), "the KV pool holds something else"
+            context.append(slot[0])
+        return context
+
+
+def ranking(seed: int, context: Items[int], vocab_size: int) -> list[tuple[int, float]]:
+    """Some (token, logprob), best first: a pure function."""
+    digest = hashlib.blake2b(repr((seed, list(context))).encode(), digest_size=32).digest()
+    tokens = dict.fromkeys(byte % vocab_size for byte in digest)
+    return [(token, -0.5 - 0.25 * rank - digest[0] / 1000) for rank, token in enumerate(tokens)]
+
+
+def engine_config(**changes: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_context_tokens": 200,
+        "max_batch_tokens": 64,
+        "max_running_sequences": 16,
+    }
+    return EngineConfig(**(defaults | changes))
+
+
+def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) -> Request:
+    """A request from now (time 0); `fields` go to Request where it has them, else to SamplingParams."""
+    names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline"}
+    own = {name: fields.pop(name) for name in list(fields) if name in names}
+    params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
+    return Request(
+        **({"request_id": f"r{next(_ids)}", "arrival_time": 0.0} | own), prompt_token_ids=list(prompt), params=params
+    )
+
+
+class Answer:
+    """All that was said about one request; adding an output checks the terminal rule and the numbering."""
+
+    def __init__(self) -> None:
+        self.started: StartedOutput | None = None
+        self.deltas: list[DeltaOutput] = []
+        self.finished: FinishedOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        assert self.finished is None, "something after Finished"
+        if output.started is not None:
+            assert self.started is None
+            assert not self.deltas
+            self.started = output.started
+        for delta in output.deltas:
+            assert self.started is not None
+            assert delta.seq == len(self.deltas), "a gap in seq"
+            self.deltas.append(delta)
+        self.finished = output.finished
+
+    @property
+    def ids(self) -> dict[int, list[int]]:
+        """Returned sequence -> its new ids."""
+        ids: dict[int, list[int]] = {}
+        for delta in self.deltas:
+            ids.setdefault(delta.index, []).extend(delta.token_ids)
+        return ids
+
+
+def collect(answers: dict[str, Answer], outputs: Iterable[RequestOutput]) -> None:
+    for output in outputs:
+        answers.setdefault(output.request.request_id, Answer()).add(output)
+
+
+def run(engine: Engine, *requests: Request, max_steps: int = 10_000) -> dict[str, Answer]:
+    """Add the requests, step until there is no work, check the pool after every step. Answers by request id."""
+    answers: dict[str, Answer] = {}
+    for item in requests:
+        engine.add(item)
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return answers
+        collect(answers, engine.step())
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def make_engine(config: EngineConfig | None = None, **kwargs: Any) -> tuple[Engine, FakeRunner]:
+    config = config or engine_config()
+    runner = FakeRunner(config, **{key: kwargs.pop(key) for key in ("vocab_size", "script") if key in kwargs})
+    return Engine(config, runner, kwargs.pop("stop_text", None), **kwargs), runner
