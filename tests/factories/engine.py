@@ -159,12 +159,15 @@ def collect(answers: dict[str, Answer], outputs: Iterable[RequestOutput]) -> Non
         answers.setdefault(output.request.request_id, Answer()).add(output)
 
 
-def run(engine: Engine, *requests: Request, max_steps: int = 10_000) -> dict[str, Answer]:
-    """Add the requests, step until there is no work, check the pool after every step. Answers by request id."""
-    answers: dict[str, Answer] = {}
+def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
+    """Add the requests, step until there is no work, check the pool after every step. Answers by request id.
+
+    `answers` are those of earlier steps, when the engine has been stepped before.
+    """
+    answers = {} if answers is None else answers
     for item in requests:
         engine.add(item)
-    for _ in range(max_steps):
+    for _ in range(10_000):
         if not engine.has_work:
             return answers
         collect(answers, engine.step())

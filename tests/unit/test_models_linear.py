@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.quantization import dense
 from penstock.generation.quantization.dense import PackedLinear, PlainLinear, cpu_linear_method, packing_obstacle
+from structlog.testing import capture_logs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -53,13 +52,13 @@ def test_float32_and_bfloat16_are_packed_here() -> None:
 
 
 def test_what_cannot_be_packed_stays_plain_and_says_why(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dense, "packing_obstacle", lambda dtype: "no such instruction")
-    with caplog.at_level(logging.WARNING):
+    with capture_logs() as logs:
         method = cpu_linear_method(torch.float16)
     assert method.name == "plain"
-    assert "no such instruction" in caplog.text
+    assert [(line["dtype"], line["cause"]) for line in logs] == [("float16", "no such instruction")]
 
 
 def test_an_unpackable_dtype_is_found_out_by_trying() -> None:

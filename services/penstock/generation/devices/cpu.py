@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
 from penstock.generation.attention.base import Attention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.base import Device, DeviceMemory
@@ -15,7 +15,7 @@ from penstock.generation.devices.memory import host_memory
 from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import cpu_linear_method, packing_obstacle
 
-_log = logging.getLogger(__name__)
+_log = get_logger("penstock.generation")
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -42,7 +42,7 @@ class CPUDevice(Device):
         if num_threads is not None and num_threads < 1:
             raise StartupError("--threads must be at least 1", flag="--threads")
         if num_threads is not None and num_threads > cores:
-            _log.warning("--threads %d is more than the %d cores that this process may use", num_threads, cores)
+            _log.warning("--threads is more than the cores that this process may use", threads=num_threads, cores=cores)
         torch.set_num_threads(num_threads or cores)
 
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:

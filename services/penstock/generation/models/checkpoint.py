@@ -1,7 +1,7 @@
 """Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors are taken once.
 
-Tensors are views of memory-mapped files until converted; a file is let go when its last tensor is taken, so that at no
-time a second copy of the model is in memory.
+Tensors are views of memory-mapped files until converted. A file is let go when its last tensor is taken, and mapped
+anew after every RELEASE_BYTES, so that at no time a second copy of the model is in memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ INDEX_FILE = "model.safetensors.index.json"
 # Buffers that old checkpoints carry and nobody reads.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What is read of a mapping stays resident until the mapping goes.
+RELEASE_BYTES = 2**28
 # Names listed in one message.
 _MAX_NAMED = 5
 
@@ -38,6 +40,7 @@ class Checkpoint:
         self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
         self._progress = progress
         self._taken_bytes = 0
+        self._resident_bytes = 0
         listed = _files(folder)
         for name in dict.fromkeys(listed.values()) if listed else (SINGLE_FILE,):
             self._open(name)
@@ -79,24 +82,25 @@ class Checkpoint:
 
     def take(self, tensor: str) -> Tensor:
         """The tensor, in its stored dtype, as a view of the file: convert or copy it, it is not for keeping."""
-        file = self._tensors[tensor][0]
+        file, shape, _ = self._tensors[tensor]
         try:
+            if self._resident_bytes > RELEASE_BYTES:
+                self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+                self._resident_bytes = 0
             value: Tensor = self._files[file].get_tensor(tensor)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _broken(self.folder / file, error) from error
+        if tuple(value.shape) != shape:
+            raise StartupError(f"{self.folder / file} changed while it was being loaded", flag="MODEL")
         self._left[file] -= 1
         if not self._left[file]:
             del self._files[file]
         self._report(self._size(tensor))
         return value
 
-    def skip(self, tensor: str) -> None:
-        """Do without the tensor, if it is there."""
-        if tensor in self._tensors:
-            self.take(tensor)
-
     def _report(self, num_bytes: int) -> None:
         self._taken_bytes += num_bytes
+        self._resident_bytes += num_bytes
         if self._progress is not None:
             self._progress(100.0 * self._taken_bytes / max(self.total_bytes, 1))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from penstock.common.logging import get_logger
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.layers import DecoderLayer, HeadNorm, RMSNorm, SelfAttention, SwiGLU
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.generation.models.checkpoint import Checkpoint
     from penstock.generation.quantization.base import Linear
 
-_log = logging.getLogger(__name__)
+_log = get_logger("penstock.generation")
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.common.logging import get_logger
 from penstock.generation.quantization.base import Linear, LinearMethod
 
-_log = logging.getLogger(__name__)
+_log = get_logger("penstock.generation")
 
 
 class PlainLinear(Linear):
@@ -94,5 +93,5 @@ def cpu_linear_method(dtype: torch.dtype) -> LinearMethod:
     obstacle = packing_obstacle(dtype)
     if obstacle is None:
         return PackedLinearMethod()
-    _log.warning("linear layers in %s stay unpacked and slow: %s", str(dtype).removeprefix("torch."), obstacle)
+    _log.warning("linear layers stay unpacked and slow", dtype=str(dtype).removeprefix("torch."), cause=obstacle)
     return PlainLinearMethod()
