@@ -1,0 +1,179 @@
+"""The router process: connects to tokenizer and backends, then serves TextService."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from penstock.common.errors import StartupError
+from penstock.router.admission import Admission
+from penstock.router.attempts import Attempts
+from penstock.router.backend import Backend, BackendState
+from penstock.router.config import RouterConfig
+from penstock.router.detokenize import Detokenizer
+from penstock.router.discovery import resolve
+from penstock.router.metrics import RouterMetrics
+from penstock.router.pipeline import Pipeline
+from penstock.router.policy import Policy, PolicyConfig
+from penstock.router.pool import BackendPool, Resolver
+from penstock.router.servicer import TextServicer
+from penstock.router.text_flow import Parts, TextFlow
+from penstock.router.token_text import TokenTexts
+from penstock.router.tokenizer_link import TokenizerLink
+from penstock.router.wakeup import Wakeup
+from penstock.v1 import text_pb2_grpc
+
+SERVICE_NAME = "penstock.v1.TextService"
+
+
+class RouterApp:
+    """Implements common.server.Service and ControlsHealth."""
+
+    name = "router"
+    grpc_services = (SERVICE_NAME,)
+
+    def __init__(self, config: RouterConfig, registry: CollectorRegistry, *, resolver: Resolver = resolve) -> None:
+        """Built inside the event loop. `resolver` stands in for DNS in tests."""
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._tasks: list[asyncio.Task[None]] = []
+        self._set_serving: Callable[[bool], Awaitable[None]] | None = None
+        self._health_changed = Wakeup()
+        metrics = RouterMetrics(registry)
+        detokenizer = Detokenizer(max_outstanding=config.max_outstanding_messages)
+        self._link = TokenizerLink(config, detokenizer, metrics, on_change=self._health_changed.set)
+        self._pool = BackendPool(
+            config,
+            detokenizer,
+            metrics,
+            tokenizer_fingerprint=lambda: self._link.fingerprint,
+            on_change=self._health_changed.set,
+            on_failure=self._fail,
+            resolver=resolver,
+        )
+        self._admission = Admission(
+            max_live=config.max_live_requests,
+            max_waiting=config.max_waiting_requests,
+            retry_after_seconds=config.retry_after_seconds,
+        )
+        policy: Policy[Backend] = Policy(
+            PolicyConfig(slack=config.affinity_slack, factor=config.affinity_factor, max_sessions=config.max_sessions)
+        )
+        self._parts = Parts(
+            config=config,
+            link=self._link,
+            pipeline=Pipeline(self._link, config),
+            pool=self._pool,
+            attempts=Attempts(self._pool, policy, config, metrics),
+            admission=self._admission,
+            detokenizer=detokenizer,
+            token_texts=TokenTexts(self._link, config.max_token_texts),
+            metrics=metrics,
+        )
+        metrics.live.set_function(lambda: self._admission.live)
+        metrics.waiting.set_function(lambda: self._admission.waiting)
+
+    def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """See common.server.ControlsHealth."""
+        self._set_serving = set_serving
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add TextService."""
+        servicer = TextServicer(TextFlow(self._parts), self._pool, self._link)
+        text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
+
+    async def start(self) -> None:
+        """Return once the tokenizer and a backend are ready. Raises StartupError naming --tokenizer or --backend."""
+        until = time.monotonic() + self._config.start_timeout_seconds
+        self._spawn(self._link.run())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(_loop_time(until)):
+                await self._link.wait_ready()
+        if not self._link.is_ready:
+            raise StartupError(
+                f"no tokenizer at {', '.join(self._config.tokenizer)} within "
+                f"{self._config.start_timeout_seconds:g} s ({self._link.last_problem})",
+                flag="--tokenizer",
+            )
+        self._pool.start()
+        while not self._pool.ready():
+            if self._pool.only_mismatches():
+                raise StartupError(
+                    f"tokenizer and model do not belong together: {self._states()}; the tokenizer is "
+                    f"{', '.join(self._config.tokenizer)}",
+                    flag="--backend",
+                )
+            left = until - time.monotonic()
+            if left <= 0 or not await self._pool.changed(left):
+                raise StartupError(
+                    f"no generation backend is ready within {self._config.start_timeout_seconds:g} s: {self._states()}",
+                    flag="--backend",
+                )
+        self._spawn(self._follow_health())
+
+    async def drain(self) -> None:
+        """Refuse new streams; return when the live ones ended."""
+        self._admission.drain()
+        await self._admission.wait_until_empty()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._pool.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def status_lines(self) -> list[str]:
+        """Models, backends and the tokenizer."""
+        lines = [f"tokenizer {', '.join(self._config.tokenizer)} ({self._link.fingerprint[:12]})"]
+        for name, info in self._pool.models.items():
+            count = len(self._pool.ready(name))
+            context = info.limits.max_context_tokens
+            lines.append(f"model {name}: {count} backend{'s' if count != 1 else ''}, context {context} tokens")
+        return lines
+
+    def _states(self) -> str:
+        known = [f"{backend.key} ({_STATES[backend.state]})" for backend in self._pool.backends]
+        return ", ".join(known) or f"{', '.join(self._config.backend)} (name not resolved)"
+
+    async def _follow_health(self) -> None:
+        """SERVING while a request could be answered."""
+        shown: bool | None = None
+        while True:
+            serving = self._link.is_ready and bool(self._pool.ready())
+            if serving is not shown and self._set_serving is not None:
+                await self._set_serving(serving)
+                shown = serving
+            await self._health_changed.wait()
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(self._on_done)
+        self._tasks.append(task)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+
+_STATES = {
+    BackendState.CONNECTING: "not reached or not ready",
+    BackendState.READY: "ready",
+    BackendState.DRAINING: "draining",
+    BackendState.MISMATCH: "other tokenizer",
+}
+
+
+def _loop_time(until: float) -> float:
+    return asyncio.get_running_loop().time() + until - time.monotonic()

@@ -1,0 +1,281 @@
+"""One generation backend: connects, checks that it belongs here, watches health and load, and carries one Session."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.common.channels import open_channel
+from penstock.common.errors import PenstockError, Unavailable
+from penstock.common.logging import get_logger
+from penstock.router.config import RouterConfig, is_address, split_target
+from penstock.router.prefix_index import PrefixIndex
+from penstock.router.session import BackendSession, SessionCall
+from penstock.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    from penstock.router.detokenize import Detokenizer
+    from penstock.router.live import LiveRequest
+    from penstock.router.metrics import RouterMetrics
+
+HEALTH_NAME = "penstock.v1.GenerationService"
+_log = get_logger("penstock.router")
+
+
+class BackendState(enum.Enum):
+    """CONNECTING until first ready and after a loss; DRAINING finishes what it has and takes nothing new."""
+
+    CONNECTING = 1
+    READY = 2
+    DRAINING = 3
+    MISMATCH = 4
+
+
+class _Lost(Exception):
+    """The connection is of no use any more; the message is for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendAddress:
+    """Where a backend is, and which configured target it came from (a closed set, so usable as a label)."""
+
+    address: str
+    target: str
+
+
+class Backend:
+    """Implements policy.Candidate. Used from one event loop."""
+
+    def __init__(
+        self,
+        where: BackendAddress,
+        config: RouterConfig,
+        detokenizer: Detokenizer,
+        metrics: RouterMetrics,
+        *,
+        tokenizer_fingerprint: Callable[[], str],
+        on_change: Callable[[], None],
+        on_death: Callable[[], int],
+    ) -> None:
+        """`on_change`: state changed. `on_death`: the backend was lost; returns a number unique to that death."""
+        self.where = where
+        self.state = BackendState.CONNECTING
+        self.info: model_pb2.GetModelInfoResponse | None = None
+        self._config = config
+        self._channel_config = _named(config, where.target)
+        self._detokenizer = detokenizer
+        self._metrics = metrics
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._on_change = on_change
+        self._on_death = on_death
+        self._session: BackendSession | None = None
+        self._report = admin_pb2.Load()
+        self._reported_in_flight = 0
+        self._serving = False
+        self._heard_at = time.monotonic()
+        self._prefixes = PrefixIndex(config.max_known_blocks)
+
+    @property
+    def key(self) -> str:
+        """Unique among backends."""
+        return self.where.address
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of ours at this backend."""
+        return self._session.in_flight if self._session is not None else 0
+
+    @property
+    def load(self) -> float:
+        """Its last report, corrected by what we sent and finished since."""
+        reported = self._report.waiting_requests + self._report.running_requests
+        return float(max(reported + self.in_flight - self._reported_in_flight, self.in_flight))
+
+    @property
+    def is_full(self) -> bool:
+        """Another request would be refused."""
+        limit = self._report.max_queued_requests
+        return limit > 0 and self.load >= limit
+
+    @property
+    def kv_pressure(self) -> float:
+        """Share of KV blocks held by running requests."""
+        total = self._report.kv_blocks_total
+        return self._report.kv_blocks_used / total if total else 0.0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block; 0 while unknown."""
+        return self.info.kv.block_size if self.info is not None else 0
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Leading blocks it probably has cached."""
+        return self._prefixes.match(hashes)
+
+    def submit(self, live: LiveRequest, request: generation_pb2.GenerateRequest) -> None:
+        """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
+        if self._session is None:
+            raise Unavailable("the backend was lost", reason="NO_BACKEND")
+        self._prefixes.add(live.spec.prefix_hashes)
+        self._metrics.backend_requests.labels(self.where.target).inc()
+        self._session.submit(live, request)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled; waits between attempts double up to the configured limit."""
+        wait = self._config.reconnect_min_seconds
+        while True:
+            begin = time.monotonic()
+            try:
+                await self._connect_and_serve()
+            except grpc.aio.AioRpcError as error:
+                self._set_state(BackendState.CONNECTING)
+                _log.info("backend connection ended", backend=self.key, code=error.code().name)
+            except (_Lost, PenstockError, asyncio.InvalidStateError) as error:
+                # InvalidStateError: a command was written to a stream that had just ended.
+                _log.warning("backend lost", backend=self.key, cause=str(error))
+            if time.monotonic() - begin > self._config.reconnect_max_seconds:
+                wait = self._config.reconnect_min_seconds
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, self._config.reconnect_max_seconds)
+
+    async def _connect_and_serve(self) -> None:
+        channel = open_channel(self.key, self._channel_config)
+        try:
+            stub = model_pb2_grpc.ModelServiceStub(channel)
+            self.info = await stub.GetModelInfo(
+                model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds, wait_for_ready=True
+            )
+            if not self._belongs_here(self.info):
+                self._set_state(BackendState.MISMATCH)
+                return
+            blocks = self.info.kv.num_blocks or self._config.max_known_blocks
+            self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
+            await self._serve(channel)
+        finally:
+            await channel.close(None)
+
+    def _belongs_here(self, info: model_pb2.GetModelInfoResponse) -> bool:
+        ours, theirs = self._tokenizer_fingerprint(), info.tokenizer_fingerprint
+        if theirs and theirs != ours:
+            if self.state is not BackendState.MISMATCH:
+                _log.error(
+                    "backend not used: its model was made for another tokenizer",
+                    backend=self.key,
+                    tokenizer=ours[:12],
+                    model=theirs[:12],
+                )
+            return False
+        if not theirs:
+            _log.warning("backend has no tokenizer fingerprint to compare", backend=self.key)
+        return True
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Session(None)
+        session = BackendSession(cast("SessionCall", call), self.key, self._detokenizer, self._metrics, self._heard)
+        self._session = session
+        self._report, self._reported_in_flight, self._serving = admin_pb2.Load(), 0, False
+        self._heard()
+        try:
+            await until_first(
+                session.run_reader(),
+                session.run_writer(),
+                self._watch_load(channel),
+                self._watch_health(channel),
+                self._watch_silence(),
+            )
+            raise _Lost("a stream ended")
+        finally:
+            self._session = None
+            self._end_session(session)
+            call.cancel()
+
+    def _end_session(self, session: BackendSession) -> None:
+        was_usable = self.state in (BackendState.READY, BackendState.DRAINING)
+        # A backend that stops while it has work of ours died; one that had none may have been told to.
+        death = self._on_death() if was_usable and session.in_flight else None
+        self._set_state(BackendState.CONNECTING)
+        self._prefixes.clear()
+        if was_usable:
+            self._metrics.backend_losses.labels(self.where.target).inc()
+        session.lose(None, death)
+
+    async def _watch_load(self, channel: grpc.aio.Channel) -> None:
+        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel)
+        request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
+        async for response in stub.WatchLoad(request):
+            self._heard()
+            self._report = response.load
+            self._reported_in_flight = self.in_flight
+            self._refresh_state()
+
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        stub = health_pb2_grpc.HealthStub(channel)
+        async for response in stub.Watch(health_pb2.HealthCheckRequest(service=HEALTH_NAME)):
+            self._serving = response.status == health_pb2.HealthCheckResponse.SERVING
+            self._refresh_state()
+
+    async def _watch_silence(self) -> None:
+        """Raises _Lost once a backend with work has said nothing for the stall timeout."""
+        limit = self._config.stall_timeout_seconds
+        while True:
+            silence = time.monotonic() - self._heard_at
+            if self.in_flight == 0:
+                # Silence counts from the moment it has work again.
+                self._heard()
+            elif silence > limit:
+                raise _Lost(f"silent for {silence:.1f} s with {self.in_flight} requests")
+            await asyncio.sleep(max(limit / 8, min(limit - silence, limit / 4)))
+
+    def _heard(self) -> None:
+        self._heard_at = time.monotonic()
+
+    def _refresh_state(self) -> None:
+        report = self._report
+        ready = report.state in (common_pb2.MODEL_STATE_UNSPECIFIED, common_pb2.MODEL_STATE_READY)
+        if self._serving and ready and not report.draining:
+            self._set_state(BackendState.READY)
+        elif self.state is BackendState.READY:
+            self._set_state(BackendState.DRAINING)
+
+    def _set_state(self, state: BackendState) -> None:
+        if state is not self.state:
+            self.state = state
+            _log.info("backend state", backend=self.key, state=state.name)
+            self._on_change()
+
+
+async def until_first(*work: Coroutine[None, None, None]) -> None:
+    """Run together until the first ends; the others are cancelled. Raises what the first raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _named(config: RouterConfig, target: str) -> RouterConfig:
+    """Certificates carry the configured name, also when the connection goes to one of its addresses."""
+    host, _ = split_target(target, "--backend")
+    if config.channel_tls_server_name is not None or is_address(host):
+        return config
+    return dataclasses.replace(config, channel_tls_server_name=host) if config.channel_tls_ca else config

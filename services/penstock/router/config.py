@@ -1,0 +1,148 @@
+"""The router's configuration: one home for each default. Imports nothing heavy, since the command line reads it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from penstock.common.config import (
+    GENERATION_PORT,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    TOKENIZER_PORT,
+    ChannelConfig,
+    ServerConfig,
+)
+from penstock.common.errors import StartupError
+from penstock.common.options import option
+
+SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
+STREAMING = "Streaming"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(ServerConfig, ChannelConfig):
+    """Configuration of `penstock serve router`."""
+
+    port: int = option(ROUTER_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
+    metrics_port: int = option(
+        ROUTER_METRICS_PORT,
+        "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.",
+        group="Network",
+        minimum=-1,
+        maximum=65535,
+    )
+
+    tokenizer: tuple[str, ...] = option(
+        (f"127.0.0.1:{TOKENIZER_PORT}",),
+        "host:port of the tokenizer; of several the first that answers is used, the others stand by.",
+        group=SERVICES,
+        metavar="HOST:PORT,…",
+    )
+    backend: tuple[str, ...] = option(
+        (f"127.0.0.1:{GENERATION_PORT}",),
+        "host:port of each generation backend; a name with several addresses is one backend per address.",
+        group=SERVICES,
+        metavar="HOST:PORT,…",
+    )
+    resolve_interval_seconds: float = option(
+        5.0, "How often the names in --backend are looked up again.", group=SERVICES, minimum=0.05
+    )
+    start_timeout_seconds: float = option(
+        120.0, "Give up when tokenizer and a backend are not ready by then.", group=SERVICES, minimum=0.1
+    )
+    connect_timeout_seconds: float = option(
+        5.0, "Time for one attempt to connect to a service.", group=SERVICES, minimum=0.05
+    )
+    reconnect_min_seconds: float = option(0.1, "First wait before connecting again.", group=SERVICES, minimum=0.001)
+    reconnect_max_seconds: float = option(
+        3.0, "Longest wait before connecting again; waits double up to this.", group=SERVICES, minimum=0.001
+    )
+
+    max_live_requests: int = option(1024, "Requests streaming at once; more wait.", group=ADMISSION, minimum=1)
+    max_waiting_requests: int = option(
+        1024, "Requests waiting for a place; more are refused at once.", group=ADMISSION, minimum=0
+    )
+    retry_after_seconds: float = option(1.0, "What a refused caller is told to wait.", group=ADMISSION, minimum=0.0)
+    max_request_id_chars: int = option(128, "Longest request_id.", group=ADMISSION, minimum=1)
+    max_session_id_chars: int = option(256, "Longest session_id or cache_salt.", group=ADMISSION, minimum=1)
+    allow_control_tokens_in_text: bool = option(
+        False,
+        "Encode text of Generate that spells a control token (<|im_end|>) as that token, as transformers does.",
+        group=ADMISSION,
+    )
+
+    load_interval_seconds: float = option(
+        0.1, "How often backends report their load at most.", group=ROUTING, minimum=0.01
+    )
+    affinity_slack: float = option(
+        4.0, "A cached prefix wins while its backend has at most this many requests more,", group=ROUTING, minimum=0.0
+    )
+    affinity_factor: float = option(
+        1.5, "on top of this many times the load of the idlest backend.", group=ROUTING, minimum=1.0
+    )
+    max_prefix_blocks: int = option(512, "Blocks at the head of a prompt that are compared.", group=ROUTING, minimum=0)
+    max_known_blocks: int = option(65536, "Blocks remembered for each backend.", group=ROUTING, minimum=1)
+    max_sessions: int = option(65536, "session_ids remembered.", group=ROUTING, minimum=1)
+
+    max_attempts: int = option(3, "Backends tried before the first token.", group=FAILURE, minimum=1)
+    max_moves: int = option(2, "Moves of a stream that has begun.", group=FAILURE, minimum=0)
+    retry_budget_ratio: float = option(
+        0.1, "Retries before the first token, as a share of requests.", group=FAILURE, minimum=0.0
+    )
+    retry_budget_burst: int = option(
+        100, "Retries that may happen at once, such as when a backend dies.", group=FAILURE, minimum=0
+    )
+    failover_wait_seconds: float = option(
+        5.0, "How long a lost request waits for another backend.", group=FAILURE, minimum=0.0
+    )
+    stall_timeout_seconds: float = option(
+        30.0, "A backend with work that says nothing for this long is lost.", group=FAILURE, minimum=0.05
+    )
+    tokenizer_wait_seconds: float = option(
+        10.0, "How long requests wait for a lost tokenizer.", group=FAILURE, minimum=0.0
+    )
+    tokenizer_stall_seconds: float = option(
+        10.0, "A tokenizer that leaves a message unanswered for this long is lost.", group=FAILURE, minimum=0.05
+    )
+
+    max_buffered_bytes: int = option(
+        256 << 10, "Output kept for a slow reader; one further behind is cut off.", group=STREAMING, minimum=1024
+    )
+    max_outstanding_messages: int = option(
+        8192, "Messages that the tokenizer may leave unanswered.", group=STREAMING, minimum=16
+    )
+    slow_reader_grace_seconds: float = option(
+        30.0,
+        "A reader that was cut off and does not even take its status is disconnected.",
+        group=STREAMING,
+        minimum=0.0,
+    )
+    max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
+    max_token_texts: int = option(65536, "Tokens whose text is remembered for logprobs.", group=STREAMING, minimum=64)
+
+    def validate(self) -> None:
+        """Raises StartupError naming the flag."""
+        super().validate()
+        for flag, targets in (("--tokenizer", self.tokenizer), ("--backend", self.backend)):
+            if not targets:
+                raise StartupError(f"{flag} needs at least one host:port", flag=flag)
+            for target in targets:
+                split_target(target, flag)
+
+
+def split_target(target: str, flag: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[v6]:port`. Raises StartupError naming `flag`."""
+    host, _, port = target.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise StartupError(f"{flag} {target!r}: expected host:port", flag=flag)
+    return host.strip("[]"), int(port)
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address already."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""The router's one DecodeStream: ids of whole engine steps go out as one message each, their text comes back in order.
+
+When the tokenizer is lost, what it has not answered is kept; on the next connection every sequence is opened again with
+the ids whose text had already come back, and the rest is sent again. Nothing is lost and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+from penstock.common.errors import Internal, PenstockError, Unavailable
+from penstock.router.end import END
+from penstock.router.sequence import ReturnedSequence
+from penstock.router.wakeup import Wakeup
+from penstock.v1 import common_pb2, tokenizer_pb2
+
+
+class Piece:
+    """Ids of one sequence on their way through the tokenizer."""
+
+    __slots__ = ("logprobs", "result", "sequence", "token_ids")
+
+    def __init__(
+        self,
+        sequence: ReturnedSequence,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        result: common_pb2.SequenceResult | None,
+    ) -> None:
+        self.sequence = sequence
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+        # Set on the last piece of the sequence.
+        self.result = result
+
+
+class Batch:
+    """One message: the pieces of one engine step."""
+
+    __slots__ = ("pieces", "request", "sent_at")
+
+    def __init__(self) -> None:
+        self.request = tokenizer_pb2.DecodeStreamRequest()
+        self.pieces: list[Piece] = []
+        self.sent_at = 0.0
+
+
+class DecodeCall(Protocol):
+    """What is used of a grpc.aio stream-stream call."""
+
+    async def read(self) -> object:
+        """The next response, or grpc.aio.EOF."""
+
+    async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
+        """Send a message."""
+
+
+class Detokenizer:
+    """Used from one event loop. The tokenizer link drives `run_writer` and `run_reader` while it is connected."""
+
+    def __init__(self, *, max_outstanding: int) -> None:
+        """More than `max_outstanding` unanswered messages mean that the tokenizer does not keep up."""
+        self._epoch = 0
+        self._next_stream_id = 1
+        self._outstanding: deque[Batch] = deque()
+        # The tail of `_outstanding` that the present connection has not been sent.
+        self._unsent: deque[Batch] = deque()
+        self._drops: list[int] = []
+        self._wakeup = Wakeup()
+        self._max_outstanding = max_outstanding
+        self._answered_at = time.monotonic()
+
+    def add(
+        self,
+        batch: Batch,
+        sequence: ReturnedSequence,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs] = (),
+        result: common_pb2.SequenceResult | None = None,
+    ) -> None:
+        """Put ids of `sequence` into `batch`; with `result` they are its last."""
+        piece = Piece(sequence, token_ids, logprobs, result)
+        batch.pieces.append(piece)
+        sequence.live.undecoded += 1
+        self._add_item(batch, piece)
+
+    def send(self, batch: Batch) -> None:
+        """Queue a batch. Raises Unavailable when the tokenizer is hopelessly behind."""
+        if len(self._outstanding) >= self._max_outstanding:
+            error = Unavailable(
+                "the tokenizer does not keep up", reason="TOKENIZER_OVERLOADED", retry_after_seconds=1.0
+            )
+            self._fail(batch.pieces, error)
+            return
+        if not self._outstanding:
+            self._answered_at = time.monotonic()
+        self._outstanding.append(batch)
+        self._unsent.append(batch)
+        self._wakeup.set()
+
+    def drop(self, sequences: Iterable[ReturnedSequence]) -> None:
+        """The tokenizer may forget sequences that nobody waits for any more."""
+        for sequence in sequences:
+            if sequence.stream_id and sequence.decoder_epoch == self._epoch and sequence.result is None:
+                self._drops.append(sequence.stream_id)
+                sequence.stream_id = 0
+                self._wakeup.set()
+
+    def silence(self, now: float) -> float:
+        """Seconds for which an answer has been due; 0 when none is."""
+        return now - self._answered_at if self._outstanding else 0.0
+
+    def fail_outstanding(self, error: PenstockError) -> None:
+        """Give up what the tokenizer did not answer: its requests end with `error`."""
+        batches, self._outstanding = self._outstanding, deque()
+        self._unsent.clear()
+        for batch in batches:
+            self._fail(batch.pieces, error)
+
+    def connected(self) -> None:
+        """A new DecodeStream is there: send again, in order, what the last one did not answer."""
+        self._epoch += 1
+        self._drops.clear()
+        self._answered_at = time.monotonic()
+        for batch in self._outstanding:
+            batch.request = tokenizer_pb2.DecodeStreamRequest()
+            batch.pieces = [piece for piece in batch.pieces if not piece.sequence.live.closed]
+            for piece in batch.pieces:
+                self._add_item(batch, piece)
+        self._unsent = deque(self._outstanding)
+        self._wakeup.set()
+
+    async def run_writer(self, call: DecodeCall) -> None:
+        """Send batches until the call breaks. Raises grpc.aio.AioRpcError or asyncio.InvalidStateError."""
+        while True:
+            while self._unsent or self._drops:
+                if self._unsent:
+                    batch = self._unsent.popleft()
+                else:
+                    batch = Batch()
+                    self._outstanding.append(batch)
+                drops, self._drops = self._drops, []
+                for stream_id in drops:
+                    batch.request.items.add(stream_id=stream_id, drop=True)
+                batch.sent_at = time.monotonic()
+                await call.write(batch.request)
+            await self._wakeup.wait()
+
+    async def run_reader(self, call: DecodeCall) -> None:
+        """Take answers until the stream ends, which it never should."""
+        while True:
+            response = await call.read()
+            # None: grpc could not parse it, and said so in the log.
+            if response is END or response is None:
+                return
+            self._take(cast("tokenizer_pb2.DecodeStreamResponse", response))
+
+    def _take(self, response: tokenizer_pb2.DecodeStreamResponse) -> None:
+        if not self._outstanding:
+            raise Internal("the tokenizer answered a message that was never sent", reason="TOKENIZER_PROTOCOL")
+        batch = self._outstanding.popleft()
+        now = self._answered_at = time.monotonic()
+        elapsed = now - batch.sent_at
+        pieces, results = batch.pieces, response.results
+        if len(pieces) != len(results):
+            raise Internal("the tokenizer did not answer every item of a message", reason="TOKENIZER_PROTOCOL")
+        for piece, result in zip(pieces, results, strict=True):
+            sequence = piece.sequence
+            if result.HasField("error"):
+                sequence.stream_id = 0
+                sequence.live.undecoded -= 1
+                sequence.live.fail(Internal("the answer could not be turned into text", reason="DETOKENIZE_FAILED"))
+            else:
+                sequence.decoded += len(piece.token_ids)
+                sequence.live.on_text(piece, result.text, elapsed, now)
+
+    def _add_item(self, batch: Batch, piece: Piece) -> None:
+        sequence, result = piece.sequence, piece.result
+        if sequence.decoder_epoch == self._epoch and sequence.stream_id:
+            item = batch.request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
+        else:
+            sequence.stream_id, sequence.decoder_epoch = self._next_stream_id, self._epoch
+            self._next_stream_id += 1
+            item = batch.request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
+            item.open.CopyFrom(sequence.live.decode_options)
+            item.open.resumed_token_ids.extend(sequence.token_ids[: sequence.decoded])
+        if result is not None:
+            item.finish = True
+            if result.HasField("stop_string"):
+                item.matched_stop_string = result.stop_string
+
+    def _fail(self, pieces: Iterable[Piece], error: PenstockError) -> None:
+        for piece in pieces:
+            piece.sequence.live.undecoded -= 1
+            piece.sequence.live.fail(error)

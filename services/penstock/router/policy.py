@@ -1,0 +1,106 @@
+"""Chooses the backend of a request: its session's, else the longest cached prefix, else the least load.
+
+Affinity yields to load: a backend that is clearly busier than the idlest one is not preferred for its cache, because
+recomputing a prefix costs less than waiting behind others. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Candidate(Protocol):
+    """What the policy looks at."""
+
+    @property
+    def key(self) -> str:
+        """Unique among backends."""
+
+    @property
+    def load(self) -> float:
+        """Requests waiting or running there, ours that it has not reported yet included."""
+
+    @property
+    def is_full(self) -> bool:
+        """Another request would be refused."""
+
+    @property
+    def kv_pressure(self) -> float:
+        """Share of KV blocks held by running requests, 0 to 1."""
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Leading blocks it probably has cached."""
+
+
+CandidateT = TypeVar("CandidateT", bound=Candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """When affinity yields: load above `factor` times the least load plus `slack` requests, or nearly no KV left."""
+
+    slack: float = 4.0
+    factor: float = 1.5
+    max_kv_pressure: float = 0.9
+    max_sessions: int = 65536
+
+
+class Policy(Generic[CandidateT]):
+    """Remembers which backend each session used, least recently used sessions forgotten first."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._turn = 0
+
+    def choose(
+        self,
+        candidates: Sequence[CandidateT],
+        hashes: Sequence[int],
+        *,
+        session: str = "",
+        avoid: Collection[str] = (),
+    ) -> CandidateT | None:
+        """The backend to use, or None when every candidate is full or there is none.
+
+        `avoid` names backends that this request was lost on: used only when nothing else is there.
+        """
+        usable = [candidate for candidate in candidates if not candidate.is_full]
+        usable = [candidate for candidate in usable if candidate.key not in avoid] or usable
+        if not usable:
+            return None
+        chosen = self._of_session(usable, session) or self._of_prefix(usable, hashes) or self._least_loaded(usable)
+        if session:
+            self._sessions[session] = chosen.key
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > self._config.max_sessions:
+                self._sessions.popitem(last=False)
+        return chosen
+
+    def _of_session(self, usable: Sequence[CandidateT], session: str) -> CandidateT | None:
+        key = self._sessions.get(session) if session else None
+        return next((candidate for candidate in usable if candidate.key == key), None)
+
+    def _of_prefix(self, usable: Sequence[CandidateT], hashes: Sequence[int]) -> CandidateT | None:
+        if not hashes or len(usable) == 1:
+            return usable[0] if len(usable) == 1 else None
+        least = min(candidate.load for candidate in usable)
+        bound = least * self._config.factor + self._config.slack
+        best, best_match = None, 0
+        for candidate in usable:
+            match = candidate.match(hashes)
+            if match == 0 or candidate.load > bound or candidate.kv_pressure > self._config.max_kv_pressure:
+                continue
+            if match > best_match or (match == best_match and best is not None and candidate.load < best.load):
+                best, best_match = candidate, match
+        return best
+
+    def _least_loaded(self, usable: Sequence[CandidateT]) -> CandidateT:
+        # Equals take turns, or the first in the list would get every request of an idle cluster.
+        self._turn += 1
+        turn = self._turn % len(usable)
+        rotated = [*usable[turn:], *usable[:turn]]
+        return min(rotated, key=lambda candidate: (candidate.load, round(candidate.kv_pressure, 2)))

@@ -1,0 +1,41 @@
+"""One returned sequence of a live request, as the router keeps it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.router.chat_output import ChatParser
+    from penstock.router.live import LiveRequest
+    from penstock.v1 import common_pb2
+
+
+class ReturnedSequence:
+    """Ids emitted so far, and where they are on their way to text."""
+
+    __slots__ = (
+        "decoded",
+        "decoder_epoch",
+        "index",
+        "last_text_at",
+        "live",
+        "parser",
+        "result",
+        "stream_id",
+        "token_ids",
+    )
+
+    def __init__(self, live: LiveRequest, index: int, parser: ChatParser | None) -> None:
+        self.live = live
+        self.index = index
+        # Everything backends emitted, over all attempts: what a move resumes from.
+        self.token_ids: list[int] = []
+        # How many of them came back from the tokenizer.
+        self.decoded = 0
+        # The DecodeStream connection that knows `stream_id`; another one needs the sequence opened again.
+        self.decoder_epoch = 0
+        self.stream_id = 0
+        # Set by the backend's last delta of this sequence.
+        self.result: common_pb2.SequenceResult | None = None
+        self.parser = parser
+        self.last_text_at: float | None = None

@@ -1,0 +1,204 @@
+"""One Session stream to one backend: many requests on it, one message per engine step.
+
+The path of every token begins here: a step's message is walked once, its ids go to the tokenizer as one message, and no
+task or await is spent on a single token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from google.rpc import status_pb2
+
+from penstock.common.errors import Internal, PenstockError, Unavailable, from_status
+from penstock.router.detokenize import Batch, Detokenizer
+from penstock.router.end import END
+from penstock.router.live import LiveRequest, Loss
+from penstock.router.metrics import RouterMetrics
+from penstock.router.wakeup import Wakeup
+from penstock.v1 import generation_pb2
+
+
+class SessionCall(Protocol):
+    """What is used of a grpc.aio stream-stream call."""
+
+    async def read(self) -> object:
+        """The next message, or grpc.aio.EOF."""
+
+    async def write(self, request: generation_pb2.SessionRequest) -> None:
+        """Send a command."""
+
+
+class Attempt:
+    """One try of a request at one backend. Frames carry its id and epoch back."""
+
+    __slots__ = ("_session", "epoch", "expected_seq", "live", "wire_id")
+
+    def __init__(self, session: BackendSession, live: LiveRequest, wire_id: str, epoch: int) -> None:
+        self._session = session
+        self.live = live
+        self.wire_id = wire_id
+        self.epoch = epoch
+        # None: take what comes first, since a resumed attempt may go on counting or begin again.
+        self.expected_seq: int | None = 0 if epoch == 0 else None
+
+    def abort(self) -> None:
+        """Tell the backend to stop, and forget the try."""
+        self._session.abort(self)
+
+
+class BackendSession:
+    """Used from one event loop. The number of commands waiting is bounded by the number of admitted requests."""
+
+    def __init__(
+        self,
+        call: SessionCall,
+        backend: str,
+        detokenizer: Detokenizer,
+        metrics: RouterMetrics,
+        on_frame: Callable[[], None],
+    ) -> None:
+        """`on_frame` is called whenever the backend gives a sign of life."""
+        self._call = call
+        self._backend = backend
+        self._detokenizer = detokenizer
+        self._metrics = metrics
+        self._on_frame = on_frame
+        self._attempts: dict[str, Attempt] = {}
+        self._commands: deque[generation_pb2.SessionRequest] = deque()
+        self._wakeup = Wakeup()
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at this backend."""
+        return len(self._attempts)
+
+    def submit(self, live: LiveRequest, request: generation_pb2.GenerateRequest) -> None:
+        """Start an attempt: `request` carries its id and epoch."""
+        attempt = Attempt(self, live, request.request_id, request.attempt_epoch)
+        self._attempts[attempt.wire_id] = attempt
+        live.attempt = attempt
+        self._commands.append(generation_pb2.SessionRequest(submit=request))
+        self._wakeup.set()
+
+    def abort(self, attempt: Attempt) -> None:
+        """Forget an attempt and tell the backend."""
+        if self._attempts.pop(attempt.wire_id, None) is not None and not self._closed:
+            command = generation_pb2.SessionAbort(request_id=attempt.wire_id, attempt_epoch=attempt.epoch)
+            self._commands.append(generation_pb2.SessionRequest(abort=command))
+            self._wakeup.set()
+
+    def lose(self, error: PenstockError | None, death: int | None) -> None:
+        """The stream is gone: every request on it needs another backend."""
+        self._closed = True
+        attempts, self._attempts = self._attempts, {}
+        for attempt in attempts.values():
+            attempt.live.on_lost(Loss(error, death, self._backend))
+
+    async def run_writer(self) -> None:
+        """Send commands until the stream breaks."""
+        while True:
+            while self._commands:
+                await self._call.write(self._commands.popleft())
+            await self._wakeup.wait()
+
+    async def run_reader(self) -> None:
+        """Take messages until the stream ends, which with a live backend it never does."""
+        while True:
+            message = await self._call.read()
+            # None: grpc could not parse it, and said so in the log.
+            if message is END or message is None:
+                return
+            self._on_frame()
+            self._take(cast("generation_pb2.SessionResponse", message))
+
+    def _take(self, message: generation_pb2.SessionResponse) -> None:
+        now = time.monotonic()
+        batch = Batch()
+        attempts = self._attempts
+        tokens = 0
+        for event in message.events:
+            attempt = attempts.get(event.request_id)
+            if attempt is None or attempt.epoch != event.attempt_epoch:
+                self._metrics.stale_frames.inc()
+            elif event.HasField("delta"):
+                tokens += self._on_delta(attempt, event.delta, batch)
+            elif event.HasField("started"):
+                attempt.live.on_started(event.started, now)
+            elif event.HasField("finished"):
+                self._on_finished(attempt, event.finished, batch)
+            elif event.HasField("error"):
+                self._on_error(attempt, event.error)
+        if tokens:
+            self._metrics.generation_tokens.inc(tokens)
+        if batch.pieces:
+            self._detokenizer.send(batch)
+
+    def _on_delta(self, attempt: Attempt, delta: generation_pb2.TokenDelta, batch: Batch) -> int:
+        live, seq = attempt.live, delta.seq
+        if attempt.expected_seq is None:
+            attempt.expected_seq = seq
+        if seq != attempt.expected_seq:
+            if seq > attempt.expected_seq:
+                self._break_off(attempt, "frames are missing")
+            else:
+                self._metrics.stale_frames.inc()
+            return 0
+        attempt.expected_seq = seq + 1
+        index = delta.index
+        if index >= live.spec.num_sequences:
+            self._break_off(attempt, "a sequence that nobody asked for")
+            return 0
+        sequence = live.sequences.get(index) or live.sequence(index)
+        if sequence.result is not None:
+            # It ended in an earlier attempt; the backend was asked again for its sisters only.
+            return 0
+        ids = delta.token_ids
+        sequence.token_ids.extend(ids)
+        if delta.HasField("finished"):
+            self._detokenizer.add(batch, sequence, ids, delta.logprobs, delta.finished)
+            sequence.result = delta.finished
+            if attempt.epoch and live.all_sequences_ended:
+                # The backend may be busy with sequences that had ended before the move.
+                self.abort(attempt)
+                live.on_backend_finished(None)
+        else:
+            self._detokenizer.add(batch, sequence, ids, delta.logprobs)
+        return len(ids)
+
+    def _on_finished(self, attempt: Attempt, finished: generation_pb2.Finished, batch: Batch) -> None:
+        live = attempt.live
+        for result in finished.sequences:
+            if result.index >= live.spec.num_sequences:
+                break
+            sequence = live.sequence(result.index)
+            if sequence.result is None:
+                # The last delta did not say so (an abort between steps): flush what the tokenizer holds back.
+                self._detokenizer.add(batch, sequence, (), (), result)
+                sequence.result = result
+        if not live.all_sequences_ended:
+            self._break_off(attempt, "finished before its sequences were")
+            return
+        self._attempts.pop(attempt.wire_id, None)
+        live.on_backend_finished(finished)
+
+    def _on_error(self, attempt: Attempt, error: generation_pb2.RequestError) -> None:
+        self._attempts.pop(attempt.wire_id, None)
+        status = status_pb2.Status(code=error.code, message=error.message)
+        if error.status_details:
+            status = status_pb2.Status.FromString(error.status_details)
+        failure = from_status(status)
+        if isinstance(failure, Unavailable):
+            attempt.live.on_lost(Loss(failure, None, self._backend))
+        else:
+            attempt.live.fail(failure)
+
+    def _break_off(self, attempt: Attempt, what: str) -> None:
+        """The backend does not keep to the protocol: this attempt cannot be trusted any further."""
+        self.abort(attempt)
+        error = Internal(f"the backend broke the protocol: {what}", reason="BACKEND_PROTOCOL")
+        attempt.live.on_lost(Loss(error, None, self._backend))

@@ -1,0 +1,190 @@
+"""Writes one client stream: Started, deltas as they come, Finished; finds another backend when one is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from penstock.common.errors import Aborted, PenstockError, Unavailable
+from penstock.router import convert
+from penstock.router.live import LiveRequest, results_of
+from penstock.router.outbox import PendingDelta
+from penstock.router.pipeline import Prompt
+from penstock.v1 import common_pb2, generation_pb2, text_pb2
+
+if TYPE_CHECKING:
+    from penstock.router.text_flow import Parts
+
+# Text of one echo delta: stays far below what clients receive by default.
+_ECHO_CHARS = 256 << 10
+_ENDED_BY_MODEL = (
+    common_pb2.FINISH_REASON_STOP_EOS,
+    common_pb2.FINISH_REASON_STOP_TOKEN,
+    common_pb2.FINISH_REASON_STOP_STRING,
+)
+
+
+class StreamWriter:
+    """Lives in the stream's handler."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        prompt: Prompt,
+        response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse],
+        make_delta: Callable[[int, PendingDelta], convert.PublicResponse],
+        parts: Parts,
+        context: grpc.aio.ServicerContext[Any, Any],
+        time_left: Callable[[], float | None],
+    ) -> None:
+        self._live = live
+        self._prompt = prompt
+        self._response = response
+        self._make_delta = make_delta
+        self._parts = parts
+        self._write = context.write
+        self._time_left = time_left
+        self._next_seq = 0
+
+    async def run(self, echo: str) -> None:
+        """Write until Finished. Raises how the stream failed: never Unavailable once a delta was written."""
+        try:
+            await self._run(echo)
+        except Unavailable as error:
+            raise (
+                self._with_last_seq(Aborted(error.message, reason=error.reason)) if self._next_seq else error
+            ) from None
+        except Aborted as error:
+            raise self._with_last_seq(error) from None
+        finally:
+            if self._live.outbox.coalesced:
+                self._parts.metrics.coalesced.inc(self._live.outbox.coalesced)
+
+    async def _run(self, echo: str) -> None:
+        live, outbox = self._live, self._live.outbox
+        started = False
+        while True:
+            if not started and (live.started is not None or live.finished is not None):
+                started = True
+                await self._write_started()
+                await self._write_echo(echo)
+            deltas = outbox.take() if started else ()
+            for delta in deltas:
+                await self._write_delta(delta)
+            if deltas:
+                continue
+            if live.error is not None:
+                raise live.error
+            if live.finished is not None:
+                await self._write_finished(live.finished)
+                return
+            if live.loss is not None:
+                await self._parts.attempts.recover(live)
+            else:
+                await outbox.wakeup.wait()
+
+    async def _write_delta(self, delta: PendingDelta) -> None:
+        if delta.logprobs:
+            await self._parts.token_texts.fill(delta.logprobs, self._time_left())
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        await self._write(self._make_delta(seq, delta))
+
+    async def _write_started(self) -> None:
+        spec = self._live.spec
+        started = generation_pb2.Started()
+        if self._live.started is not None:
+            started.CopyFrom(self._live.started)
+        started.request_id = spec.request_id
+        started.seed = spec.template.seed
+        started.prompt_tokens = len(self._prompt.token_ids)
+        if started.prompt_logprobs:
+            await self._parts.token_texts.fill(started.prompt_logprobs, self._time_left())
+        await self._write(self._response(started=convert.check_size(started)))
+
+    async def _write_echo(self, echo: str) -> None:
+        if not echo:
+            return
+        for index in range(self._live.spec.num_sequences):
+            for begin in range(0, len(echo), _ECHO_CHARS):
+                delta = PendingDelta(index, echo[begin : begin + _ECHO_CHARS])
+                if self._live.spec.wants_token_ids and begin == 0:
+                    delta.token_ids = self._prompt.token_ids
+                await self._write_delta(delta)
+
+    async def _write_finished(self, backend: generation_pb2.Finished) -> None:
+        live = self._live
+        finished = generation_pb2.Finished(
+            sequences=[self._result(result) for result in results_of(live)],
+            usage=self._usage(backend),
+            timings=self._timings(backend),
+            attempts=live.attempts,
+        )
+        if self._next_seq:
+            finished.last_seq = self._next_seq - 1
+        self._observe(finished)
+        await self._write(self._response(finished=convert.check_size(finished)))
+
+    def _result(self, result: common_pb2.SequenceResult) -> common_pb2.SequenceResult:
+        sequence = self._live.sequences[result.index]
+        copy = common_pb2.SequenceResult()
+        copy.CopyFrom(result)
+        if self._live.moves:
+            copy.token_count = len(sequence.token_ids)
+            # The last backend knows only the end of the sum.
+            copy.ClearField("cumulative_logprob")
+        if sequence.parser is not None and sequence.parser.ends_in_tool_calls and copy.finish_reason in _ENDED_BY_MODEL:
+            copy.finish_reason = common_pb2.FINISH_REASON_TOOL_CALLS
+        return copy
+
+    def _usage(self, backend: generation_pb2.Finished) -> common_pb2.Usage:
+        live = self._live
+        usage = common_pb2.Usage()
+        usage.CopyFrom(backend.usage)
+        usage.prompt_tokens = len(self._prompt.token_ids)
+        if live.moves or not usage.completion_tokens:
+            usage.completion_tokens = sum(len(sequence.token_ids) for sequence in live.sequences.values())
+        if live.started is not None:
+            usage.cached_tokens = live.started.cached_tokens
+        usage.reasoning_tokens = live.reasoning_tokens
+        return usage
+
+    def _timings(self, backend: generation_pb2.Finished) -> common_pb2.StageTimings:
+        times = self._live.timings
+        timings = common_pb2.StageTimings(
+            route_seconds=times.route,
+            detokenize_seconds=times.detokenize,
+            total_seconds=time.monotonic() - times.received_at,
+        )
+        if times.template is not None:
+            timings.template_seconds = times.template
+        if times.tokenize is not None:
+            timings.tokenize_seconds = times.tokenize
+        if times.first_token_at is not None:
+            timings.time_to_first_token_seconds = times.first_token_at - times.received_at
+        theirs = backend.timings
+        if theirs.HasField("queue_seconds"):
+            timings.queue_seconds = theirs.queue_seconds
+        if theirs.HasField("prefill_seconds"):
+            timings.prefill_seconds = theirs.prefill_seconds
+        if theirs.HasField("decode_seconds"):
+            timings.decode_seconds = theirs.decode_seconds
+        return timings
+
+    def _observe(self, finished: generation_pb2.Finished) -> None:
+        metrics = self._parts.metrics
+        metrics.observe_timings(finished.timings)
+        metrics.prompt_tokens.inc(finished.usage.prompt_tokens)
+        metrics.cached_tokens.inc(finished.usage.cached_tokens)
+        metrics.request_tokens.observe(finished.usage.completion_tokens)
+        for result in finished.sequences:
+            reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_").lower()
+            metrics.finished.labels(reason).inc()
+
+    def _with_last_seq(self, error: PenstockError) -> PenstockError:
+        if self._next_seq:
+            error.metadata["last_seq"] = str(self._next_seq - 1)
+        return error

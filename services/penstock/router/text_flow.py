@@ -1,0 +1,249 @@
+"""One stream of TextService from request to Finished: admission, prompt, backend, deltas, end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from penstock.common.errors import DeadlineExceeded, InvalidArgument, NotFound, PenstockError
+from penstock.common.logging import get_logger
+from penstock.common.request_context import current_request_id, new_request_id
+from penstock.router import convert
+from penstock.router.admission import Admission
+from penstock.router.attempts import Attempts
+from penstock.router.chat_output import ChatParser
+from penstock.router.config import RouterConfig
+from penstock.router.detokenize import Detokenizer
+from penstock.router.live import LiveRequest, RequestSpec, Timings
+from penstock.router.metrics import RouterMetrics
+from penstock.router.outbox import PendingDelta
+from penstock.router.pipeline import Pipeline, Prompt
+from penstock.router.pool import BackendPool
+from penstock.router.prefix_index import block_hashes
+from penstock.router.stream_writer import StreamWriter
+from penstock.router.token_text import TokenTexts
+from penstock.router.tokenizer_link import TokenizerLink
+from penstock.v1 import model_pb2, text_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_log = get_logger("penstock.router")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKind:
+    """What differs between Generate and Chat."""
+
+    name: str
+    response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
+    delta: Callable[[int, PendingDelta], convert.PublicResponse]
+
+
+GENERATE = StreamKind("Generate", text_pb2.GenerateTextResponse, convert.text_delta)
+CHAT = StreamKind("Chat", text_pb2.ChatResponse, convert.chat_delta)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What streams are made with; one of each per process."""
+
+    config: RouterConfig
+    link: TokenizerLink
+    pipeline: Pipeline
+    pool: BackendPool
+    attempts: Attempts
+    admission: Admission
+    detokenizer: Detokenizer
+    token_texts: TokenTexts
+    metrics: RouterMetrics
+
+
+class TextFlow:
+    """Runs streams, each in its handler's task; knows the ids of the live ones."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._live_ids: set[str] = set()
+
+    async def run(self, request: convert.PublicRequest, kind: StreamKind, context: Context) -> None:
+        """Serve one stream. Raises PenstockError for the interceptor to map."""
+        call = _Call(request, kind, context, self._parts)
+        status = "INTERNAL"
+        try:
+            convert.check(request, self._parts.config)
+            request_id = self._claim(request)
+            try:
+                await call.serve(request_id)
+            finally:
+                self._live_ids.discard(request_id)
+            status = "OK"
+        except asyncio.CancelledError:
+            status = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
+            raise
+        except PenstockError as error:
+            status = error.code.name
+            raise
+        finally:
+            self._parts.metrics.requests.labels(kind.name, status).inc()
+
+    def _claim(self, request: convert.PublicRequest) -> str:
+        """The request's id, now taken. Raises InvalidArgument when the client chose one that is live."""
+        request_id = request.request_id
+        if request_id and request_id in self._live_ids:
+            raise InvalidArgument("request_id", "a live request has this id", reason="DUPLICATE_REQUEST_ID")
+        if not request_id:
+            request_id = current_request_id.get() or new_request_id()
+            if request_id in self._live_ids:
+                request_id = new_request_id()
+        self._live_ids.add(request_id)
+        return request_id
+
+
+class _Call:
+    """One stream's way through the stages."""
+
+    def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: Context, parts: Parts) -> None:
+        self._request = request
+        self._kind = kind
+        self._context = context
+        self._parts = parts
+        self._timings = Timings(time.monotonic())
+        remaining = context.time_remaining()
+        self._deadline = None if remaining is None else self._timings.received_at + remaining
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline passed."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    async def serve(self, request_id: str) -> None:
+        """Admission, then the stream."""
+        parts = self._parts
+        self._check_model()
+        parts.attempts.check_capacity(self._request.model)
+        tenant = self._tenant()
+        await parts.admission.enter(tenant, self._left())
+        place = _Place(parts.admission)
+        try:
+            self._timings.route = time.monotonic() - self._timings.received_at
+            prompt = await self._prompt()
+            live = self._live(request_id, tenant, prompt)
+            await self._stream(live, prompt, place)
+        finally:
+            place.leave()
+
+    def _check_model(self) -> None:
+        models = self._parts.pool.models
+        if self._request.model and models and self._request.model not in models:
+            raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
+
+    def _tenant(self) -> str:
+        """Who asks, as a hash of the credentials; a constant while nobody has to authenticate."""
+        if self._parts.config.auth_token_file is None:
+            return convert.DEFAULT_TENANT
+        metadata = dict(self._context.invocation_metadata() or ())
+        return hashlib.sha256(str(metadata.get("authorization", "")).encode()).hexdigest()
+
+    def _info(self) -> model_pb2.GetModelInfoResponse | None:
+        models = self._parts.pool.models
+        return models.get(self._request.model) if self._request.model else next(iter(models.values()), None)
+
+    async def _prompt(self) -> Prompt:
+        request, pipeline = self._request, self._parts.pipeline
+        if isinstance(request, text_pb2.ChatRequest):
+            prompt = await pipeline.chat(request, self._left())
+        else:
+            prompt = await pipeline.text(request, self._left())
+        convert.check_prompt(prompt, request, self._info())
+        self._timings.template, self._timings.tokenize = prompt.template_seconds, prompt.tokenize_seconds
+        return prompt
+
+    def _live(self, request_id: str, tenant: str, prompt: Prompt) -> LiveRequest:
+        request, parts = self._request, self._parts
+        info = self._info()
+        salt = convert.cache_salt(tenant, request.cache_salt)
+        block_size = info.kv.block_size if info is not None else 0
+        spec = RequestSpec(
+            request_id=request_id,
+            template=convert.to_template(request, prompt, salt=salt, fingerprint=parts.link.fingerprint),
+            num_sequences=convert.num_sequences(request, info),
+            decode_options=convert.to_decode_options(request, prompt),
+            make_parser=self._parser(prompt),
+            wants_token_ids=request.output.return_token_ids,
+            wants_logprobs=request.output.HasField("top_logprobs"),
+            model=request.model,
+            session=f"{tenant}:{request.session_id}" if request.session_id else "",
+            prefix_hashes=block_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
+            if block_size
+            else [],
+        )
+        return LiveRequest(spec, self._timings, parts.detokenizer, parts.metrics, parts.config.max_buffered_bytes)
+
+    def _parser(self, prompt: Prompt) -> Callable[[], ChatParser] | None:
+        request = self._request
+        if not isinstance(request, text_pb2.ChatRequest):
+            return None
+        return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
+
+    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place) -> None:
+        parts, loop = self._parts, asyncio.get_running_loop()
+        await parts.pipeline.negative_prompt(live.spec.template.config, self._left())
+        echo = await self._echo(prompt)
+        left = self._left()
+        timer = None if left is None else loop.call_later(left, live.fail, _late())
+        handler = asyncio.current_task()
+        grace: list[asyncio.TimerHandle] = []
+
+        def on_close() -> None:
+            # A reader that is stuck holds neither a place nor, for longer than the grace, a call.
+            place.leave()
+            if live.error is not None and handler is not None:
+                grace.append(loop.call_later(parts.config.slow_reader_grace_seconds, handler.cancel))
+
+        live.on_close = on_close
+        writer = StreamWriter(live, prompt, self._kind.response, self._kind.delta, parts, self._context, self._left)
+        try:
+            begin = time.monotonic()
+            parts.attempts.place(live)
+            self._timings.route += time.monotonic() - begin
+            await writer.run(echo)
+        except InvalidArgument as error:
+            raise convert.public_error(error, self._request) from error
+        finally:
+            live.close()
+            for handle in (timer, *grace):
+                if handle is not None:
+                    handle.cancel()
+
+    async def _echo(self, prompt: Prompt) -> str:
+        if not self._request.output.echo:
+            return ""
+        output = self._request.output
+        skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+        return await self._parts.pipeline.echo_text(prompt, self._left(), skip_special_tokens=skip)
+
+
+class _Place:
+    """A place from admission, given back once."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission: Admission | None = admission
+
+    def leave(self) -> None:
+        """Give it back; later calls do nothing."""
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission.leave()
+
+
+def _late() -> DeadlineExceeded:
+    return DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED")

@@ -1,0 +1,159 @@
+"""Reads one Hermes tool call, `{"name": …, "arguments": {…}}`, from text that arrives in arbitrary pieces."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from dataclasses import dataclass, field
+
+OPEN_TAG = "<tool_call>"
+CLOSE_TAG = "</tool_call>"
+# The usual order of keys: from here on the arguments can be streamed as they come.
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
+
+
+@dataclass(slots=True)
+class ToolCallPiece:
+    """A piece of call number `index`: id and name come first, then the arguments' JSON text in pieces."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class CallResult:
+    """What `ToolCallReader.feed` found. `rest` is text behind the closing tag when `closed`."""
+
+    pieces: list[ToolCallPiece] = field(default_factory=list)
+    closed: bool = False
+    # Set with `closed`: a well-formed call was read. Otherwise `raw` holds text that is no call.
+    complete: bool = False
+    raw: str = ""
+    rest: str = ""
+
+
+class _Phase(enum.Enum):
+    HEAD = 1
+    ARGUMENTS = 2
+    TAIL = 3
+
+
+class ToolCallReader:
+    """The text between `<tool_call>` and `</tool_call>`. What it finds does not depend on how the text is split."""
+
+    def __init__(self, index: int, call_id: str, max_head_chars: int) -> None:
+        """`max_head_chars`: more than this without a recognisable call is plain text."""
+        self._index = index
+        self._call_id = call_id
+        self._max_head_chars = max_head_chars
+        self._phase = _Phase.HEAD
+        self._buffer = ""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._well_formed = False
+
+    def feed(self, text: str) -> CallResult:
+        """Take more text."""
+        result = CallResult()
+        self._buffer += text
+        if self._phase is _Phase.HEAD:
+            self._read_head(result)
+        if self._phase is _Phase.ARGUMENTS:
+            self._read_arguments(result)
+        if self._phase is _Phase.TAIL and not result.closed:
+            self._read_tail(result)
+        return result
+
+    def finish(self) -> CallResult:
+        """No more text comes: a call whose closing tag was cut off still counts when its JSON is whole."""
+        result = CallResult(closed=True)
+        if self._phase is _Phase.HEAD:
+            self._read_whole(self._buffer, result, OPEN_TAG + self._buffer)
+        else:
+            result.complete = self._phase is _Phase.TAIL and self._well_formed
+        return result
+
+    def _read_head(self, result: CallResult) -> None:
+        match = _HEAD.match(self._buffer)
+        close = self._buffer.find(CLOSE_TAG)
+        if match is not None and not 0 <= close < match.end():
+            name = _loads(match.group(1))
+            if isinstance(name, str):
+                result.pieces.append(ToolCallPiece(self._index, self._call_id, name))
+                self._buffer = self._buffer[match.end() :]
+                self._phase = _Phase.ARGUMENTS
+                return
+        if close >= 0:
+            body = self._buffer[:close]
+            result.closed, result.rest = True, self._buffer[close + len(CLOSE_TAG) :]
+            self._read_whole(body, result, OPEN_TAG + body + CLOSE_TAG)
+        elif len(self._buffer) > self._max_head_chars:
+            result.closed, result.raw = True, OPEN_TAG + self._buffer
+
+    def _read_whole(self, body: str, result: CallResult, raw: str) -> None:
+        call = _loads(body)
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(name, str):
+            result.raw = raw
+            return
+        arguments = call.get("arguments", call.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        result.pieces += [
+            ToolCallPiece(self._index, self._call_id, name),
+            ToolCallPiece(self._index, arguments=text),
+        ]
+        result.complete = True
+
+    def _read_arguments(self, result: CallResult) -> None:
+        end = self._scan(self._buffer)
+        taken = len(self._buffer) if end is None else end
+        if taken:
+            result.pieces.append(ToolCallPiece(self._index, arguments=self._buffer[:taken]))
+        self._buffer = self._buffer[taken:]
+        if end is not None:
+            self._phase = _Phase.TAIL
+
+    def _scan(self, text: str) -> int | None:
+        """Where the arguments' object ends, if it does in `text`."""
+        for position, char in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._in_string = False
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._well_formed = True
+                    return position + 1
+            elif char == "<":
+                # Not JSON: the closing tag came before the last brace.
+                return position
+        return None
+
+    def _read_tail(self, result: CallResult) -> None:
+        close = self._buffer.find(CLOSE_TAG)
+        if close < 0:
+            # Only as much as may be the start of the tag matters.
+            self._buffer = self._buffer[-(len(CLOSE_TAG) - 1) :]
+            return
+        result.closed, result.complete = True, self._well_formed
+        result.rest = self._buffer[close + len(CLOSE_TAG) :]
+
+
+def _loads(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value
