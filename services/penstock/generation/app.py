@@ -44,7 +44,7 @@ class GenerationApp:
     """The generation service of one process (common.server.Service)."""
 
     name = "generation"
-    grpc_services = (
+    grpc_services: tuple[str, ...] = (
         "penstock.v1.GenerationService",
         "penstock.v1.ModelService",
         "penstock.v1.GenerationAdminService",
