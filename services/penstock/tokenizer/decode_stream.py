@@ -48,38 +48,46 @@ class DecodeSession:
         """One result per item, in order, except for items that drop their sequence."""
         begin = time.perf_counter()
         response = pb.DecodeStreamResponse()
-        add = response.results.add
-        self.tokens = self.characters = 0
-        for item in request.items:
+        add, live = response.results.add, self._sequences.get
+        tokens = characters = 0
+        for item in request.items:  # this loop runs once a token: its order and its locals are for speed
             stream_id = item.stream_id
+            sequence = live(stream_id)
             try:
-                emission = self._advance(stream_id, item)
-            except SequenceError as error:
+                if sequence is None or item.finish or item.drop or item.HasField("open"):
+                    emission = self._begin_or_end(stream_id, item)
+                    if emission is None:
+                        continue
+                    text, matched = emission
+                else:
+                    ids = item.token_ids
+                    tokens += len(ids)
+                    text, matched = sequence.push(ids), None
+                    if sequence.stops is not None:
+                        text, matched = sequence.stops.push(text)
+            except (SequenceError, IndexError) as error:
                 self._sequences.pop(stream_id, None)
-                add(stream_id=stream_id, error=str(error))
+                add(stream_id=stream_id, error=self._describe(error))
                 continue
-            if emission is None:
-                continue
-            self.characters += len(emission.text)
-            if emission.matched is None:
-                add(stream_id=stream_id, text=emission.text)
-            else:
-                add(stream_id=stream_id, text=emission.text, matched_stop_string=emission.matched)
+            result = add()
+            result.stream_id = stream_id
+            if text:
+                characters += len(text)
+                result.text = text
+            if matched is not None:
+                result.matched_stop_string = matched
+        self.tokens, self.characters = tokens, characters
         response.detokenize_seconds = time.perf_counter() - begin
         return response
 
-    def _advance(self, stream_id: int, item: pb.DecodeStreamItem) -> Emission | None:
+    def _begin_or_end(self, stream_id: int, item: pb.DecodeStreamItem) -> Emission | None:
+        """An item that is the first or the last of its sequence, or both. None: it has no answer."""
         sequence = self._sequences.get(stream_id)
         if sequence is None or item.HasField("open"):
             if item.drop and not item.HasField("open"):
                 return None  # the other end gave up on a sequence that has failed here
             sequence = self._open(stream_id, item)
-        ids = item.token_ids
-        self.tokens += len(ids)
-        try:
-            text = sequence.detokenizer.push(ids) if ids else ""
-        except IndexError:
-            raise self._outside() from None
+        text = sequence.push(item.token_ids)
         if item.drop:
             del self._sequences[stream_id]
             return None
@@ -102,10 +110,7 @@ class DecodeSession:
         self._check_stops(options)
         skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
         sequence = _Sequence(self._factory.make(skip), options.stop_strings, options.include_stop_string_in_output)
-        try:
-            sequence.replay(options.prefix_token_ids, options.resumed_token_ids)
-        except IndexError:
-            raise self._outside() from None
+        sequence.replay(options.prefix_token_ids, options.resumed_token_ids)
         self._sequences[stream_id] = sequence
         return sequence
 
@@ -116,32 +121,35 @@ class DecodeSession:
         if any(not 0 < len(stop) <= longest for stop in options.stop_strings):
             raise SequenceError(f"INVALID_STOP_STRINGS: each has 1 to {longest} characters")
 
-    def _outside(self) -> SequenceError:
-        return SequenceError(f"ID_OUTSIDE_VOCABULARY: ids must be below {self._id_limit}")
+    def _describe(self, error: SequenceError | IndexError) -> str:
+        if isinstance(error, IndexError):
+            return f"ID_OUTSIDE_VOCABULARY: ids must be below {self._id_limit}"
+        return str(error)
 
 
 class _Sequence:
     """One sequence: ids to text, then text past its stop strings."""
 
-    __slots__ = ("_include_stop", "detokenizer", "stops")
+    __slots__ = ("_detokenizer", "_include_stop", "push", "stops")
 
     def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], include_stop: bool) -> None:
-        self.detokenizer = detokenizer
+        self._detokenizer = detokenizer
         self._include_stop = include_stop
+        # Ids to text; raises IndexError for ids outside the vocabulary.
+        self.push = detokenizer.push
         # Most sequences have none: their text passes as it is.
         self.stops = StopStrings(stop_strings, include_stop) if stop_strings else None
 
     def replay(self, prefix: Sequence[int], resumed: Sequence[int]) -> None:
         """Take the state that a sequence has after `prefix` (context only) and `resumed` (text sent already)."""
-        if prefix:
-            self.detokenizer.push(prefix)
-        if resumed:
-            text = self.detokenizer.push(resumed)
-            if self.stops is not None:
-                self.stops.push(text)
+        self.push(prefix)
+        text = self.push(resumed)
+        if self.stops is not None:
+            self.stops.push(text)
 
     def finish(self, text: str, matched: str | None) -> Emission:
-        text += self.detokenizer.finish()
+        """Whatever is held back, after `text`; `matched` as in StopStrings.finish."""
+        text += self._detokenizer.finish()
         if self.stops is None:
             if matched is None:
                 return Emission(text)

@@ -150,6 +150,34 @@ class WindowDetokenizer:
         return self._decode(self._ids[self._start :])[len(before) :]
 
 
+class CleanedUpDetokenizer:
+    """transformers' clean-up of spaces before punctuation, on text that comes in portions.
+
+    Every space it removes opens one of its patterns, and only " ' " ends in one. So text can be cleaned up apart from
+    what follows wherever a space comes after something that is neither a space nor an apostrophe.
+    """
+
+    __slots__ = ("_clean_up", "_inner", "_text")
+
+    def __init__(self, inner: Detokenizer, clean_up: Callable[[str], str]) -> None:
+        self._inner = inner
+        self._clean_up = clean_up
+        self._text = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        text = self._text + self._inner.push(ids)
+        place = text.rfind(" ")
+        while place > 0 and text[place - 1] in " '":
+            place = text.rfind(" ", 0, place)
+        place = max(place, 0)
+        self._text = text[place:]
+        return self._clean_up(text[:place])
+
+    def finish(self) -> str:
+        text, self._text = self._text + self._inner.finish(), ""
+        return self._clean_up(text)
+
+
 class DetokenizerFactory:
     """Makes the detokenizer that fits a tokenizer; tables are built once."""
 
@@ -160,7 +188,7 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         self._id_limit = id_limit
         self._clean_up = clean_up
-        self._plan = None if clean_up is not None else plan_of(json.loads(tokenizer.to_str())["decoder"])
+        self._plan = plan_of(json.loads(tokenizer.to_str())["decoder"])
         self._tables: dict[bool, Table] = {}
         if self._plan is not None:
             table = self._plan.table(tokenizer, id_limit)
@@ -173,13 +201,16 @@ class DetokenizerFactory:
 
     def make(self, skip_special_tokens: bool) -> Detokenizer:
         """A detokenizer for one sequence."""
+        plain = self._make_plain(skip_special_tokens)
+        return plain if self._clean_up is None else CleanedUpDetokenizer(plain, self._clean_up)
+
+    def _make_plain(self, skip_special_tokens: bool) -> Detokenizer:
         if self._plan is None:
-            return WindowDetokenizer(lambda ids: self._decode(ids, skip_special_tokens), self._id_limit)
+            tokenizer = self._tokenizer
+            return WindowDetokenizer(
+                lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), self._id_limit
+            )
         table = self._tables[skip_special_tokens]
         if self._plan.kind == "byte_level":
             return ByteLevelDetokenizer(table)
         return ByteFallbackDetokenizer(table, self._plan.strip, self._plan.strip_count)
-
-    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return self._clean_up(text) if self._clean_up is not None else text

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(NamedTuple):
     """Text to send, and the stop string that ended it, if one did."""
 
     text: str
     matched: str | None = None
+
+
+_NOTHING = Emission("")
 
 
 class StopStrings:
@@ -21,30 +23,36 @@ class StopStrings:
     longest of those that are complete at the same character.
     """
 
-    __slots__ = ("_held", "_include", "_stops", "matched")
+    __slots__ = ("_begins", "_held", "_include", "_reach", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """With `include` a matched stop string is part of the text."""
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._include = include
+        self._begins = {stop[0] for stop in self._stops}
+        # The longest that can be held back: a stop string without its last character.
+        self._reach = max([1, *(len(stop) - 1 for stop in self._stops)])
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> Emission:
         """What can be sent now. Nothing after a match."""
         if self.matched is not None:
-            return Emission("")
+            return _NOTHING
+        if not text:
+            return _NOTHING
         pending = self._held + text
-        self._held = ""
         end, stop = self._first(pending)
         if stop is not None:
-            self.matched = stop
+            self.matched, self._held = stop, ""
             return Emission(pending[: end if self._include else end - len(stop)], stop)
+        # Only what begins with a stop string's first character can be held back.
+        if self._begins.isdisjoint(pending[-self._reach :]):
+            self._held = ""
+            return Emission(pending)
         held = self._held_length(pending)
-        if held:
-            self._held = pending[-held:]
-            pending = pending[:-held]
-        return Emission(pending)
+        self._held = pending[len(pending) - held :]
+        return Emission(pending[: len(pending) - held])
 
     def finish(self, text: str, matched: str | None) -> Emission:
         """The rest. `matched` is a stop string that the engine saw at the very end; it is cut even if not ours."""
