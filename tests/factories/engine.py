@@ -120,9 +120,8 @@ def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) ->
     names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline"}
     own = {name: fields.pop(name) for name in list(fields) if name in names}
     params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
-    return Request(
-        **({"request_id": f"r{next(_ids)}", "arrival_time": 0.0} | own), prompt_token_ids=list(prompt), params=params
-    )
+    defaults: dict[str, Any] = {"request_id": f"r{next(_ids)}", "arrival_time": 0.0}
+    return Request(**(defaults | own), prompt_token_ids=list(prompt), params=params)
 
 
 class Answer:

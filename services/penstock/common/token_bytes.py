@@ -46,10 +46,13 @@ class TokenBytes:
         special: Iterable[int],
         byte_tokens: Iterable[int] = (),
         leading: Leading = Leading.KEEP,
+        first: Mapping[int, bytes] | None = None,
     ) -> None:
-        """`tokens`: by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`."""
+        """`tokens`: by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`; `first` has
+        the tokens whose bytes at the start of a text do not follow from `leading`."""
         self.leading = leading
         self.byte_tokens = frozenset(byte_tokens)
+        self._first = dict(first or {})
         self._special = frozenset(special)
         parts = [tokens.get(token_id, b"") for token_id in range(max(tokens, default=-1) + 1)]
         self._buffer = b"".join(parts)
@@ -79,6 +82,16 @@ class TokenBytes:
         if token_id >= len(self._offsets) - 1 or self.skipped(token_id, skip_special=skip_special):
             return b""
         return self._buffer[self._offsets[token_id] : self._offsets[token_id + 1]]
+
+    def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
+        """What is left of the token's `data` when it is the first of a text that is not skipped."""
+        match self.leading:
+            case Leading.STRIP_ONE:
+                return data.removeprefix(b" ")
+            case Leading.DROP_ALL:
+                return self._first.get(token_id, data.replace(b" ", b""))
+            case _:
+                return data
 
     def skipped(self, token_id: int, *, skip_special: bool) -> bool:
         """Whether decoding leaves this token out."""
@@ -114,7 +127,7 @@ class TextCursor:
             data = self._in_run(token_id, data)
         if self._at_start and data:
             self._at_start = False
-            data = data.replace(b" ", b"") if table.leading is Leading.DROP_ALL else data.removeprefix(b" ")
+            data = table.bytes_at_start(token_id, data)
         return data
 
     def _in_run(self, token_id: int, data: bytes) -> bytes:
@@ -161,7 +174,14 @@ def _build(document: dict[str, Any], config: dict[str, Any]) -> TokenBytes:
         byte_tokens = {
             token_id: bytes([int(text[3:5], 16)]) for token_id, text in texts.items() if _BYTE_TOKEN.fullmatch(text)
         }
-    return TokenBytes(tokens | byte_tokens, special=special, byte_tokens=byte_tokens, leading=decoder.leading)
+    first: dict[int, bytes] = {}
+    if decoder.leading is Leading.DROP_ALL:
+        # Only the replacement is dropped, not a space of the token's own.
+        dropping = _replacing([(old, "") for old, _ in decoder.replacements])
+        first = {token_id: dropping(text) for token_id, text in texts.items() if " " in text}
+    return TokenBytes(
+        tokens | byte_tokens, special=special, byte_tokens=byte_tokens, leading=decoder.leading, first=first
+    )
 
 
 def _vocabulary(model: dict[str, Any]) -> dict[int, str]:

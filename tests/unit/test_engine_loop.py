@@ -1,0 +1,239 @@
+"""The engine's thread: its door, its silence when idle, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from factories.engine import Answer, FakeRunner, collect, engine_config, request
+from penstock.common.errors import Cancelled, InvalidArgument, ResourceExhausted, Unavailable
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.request import FinishReason, Request, RequestOutput
+from penstock.generation.engine.step import RunnerOutput, SchedulerOutput
+
+
+class GatedRunner(FakeRunner):
+    """Waits before each step until the test lets it pass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.entered.release()
+        assert self.gate.acquire(timeout=30)
+        return super().execute(output)
+
+    def open(self) -> None:
+        for _ in range(10_000):
+            self.gate.release()
+
+
+class Bench:
+    """A loop under test and everything it delivered."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.engine = Engine(runner.config, runner, None)
+        self.answers: dict[str, Answer] = {}
+        self.deliveries = 0
+        self.failures: list[BaseException] = []
+        self.changed = asyncio.Condition()
+        self.loop = EngineLoop(self.engine, asyncio.get_running_loop(), self._deliver, self._fail)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        self.deliveries += 1
+        collect(self.answers, outputs)
+        self._notification = asyncio.ensure_future(self._notify())
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failures.append(failure)
+        self._notification = asyncio.ensure_future(self._notify())
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def end_of(self, item: Request) -> Answer:
+        await self.until(lambda: item.request_id in self.answers and self.answers[item.request_id].finished is not None)
+        return self.answers[item.request_id]
+
+
+@asynccontextmanager
+async def running(runner: FakeRunner | None = None, **config: Any) -> AsyncIterator[Bench]:
+    bench = Bench(runner or FakeRunner(engine_config(**config)))
+    bench.loop.start()
+    try:
+        yield bench
+    finally:
+        if isinstance(bench.runner, GatedRunner):
+            runner.open()
+        await asyncio.to_thread(bench.loop.stop)
+
+
+async def test_a_submitted_request_is_answered_with_one_delivery_a_step() -> None:
+    async with running() as bench:
+        bench.loop.submit(item := request([1], max_new_tokens=5))
+        answer = await bench.end_of(item)
+        assert len(answer.ids[0]) == 5
+        assert bench.deliveries == 5
+
+
+async def test_an_idle_engine_takes_no_step() -> None:
+    async with running() as bench:
+        bench.loop.submit(item := request([1], max_new_tokens=2))
+        await bench.end_of(item)
+        # The control channel proves that the thread has gone through its loop since.
+        for _ in range(3):
+            await asyncio.wrap_future(bench.loop.run_on_engine(lambda engine: engine.stats.steps))
+        assert len(bench.runner.steps) == 2
+
+
+async def test_the_id_of_a_live_request_is_refused_and_free_again_after_its_end() -> None:
+    runner = GatedRunner(engine_config())
+    async with running(runner) as bench:
+        bench.loop.submit(item := request([1], request_id="same", max_new_tokens=2))
+        with pytest.raises(InvalidArgument) as caught:
+            bench.loop.submit(request([1], request_id="same"))
+        assert (caught.value.field, caught.value.reason) == ("request_id", "DUPLICATE_REQUEST_ID")
+        runner.open()
+        await bench.end_of(item)
+        bench.answers.clear()
+        await bench.loop.wait_idle()
+        bench.loop.submit(again := request([1], request_id="same", max_new_tokens=2))
+        await bench.end_of(again)
+
+
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    runner = GatedRunner(engine_config(max_running_sequences=1, max_queued_requests=2))
+    async with running(runner) as bench:
+        bench.loop.submit(request([1], max_new_tokens=2))
+        assert runner.entered.acquire(timeout=20)
+        bench.loop.submit(request([2]))
+        bench.loop.submit(request([3]))
+        with pytest.raises(ResourceExhausted) as caught:
+            bench.loop.submit(request([4]))
+        assert caught.value.reason == "QUEUE_FULL"
+        assert caught.value.retry_after_seconds == 1.0
+        assert bench.loop.load.waiting_requests == 2
+
+
+async def test_an_abort_costs_at_most_the_step_in_progress() -> None:
+    runner = GatedRunner(engine_config())
+    async with running(runner) as bench:
+        bench.loop.submit(item := request([1], max_new_tokens=100))
+        assert runner.entered.acquire(timeout=20)
+        bench.loop.abort([item.request_id, "unknown"], Cancelled("gone", reason="CLIENT_GONE"))
+        runner.gate.release()
+        answer = await bench.end_of(item)
+        assert answer.finished is not None
+        assert answer.finished.sequences[0].reason is FinishReason.ABORTED
+        assert isinstance(answer.finished.error, Cancelled)
+        assert len(runner.steps) == 1
+        used = await asyncio.wrap_future(bench.loop.run_on_engine(lambda engine: engine.load().kv_blocks_used))
+        assert used == 0
+
+
+async def test_draining_refuses_new_requests_finishes_live_ones_and_can_be_taken_back() -> None:
+    runner = GatedRunner(engine_config())
+    async with running(runner) as bench:
+        bench.loop.submit(item := request([1], max_new_tokens=3))
+        bench.loop.drain()
+        with pytest.raises(Unavailable) as caught:
+            bench.loop.submit(request([2]))
+        assert caught.value.reason == "DRAINING"
+        idle = asyncio.ensure_future(bench.loop.wait_idle())
+        runner.open()
+        await asyncio.wait_for(idle, 20)
+        assert len(bench.answers[item.request_id].ids[0]) == 3
+        bench.loop.resume()
+        bench.loop.submit(again := request([1], max_new_tokens=1))
+        await bench.end_of(again)
+
+
+async def test_stopping_ends_every_request_and_joins_the_thread() -> None:
+    runner = GatedRunner(engine_config(max_running_sequences=1))
+    async with running(runner) as bench:
+        bench.loop.submit(started := request([1], max_new_tokens=100))
+        bench.loop.submit(queued := request([2], max_new_tokens=100))
+        assert runner.entered.acquire(timeout=20)
+        stopping = asyncio.ensure_future(asyncio.to_thread(bench.loop.stop))
+        # The thread is held in a step: only a loop that is stopping answers at once.
+        while not bench.loop.run_on_engine(lambda _: None).done():
+            await asyncio.sleep(0)
+        runner.open()
+        await stopping
+        for item in (started, queued):
+            last = (await bench.end_of(item)).finished
+            assert last is not None
+            assert last.error is not None
+            assert last.error.reason == "ENGINE_STOPPED"
+        with pytest.raises(Unavailable):
+            bench.loop.submit(request([3]))
+        with pytest.raises(Unavailable):
+            await asyncio.wrap_future(bench.loop.run_on_engine(lambda engine: 0))
+        assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+async def test_a_broken_step_ends_every_stream_internal_and_reports_the_failure() -> None:
+    runner = GatedRunner(engine_config(max_running_sequences=1))
+    runner.fail_at_step = 1
+    async with running(runner) as bench:
+        items = [request([number], max_new_tokens=9) for number in (1, 2)]
+        for item in items:
+            bench.loop.submit(item)
+        assert runner.entered.acquire(timeout=20)
+        bench.loop.submit(late := request([3]))
+        runner.open()
+        for item in (*items, late):
+            last = (await bench.end_of(item)).finished
+            assert last is not None
+            assert last.error is not None
+            assert (last.error.reason, "device" in last.error.message) == ("ENGINE_FAILED", False)
+        await bench.until(lambda: bool(bench.failures))
+        assert [str(failure) for failure in bench.failures] == ["device lost"]
+
+
+async def test_a_request_that_turns_out_impossible_on_the_thread_still_gets_its_end() -> None:
+    async with running() as bench:
+        bench.loop.submit(item := request([1], eos_token_ids=(2,), resumed_token_ids=[[2, 2]]))
+        answer = await bench.end_of(item)
+        assert answer.finished is not None
+        assert isinstance(answer.finished.error, InvalidArgument)
+        await bench.loop.wait_idle()
+
+
+async def test_work_on_the_engine_thread_returns_or_raises_to_its_caller() -> None:
+    async with running() as bench:
+        assert (
+            await asyncio.wrap_future(bench.loop.run_on_engine(lambda _: threading.current_thread().name)) == "engine"
+        )
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wrap_future(bench.loop.run_on_engine(lambda _: 1 // 0))
+
+
+async def test_many_requests_from_many_threads_each_get_exactly_one_end() -> None:
+    async with running(max_running_sequences=8, num_blocks=40) as bench:
+        items = [request([number % 5] * (1 + number % 7), max_new_tokens=1 + number % 9) for number in range(120)]
+
+        def submit(part: list[Request]) -> None:
+            for position, item in enumerate(part):
+                bench.loop.submit(item)
+                if position % 3 == 0:
+                    bench.loop.abort([item.request_id])
+
+        await asyncio.gather(*(asyncio.to_thread(submit, items[first::4]) for first in range(4)))
+        for item in items:
+            await bench.end_of(item)
+        assert len(bench.answers) == len(items)
+        assert bench.loop.load.kv_blocks_used == 0

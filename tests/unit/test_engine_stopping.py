@@ -1,0 +1,137 @@
+"""When a sequence ends: on the very token that completes a stop, judged like a search in the decoded text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from factories.engine import make_engine, request, run
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from penstock.common.token_bytes import Leading, TextCursor, TokenBytes
+from penstock.generation.engine.request import FinishReason, SequenceFinish
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.stopping import Stop, StopCriteria, StopStrings
+from penstock.generation.sampling.params import SamplingParams
+
+# Tokens that cut characters and stop strings anywhere.
+PIECES = [
+    b"s", b"t", b"st", b"op", b"stopper", b" ", b"<", b"|", b"<|end", b"|>", b"\xe4", b"\xb8", b"\xad", b"\xe4\xb8",
+    b"\xf0\x9f", b"\x98\x80", b"\n\n", b"\n", b"stops", b"p", b"[special]",
+]  # fmt: skip
+TABLE = TokenBytes(dict(enumerate(PIECES)), special=[20])
+STRINGS = ["stop", "st", "top", "<|end|>", "中", "😀", "\n\n", "p s", "ts", "stopstop", " st"]
+
+
+def criteria(table: TokenBytes = TABLE, limit: int = 100, **options: object) -> StopCriteria:
+    return StopCriteria(replace(SamplingParams(limit), **options), limit, table)  # type: ignore[arg-type]
+
+
+def first_stop(judge: StopCriteria, ids: list[int], prompt: list[int] | None = None) -> tuple[int, Stop] | None:
+    """How many tokens until it ends, and why."""
+    prompt = prompt or [0]
+    sequence = Sequence(0, 0, SamplingParams(1), 0, list(prompt), len(prompt))
+    state = judge.new_state()
+    for count, token_id in enumerate(ids, 1):
+        sequence.token_ids.append(token_id)
+        stop = judge.check(sequence, state)
+        if stop is not None:
+            return count, stop
+    return None
+
+
+def naive(table: TokenBytes, ids: list[int], strings: tuple[str, ...]) -> tuple[int, str] | None:
+    """Search the decoded text of every prefix; of what it holds, what ends first, then the longest."""
+    for count in range(1, len(ids) + 1):
+        cursor = TextCursor(table, skip_special=True)
+        text = b"".join(cursor.feed(token_id) for token_id in ids[:count]).decode(errors="replace")
+        found = [(text.find(string) + len(string), -len(string), string) for string in strings if string in text]
+        if found:
+            return count, min(found)[2]
+    return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES)), max_size=30),
+    st.lists(st.sampled_from(STRINGS), min_size=1, max_size=4, unique=True).map(tuple),
+    st.sampled_from(list(Leading)),
+)
+@example([2, 4, 7], ("stopstop",), Leading.KEEP)
+@example([10, 11, 12], ("中",), Leading.KEEP)
+@example([5, 2], (" st",), Leading.STRIP_ONE)
+@example([10, 13, 12], ("中",), Leading.KEEP)
+def test_stop_strings_end_where_a_search_in_the_decoded_text_first_finds_one(
+    ids: list[int], strings: tuple[str, ...], leading: Leading
+) -> None:
+    table = TokenBytes(dict(enumerate(PIECES)), special=[20], leading=leading)
+    ended = first_stop(criteria(table, stop_strings=strings), ids)
+    expected = naive(table, ids, strings)
+    assert (None if ended is None else (ended[0], ended[1].string)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5, unique=True))
+def test_the_automaton_finds_what_ends_first_and_of_those_the_longest(text: str, strings: list[str]) -> None:
+    _, matched = StopStrings(tuple(strings)).scan(0, text.encode())
+    found = [(text.find(string) + len(string), -len(string), string) for string in strings if string in text]
+    assert (strings[matched] if matched >= 0 else None) == (min(found)[2] if found else None)
+
+
+def test_a_stop_string_may_be_completed_in_the_middle_of_a_token() -> None:
+    assert first_stop(criteria(stop_strings=("top",)), [5, 4, 0]) == (2, Stop(FinishReason.STOP_STRING, string="top"))
+
+
+def test_the_prompt_takes_no_part_in_a_match() -> None:
+    assert first_stop(criteria(stop_strings=("stop",)), [3], prompt=[2]) is None
+    assert first_stop(criteria(stop_token_ids=((2, 3),)), [3], prompt=[2]) is None
+
+
+def test_skipped_special_tokens_are_no_text_and_shown_ones_are() -> None:
+    ids = [2, 20, 3]
+    assert first_stop(criteria(stop_strings=("stop",)), ids) == (3, Stop(FinishReason.STOP_STRING, string="stop"))
+    shown = criteria(stop_strings=("stop", "[spec"), skip_special_tokens=False)
+    assert first_stop(shown, ids) == (2, Stop(FinishReason.STOP_STRING, string="[spec"))
+
+
+def test_an_end_of_sequence_id_ends_and_names_itself_unless_ignored() -> None:
+    assert first_stop(criteria(eos_token_ids=(7, 9)), [1, 9, 1]) == (2, Stop(FinishReason.STOP_EOS, token_id=9))
+    assert first_stop(criteria(eos_token_ids=(7, 9), ignore_eos=True), [1, 9, 1]) is None
+
+
+def test_a_sequence_of_stop_ids_must_be_complete_and_adjacent() -> None:
+    judge = criteria(stop_token_ids=((4, 5, 6), (8,)))
+    assert first_stop(judge, [4, 5, 1, 6, 4, 5, 6]) == (7, Stop(FinishReason.STOP_TOKEN, token_id=6))
+    assert first_stop(judge, [8]) == (1, Stop(FinishReason.STOP_TOKEN, token_id=8))
+
+
+def test_on_one_token_the_more_telling_reason_wins() -> None:
+    everything = criteria(limit=1, eos_token_ids=(2,), stop_token_ids=((2,),), stop_strings=("st",))
+    assert first_stop(everything, [2]) == (1, Stop(FinishReason.STOP_EOS, token_id=2))
+    text_and_length = criteria(limit=1, stop_strings=("st",))
+    assert first_stop(text_and_length, [2]) == (1, Stop(FinishReason.STOP_STRING, string="st"))
+    assert first_stop(criteria(limit=2), [2, 2]) == (2, Stop(FinishReason.LENGTH))
+
+
+def test_a_forked_state_goes_on_from_the_same_text() -> None:
+    judge = criteria(stop_strings=("stop",))
+    sequence = Sequence(0, 0, SamplingParams(1), 0, [0, 2], 1)
+    state = judge.new_state()
+    assert judge.check(sequence, state) is None
+    twin = state.copy()
+    sequence.token_ids.append(3)
+    assert judge.check(sequence, state) is not None
+    assert judge.check(sequence, twin) is not None
+
+
+@pytest.mark.parametrize("resumed", [[], [[2]], [[1, 2]]])
+def test_the_engine_ends_on_the_very_token_and_counts_nothing_after_it(resumed: list[list[int]]) -> None:
+    # Output by position: t, st, op (completes "stop"), s, ...
+    engine, _ = make_engine(script={0: 1, 1: 2, 2: 3, 3: 0, 4: 0}, stop_text=TABLE)
+    resumed = [[1, 2]] if resumed == [[1, 2]] else []
+    answers = run(engine, item := request([9], stop_strings=("stop",), max_new_tokens=50, resumed_token_ids=resumed))
+    answer = answers[item.request_id]
+    assert answer.ids == {0: [1, 2, 3][len(resumed[0]) if resumed else 0 :]}
+    assert answer.finished is not None
+    assert answer.finished.sequences == (SequenceFinish(0, FinishReason.STOP_STRING, 3, stop_string="stop"),)
+    assert answer.finished.completion_tokens == 3
