@@ -1,0 +1,179 @@
+"""Write deploy/grafana/dashboards/penstock.json: rows of panels over the metrics of docs/metrics.md.
+
+python tools/make_dashboard.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "dashboards" / "penstock.json"
+DATASOURCE = {"type": "prometheus", "uid": "penstock-prometheus"}
+RATE = "$__rate_interval"
+
+
+def quantiles(metric: str) -> list[tuple[str, str]]:
+    """p50 and p99 of a histogram over all processes."""
+    query = f"sum by (le) (rate({metric}_bucket[{RATE}]))"
+    return [(f"histogram_quantile({q}, {query})", f"p{q * 100:.0f}") for q in (0.5, 0.99)]
+
+
+def mean(metric: str, legend: str) -> tuple[str, str]:
+    """Mean of a histogram."""
+    return f"sum(rate({metric}_sum[{RATE}])) / sum(rate({metric}_count[{RATE}]))", legend
+
+
+def rate(metric: str, legend: str, by: str = "") -> tuple[str, str]:
+    """Per-second rate of a counter."""
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}[{RATE}]))", legend
+
+
+ROUTER, TOKENIZER = "penstock_router_", "penstock_tokenizer_"
+ERRORS = f'sum by (grpc_service, grpc_code) (rate(grpc_server_handled_total{{grpc_code!="OK"}}[{RATE}]))'
+# Row title -> panels: (title, unit, queries)
+ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
+    "What users see": [
+        ("Requests by status", "reqps", [rate(ROUTER + "requests_total", "{{method}} {{status}}", "method, status")]),
+        ("Time to first token", "s", quantiles(ROUTER + "time_to_first_token_seconds")),
+        ("Inter-token latency", "s", quantiles(ROUTER + "inter_token_latency_seconds")),
+        ("End-to-end latency", "s", quantiles(ROUTER + "e2e_request_latency_seconds")),
+    ],
+    "Where the time goes": [
+        (
+            "Mean time of each stage",
+            "s",
+            [
+                mean(ROUTER + "template_seconds", "template"),
+                mean(ROUTER + "tokenize_seconds", "tokenize"),
+                mean(ROUTER + "route_seconds", "route"),
+                mean("penstock_request_queue_time_seconds", "queue"),
+                mean("penstock_request_prefill_time_seconds", "prefill"),
+                mean("penstock_request_decode_time_seconds", "decode"),
+                mean(ROUTER + "detokenize_seconds", "detokenize"),
+            ],
+        ),
+        (
+            "Mean time of an engine step",
+            "s",
+            [mean(f"penstock_engine_{stage}_seconds", stage) for stage in ("schedule", "execute", "update")],
+        ),
+        ("Queue time", "s", quantiles("penstock_request_queue_time_seconds")),
+        ("Waiting for a tokenizer worker", "s", quantiles(TOKENIZER + "queue_seconds")),
+    ],
+    "Throughput": [
+        (
+            "Tokens",
+            "short",
+            [rate("penstock_prompt_tokens_total", "prompt"), rate("penstock_generation_tokens_total", "generated")],
+        ),
+        (
+            "Running and waiting",
+            "short",
+            [("sum(penstock_num_requests_running)", "running"), ("sum(penstock_num_requests_waiting)", "waiting")],
+        ),
+        (
+            "Batch of a step",
+            "short",
+            [mean("penstock_iteration_sequences", "sequences"), mean("penstock_iteration_tokens_total", "tokens")],
+        ),
+        (
+            "Requests ended",
+            "reqps",
+            [rate("penstock_request_success_total", "{{finished_reason}}", "finished_reason")],
+        ),
+    ],
+    "KV pool": [
+        ("Usage", "percentunit", [("penstock_kv_cache_usage_perc", "{{instance}}")]),
+        (
+            "Prefix hit rate",
+            "percentunit",
+            [
+                (
+                    f"sum(rate(penstock_prefix_cache_hits_total[{RATE}])) / "
+                    f"sum(rate(penstock_prefix_cache_queries_total[{RATE}]))",
+                    "hits",
+                )
+            ],
+        ),
+        ("Preemptions", "ops", [rate("penstock_num_preemptions_total", "preemptions")]),
+        ("Evictions of prefixes", "ops", [rate("penstock_prefix_cache_evictions_total", "blocks")]),
+    ],
+    "Routing and failure": [
+        (
+            "Backends and tokenizer up",
+            "short",
+            [(f"sum({ROUTER}backend_up)", "backends"), (f"sum({ROUTER}tokenizer_up)", "tokenizer")],
+        ),
+        (
+            "Retries, moves, losses",
+            "ops",
+            [
+                rate(ROUTER + "retries_total", "retries"),
+                rate(ROUTER + "moves_total", "moves"),
+                rate(ROUTER + "backend_losses_total", "backends lost"),
+            ],
+        ),
+        (
+            "Slow readers",
+            "ops",
+            [rate(ROUTER + "coalesced_deltas_total", "coalesced"), rate(ROUTER + "slow_readers_total", "cut off")],
+        ),
+        ("gRPC errors", "reqps", [(ERRORS, "{{grpc_service}} {{grpc_code}}")]),
+    ],
+}
+
+
+def panel(number: int, title: str, unit: str, queries: list[tuple[str, str]], x: int, y: int) -> dict[str, Any]:
+    """One time series, a quarter of the width."""
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": title,
+        "datasource": DATASOURCE,
+        "gridPos": {"h": 8, "w": 6, "x": x, "y": y},
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
+            for i, (expression, legend) in enumerate(queries)
+        ],
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    """The whole dashboard."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS.items():
+        place = {"h": 1, "w": 24, "x": 0, "y": y}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place, "panels": []})
+        for column, (name, unit, queries) in enumerate(row):
+            panels.append(panel(len(panels) + 1, name, unit, queries, column * 6, y + 1))
+        y += 9
+    return {
+        "uid": "penstock",
+        "title": "Penstock",
+        "schemaVersion": 41,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "tags": ["penstock"],
+        "panels": panels,
+    }
+
+
+def main() -> int:
+    """Write or check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only report whether the file is up to date")
+    wanted = json.dumps(dashboard(), indent=2) + "\n"
+    if parser.parse_args().check:
+        return int(TARGET.read_text() != wanted)
+    TARGET.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Write docs/metrics.md from the registries of the services themselves; `--check` only compares.
+
+python tools/metrics_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.common.metrics import GrpcServerMetrics
+from penstock.generation.metrics import GenerationMetrics
+from penstock.router.metrics import RouterMetrics
+from penstock.tokenizer.metrics import TokenizerMetrics
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+HEAD = """\
+# Metrics
+
+Every process serves Prometheus metrics at `/metrics` of its `--metrics-port`. Names carry vLLM's suffixes where the
+meaning is the same. Labels come from closed sets; no text, id, key or client string is ever a label. Histograms are in
+the unit that their name ends in. The stage times are the same numbers as `Finished.timings` of each answer.
+
+This page is written by `python tools/metrics_table.py` from the registries of the services; a test compares them, and
+checks that every query of the [Grafana dashboard](../deploy/grafana/dashboards/penstock.json) names metrics of it.
+Besides these, every process has the standard `process_*` metrics (CPU, memory, file descriptors).
+"""
+
+
+class _Registry(CollectorRegistry):
+    """A registry that remembers its collectors, since label names of labelled metrics show in no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectors: list[Collector] = []
+
+    def register(self, collector: Collector) -> None:
+        """See CollectorRegistry."""
+        self.collectors.append(collector)
+        super().register(collector)
+
+
+def _families(collector: Collector) -> Iterable[tuple[Metric, tuple[str, ...]]]:
+    declared = tuple(getattr(collector, "_labelnames", ()))
+    for family in collector.collect():
+        seen = {name for sample in family.samples for name in sample.labels} - {"le", "quantile"}
+        yield family, declared or tuple(sorted(seen))
+
+
+def families(service: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """{exposed name: (type, labels, help)} of one service."""
+    registry = _Registry()
+    if service == "router":
+        RouterMetrics(registry)
+    elif service == "tokenizer":
+        TokenizerMetrics(registry)
+    elif service == "generation":
+        GenerationMetrics(registry, "model")
+    else:
+        GrpcServerMetrics(registry)
+    rows = {}
+    for collector in registry.collectors:
+        for family, labels in _families(collector):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            rows[name] = (family.type, labels, family.documentation)
+    return dict(sorted(rows.items()))
+
+
+def page() -> str:
+    """The whole page."""
+    titles = {"router": "Router", "tokenizer": "Tokenizer", "generation": "Generation", "grpc": "Every gRPC server"}
+    parts = [HEAD]
+    for service, title in titles.items():
+        parts.append(f"\n## {title}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n")
+        for name, (kind, labels, text) in families(service).items():
+            parts.append(f"| `{name}` | {kind} | {', '.join(labels)} | {text} |\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    """Write or check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only report whether the page is up to date")
+    wanted = page()
+    if parser.parse_args().check:
+        if TARGET.read_text() != wanted:
+            print("docs/metrics.md is out of date: run python tools/metrics_table.py", file=sys.stderr)
+            return 1
+        return 0
+    TARGET.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
