@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from penstock.generation.sampling.processors import LogitsProcessor, Warper
     from penstock.generation.sampling.state import SamplingState
 
-# Candidates that are looked at for top_k up to the first number; more for the rest. A row's own options decide, never
-# the other rows: the same row takes the same path in every batch. The surplus holds ties of the k-th score.
-_CANDIDATES = ((40, 64), (192, 256))
+# (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. A row's own options
+# decide, never the other rows: the same row takes the same path in every batch.
+_CANDIDATES = ((40, 64), (96, 128), (200, 256))
 _NUCLEUS_CANDIDATES = 256
 
 
@@ -54,8 +54,8 @@ class SamplingBatch:
         self.processors = _processors(states, device)
         # Rows whose state counts tokens.
         self.counting = [state for state in states if state.seen is not None or state.outputs is not None]
-        # (row, k) of the rows that asked for logprobs.
-        self.logprob_rows = [(row, p.top_logprobs) for row, p in enumerate(params) if p.top_logprobs is not None]
+        # Row -> number of top logprobs, of the rows that asked for logprobs.
+        self.num_top = {row: p.top_logprobs for row, p in enumerate(params) if p.top_logprobs is not None}
 
         sampled = [params[row] for row in self.sampled_rows]
         self.temperature = Temperature(sampled, device)

@@ -31,25 +31,30 @@ def top_candidates(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) ->
     vocab_size = scores_NV.shape[1]
     if vocab_size <= count * _BLOCK * 2:
         count = min(count, vocab_size)
-        scores_RC, ids_RC = scores_NV[rows_R].topk(count, dim=-1)
+        scores_RC, ids_RC = scores_NV.index_select(0, rows_R).topk(count, dim=-1)
     else:
-        ids_RE = _ids_of_best_blocks(scores_NV, rows_R, count)
-        is_padding_RE = ids_RE >= vocab_size
-        ids_RE.clamp_(max=vocab_size - 1)
-        picked_RE = scores_NV.view(-1)[ids_RE + rows_R[:, None] * vocab_size]
-        scores_RC, places_RC = picked_RE.masked_fill_(is_padding_RE, -torch.inf).topk(count, dim=-1)
-        ids_RC = ids_RE.gather(1, places_RC)
+        starts_RC, picked_RE = _best_blocks(scores_NV, rows_R, count)
+        scores_RC, places_RC = picked_RE.topk(count, dim=-1)
+        ids_RC = starts_RC.gather(1, places_RC // _BLOCK) + places_RC % _BLOCK
     ids_RC, order_RC = ids_RC.sort(dim=-1)
     scores_RC, order_RC = scores_RC.gather(1, order_RC).sort(dim=-1, descending=True, stable=True)
     return Candidates(scores_RC, ids_RC.gather(1, order_RC), is_complete=count == vocab_size)
 
 
-def _ids_of_best_blocks(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> torch.Tensor:
-    """Token ids (R, count * _BLOCK) of the `count` blocks with the highest maxima; the last block may pass the end."""
-    whole = scores_NV.shape[1] // _BLOCK
+def _best_blocks(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First ids (R, count) and scores (R, count * _BLOCK) of the blocks with the highest maxima."""
+    vocab_size = scores_NV.shape[1]
+    whole, rest = divmod(vocab_size, _BLOCK)
     maxima_NB = torch.unflatten(scores_NV[:, : whole * _BLOCK], 1, (whole, _BLOCK)).amax(-1)
-    if whole * _BLOCK < scores_NV.shape[1]:
-        maxima_NB = torch.cat([maxima_NB, scores_NV[:, whole * _BLOCK :].amax(-1, keepdim=True)], dim=1)
-    blocks_RC = maxima_NB[rows_R].topk(count, dim=-1, sorted=False).indices
-    within = torch.arange(_BLOCK, device=scores_NV.device)
-    return (blocks_RC[:, :, None] * _BLOCK + within).flatten(1)
+    if rest:
+        maxima_NB = torch.cat([maxima_NB, scores_NV[:, -rest:].amax(-1, keepdim=True)], dim=1)
+    blocks_RC = maxima_NB.index_select(0, rows_R).topk(count, dim=-1, sorted=False).indices
+    starts_RC = (blocks_RC * _BLOCK).clamp_(max=vocab_size - _BLOCK)
+    # Every place of the flat scores starts a window; a block is one row of this view, and no copy of the whole is made.
+    windows = scores_NV.view(-1).as_strided((scores_NV.numel() - _BLOCK + 1, _BLOCK), (1, 1))
+    picked = windows.index_select(0, (starts_RC + rows_R[:, None] * vocab_size).flatten())
+    picked_RCW = picked.view(*starts_RC.shape, _BLOCK)
+    if rest:
+        # The window of the last block starts in the one before: those scores must not be found twice.
+        picked_RCW[:, :, : _BLOCK - rest].masked_fill_((blocks_RC == whole)[:, :, None], -torch.inf)
+    return starts_RC, picked_RCW.flatten(1)

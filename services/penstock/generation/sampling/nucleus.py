@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 class Nucleus:
     """What is left of R rows after the warpers.
 
+    scores_RC: after the temperature, fp32, for the dropped ones too.
     weights_RC: proportional to the probabilities, fp64, 0 where dropped.
     is_exact_R: False where a token outside the candidates survives too: do that row on the whole vocabulary.
     """
 
+    scores_RC: torch.Tensor
     weights_RC: torch.Tensor
     is_exact_R: torch.Tensor
 
@@ -48,7 +50,7 @@ def warp_candidates(
         lowest_R1 = scaled_RC.gather(1, keep_RC.sum(-1, keepdim=True) - 1)
     is_exact_R = (lowest_R1 > scaled_RC[:, -1:])[:, 0] | found.is_complete
     keep_RC &= weights_RC >= batch.min_p.values_M1[picked_R]
-    return Nucleus(weights_RC.masked_fill_(~keep_RC, 0.0), is_exact_R)
+    return Nucleus(scaled_RC, weights_RC.masked_fill_(~keep_RC, 0.0), is_exact_R)
 
 
 def _within_top_p(

@@ -26,5 +26,5 @@ class MinP(Warper):
         if self.is_neutral:
             return
         # p < min_p * p_max is score < max + ln(min_p); ln(0) = -inf drops nothing.
-        thresholds_R1 = scores_RV.amax(-1, keepdim=True) + self.values_M1[rows_R].log()
+        thresholds_R1 = scores_RV.amax(-1, keepdim=True) + self.values_M1[rows_R].log().float()
         scores_RV.masked_fill_(scores_RV < thresholds_R1, -torch.inf)

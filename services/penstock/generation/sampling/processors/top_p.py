@@ -24,17 +24,32 @@ class TopP(Warper):
 
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
         # Infinity, not 1, where it is off: no sum, however rounded, reaches it.
-        values = [p.top_p if p.top_p < 1.0 else torch.inf for p in params]
-        self.values_M1 = torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-        self.is_neutral = all(value == torch.inf for value in values)
+        self._values = [p.top_p if p.top_p < 1.0 else torch.inf for p in params]
+        self.values_M1 = torch.tensor(self._values, dtype=torch.float64, device=device)[:, None]
 
     def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
         picked = self.values_M1[rows_R, 0].isfinite().nonzero()[:, 0]
-        # Row by row: the fp64 copies of a row are all the memory this takes.
-        for row in picked.tolist():
-            scores_V = scores_RV[row]
-            sorted_V, ids_V = scores_V.sort(descending=True, stable=True)
-            probs_V = torch.softmax(sorted_V, dim=-1, dtype=torch.float64)
-            drop_V = probs_V.cumsum(-1) - probs_V >= self.values_M1[rows_R[row]]
-            drop_V[0] = False
-            scores_V[ids_V[drop_V]] = -torch.inf
+        for row, place in zip(picked.tolist(), rows_R[picked].tolist(), strict=True):
+            _drop_outside_nucleus(scores_RV[row], self._values[place])
+
+
+def _drop_outside_nucleus(scores_V: torch.Tensor, top_p: float) -> None:
+    """Set to -inf what top-p drops from one row, without sorting it.
+
+    A probability's upper 16 bits number its bin, in ascending order. Bins are summed, whole bins kept or dropped, and
+    only the one in which the sum reaches top_p is sorted.
+    """
+    probs_V = scores_V.softmax(-1)
+    bins_V = (probs_V.view(torch.int32) >> 16).bitwise_and_(0x7FFF)
+    sums_B = torch.bincount(bins_V, weights=probs_V.double()).flip(0).cumsum(0)
+    # Above 0, so that the most likely token is kept whatever top_p.
+    target = max(top_p * float(sums_B[-1]), 5e-324)
+    reached = int((sums_B < target).sum())
+    boundary = len(sums_B) - 1 - reached
+    ids_E = (bins_V == boundary).nonzero()[:, 0]
+    sorted_E, order_E = probs_V[ids_E].double().sort(descending=True, stable=True)
+    before_E = sorted_E.cumsum(0) - sorted_E
+    if reached:
+        before_E += sums_B[reached - 1]
+    scores_V.masked_fill_(bins_V < boundary, -torch.inf)
+    scores_V[ids_E[order_E[before_E >= target]]] = -torch.inf

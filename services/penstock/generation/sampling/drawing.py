@@ -1,0 +1,115 @@
+"""The draws of one step: which rows go through candidates, which through the whole vocabulary, and their logprobs.
+
+What needs the vocabulary of several rows at once takes a few rows at a time: they stay in the processor's cache, and
+the memory does not grow with the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.generation.sampling.candidates import top_candidates
+from penstock.generation.sampling.draw import draw_from_candidates, draw_from_vocabulary
+from penstock.generation.sampling.logprobs import position_logprobs
+from penstock.generation.sampling.nucleus import warp_candidates
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.sampling.batch import SamplingBatch
+
+# Scores that are worked on at a time: 4 MiB of fp32.
+_SCORES_AT_A_TIME = 1 << 20
+
+
+class Drawing:
+    """One step's results, filled in by `greedy` and `sampled` from the processed scores."""
+
+    def __init__(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> None:
+        self._batch = batch
+        self._scores_NV = scores_NV
+        self._rows_at_a_time = max(1, _SCORES_AT_A_TIME // scores_NV.shape[1])
+        self.token_ids_N = torch.empty(len(batch.states), dtype=torch.int64, device=scores_NV.device)
+        # Row -> logprobs, of the rows that asked.
+        self.logprobs: dict[int, PositionLogprobs] = {}
+
+    def greedy(self) -> None:
+        """The first of the highest scores of every row; `sampled` overwrites the sampled ones.
+
+        By numpy on CPU, where torch's argmax is several times slower. Raises FloatingPointError on a NaN.
+        """
+        batch, scores_NV = self._batch, self._scores_NV
+        if scores_NV.device.type == "cpu":
+            self.token_ids_N = torch.from_numpy(scores_NV.numpy().argmax(-1))
+        else:
+            self.token_ids_N = scores_NV.argmax(-1)
+        # Either argmax finds a NaN before any number.
+        highest_N = scores_NV.gather(1, self.token_ids_N[:, None])[:, 0]
+        if bool(highest_N.isnan().any()):
+            raise FloatingPointError("the model produced logits that are not numbers")
+        if batch.num_top:
+            # Greedy rows have no warpers: their scores are final.
+            for rows_R in self._few(batch.index([row for row in batch.greedy_rows if row in batch.num_top])):
+                self._add_logprobs(rows_R, self.token_ids_N[rows_R], scores_NV.index_select(0, rows_R), None)
+
+    def sampled(self, uniforms_M: torch.Tensor) -> None:
+        """A draw for every sampled row. Raises FloatingPointError on a NaN."""
+        for (count, has_top_k), picked_R in self._batch.groups.items():
+            rest_R = self._through_candidates(picked_R, uniforms_M, count, has_top_k) if count else picked_R
+            for few_R in self._few(rest_R):
+                self._through_vocabulary(few_R, uniforms_M)
+
+    def _through_candidates(
+        self, picked_R: torch.Tensor, uniforms_M: torch.Tensor, count: int, has_top_k: bool
+    ) -> torch.Tensor:
+        """Draw the rows that their candidates decide; returns the others."""
+        rows_R = self._batch.sampled_index_M[picked_R]
+        found = top_candidates(self._scores_NV, rows_R, count)
+        total_R1 = None if has_top_k else self._softmax_totals(picked_R)
+        nucleus = warp_candidates(self._batch, picked_R, found, total_R1)
+        places_R = draw_from_candidates(nucleus.weights_RC, found.ids_RC, uniforms_M[picked_R])
+        exact_R = nucleus.is_exact_R
+        # Rows that are not exact are written too, and overwritten when they are drawn again.
+        self.token_ids_N[rows_R] = found.ids_RC.gather(1, places_R[:, None])[:, 0]
+        for few in self._wanted(rows_R):
+            scores_RC = nucleus.scores_RC[few].masked_fill_(nucleus.weights_RC[few] == 0.0, -torch.inf)
+            self._add_logprobs(rows_R[few], places_R[few], scores_RC, found.ids_RC[few])
+        return picked_R[:0] if bool(exact_R.all()) else picked_R[~exact_R]
+
+    def _softmax_totals(self, picked_R: torch.Tensor) -> torch.Tensor:
+        """Sum of exp(score - highest) of the tempered rows (R, 1; fp64): the inverse of the highest probability."""
+        highest = []
+        for few_R in self._few(picked_R):
+            scores_RV = self._scores_NV.index_select(0, self._batch.sampled_index_M[few_R])
+            self._batch.temperature.apply(scores_RV, few_R)
+            highest.append(scores_RV.softmax(-1).amax(-1, keepdim=True))
+        return torch.cat(highest).double().reciprocal_()
+
+    def _through_vocabulary(self, picked_R: torch.Tensor, uniforms_M: torch.Tensor) -> None:
+        rows_R = self._batch.sampled_index_M[picked_R]
+        scores_RV = self._scores_NV.index_select(0, rows_R)
+        for warper in self._batch.warpers:
+            warper.apply(scores_RV, picked_R)
+        probs_RV = scores_RV.softmax(-1)
+        places_R = draw_from_vocabulary(probs_RV, uniforms_M[picked_R])
+        self.token_ids_N[rows_R] = places_R
+        for few in self._wanted(rows_R):
+            self._add_logprobs(rows_R[few], places_R[few], scores_RV[few], None)
+
+    def _wanted(self, rows_R: torch.Tensor) -> list[torch.Tensor]:
+        """Places of the rows that asked for logprobs, a few at a time."""
+        num_top = self._batch.num_top
+        places = [place for place, row in enumerate(rows_R.tolist()) if row in num_top] if num_top else []
+        return self._few(self._batch.index(places))
+
+    def _few(self, index_R: torch.Tensor) -> list[torch.Tensor]:
+        """The index in parts of a few rows; none when it is empty."""
+        return list(torch.split(index_R, self._rows_at_a_time)) if len(index_R) else []
+
+    def _add_logprobs(
+        self, rows_R: torch.Tensor, places_R: torch.Tensor, scores_RC: torch.Tensor, ids_RC: torch.Tensor | None
+    ) -> None:
+        rows = rows_R.tolist()
+        num_top = [self._batch.num_top[row] for row in rows]
+        self.logprobs.update(zip(rows, position_logprobs(scores_RC, places_R, num_top, ids_RC), strict=True))
