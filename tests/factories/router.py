@@ -1,0 +1,151 @@
+"""A router in this process, before scripted backends and a real tokenizer in a process of its own."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from factories import stack
+from factories.emitting_backend import EmittingBackend
+from penstock.common.server import RunningServer, serve_in_process
+from penstock.router.app import RouterApp
+from penstock.router.config import RouterConfig
+from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+# Quick to notice, quick to retry: what a test waits for should take milliseconds.
+QUICK: dict[str, Any] = {
+    "start_timeout_seconds": 20.0,
+    "connect_timeout_seconds": 2.0,
+    "reconnect_min_seconds": 0.01,
+    "reconnect_max_seconds": 0.05,
+    "load_interval_seconds": 0.01,
+    "failover_wait_seconds": 5.0,
+}
+
+
+@functools.cache
+def tokenizer_address() -> str:
+    """A tokenizer process on the embedded model, shared by every test of the run."""
+    process = stack.start("tokenizer")
+    atexit.register(process.kill)
+    stack.wait_serving(process.address, process)
+    return process.address
+
+
+@functools.cache
+def tokenizer_fingerprint() -> str:
+    """What a backend must report to be used with that tokenizer."""
+    with grpc.insecure_channel(tokenizer_address()) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        return str(stub.GetTokenizer(tokenizer_pb2.GetTokenizerRequest()).tokenizer_fingerprint)
+
+
+def backend(**knobs: Any) -> EmittingBackend:
+    """A scripted backend whose model belongs to the shared tokenizer."""
+    knobs.setdefault("fingerprint", tokenizer_fingerprint())
+    return EmittingBackend(**knobs)
+
+
+@dataclass
+class Router:
+    """A running router and a client of it."""
+
+    server: RunningServer
+    stub: Any
+    tokenizer: Any
+    registry: CollectorRegistry
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The one-shot decode that streamed text must equal."""
+        request = tokenizer_pb2.DecodeRequest(sequences=[common_pb2.TokenIds(ids=ids)])
+        return str((await self.tokenizer.Decode(request)).texts[0])
+
+    async def encode(self, text: str) -> list[int]:
+        """Ids of `text`, control tokens parsed."""
+        answer = await self.tokenizer.Encode(tokenizer_pb2.EncodeRequest(texts=[text], parse_special_tokens=True))
+        return list(answer.encodings[0].ids)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric; 0 when it was never touched."""
+        return self.registry.get_sample_value(f"penstock_router_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def running_router(
+    *backends: EmittingBackend, tokenizer: str | None = None, resolver: Any = None, **settings: Any
+) -> AsyncIterator[Router]:
+    """A router that is ready, before backends that are listening already."""
+    addresses = settings.pop("backend", tuple(one.address for one in backends))
+    config = RouterConfig(tokenizer=(tokenizer or tokenizer_address(),), backend=addresses, **{**QUICK, **settings})
+    registry = CollectorRegistry()
+    app = RouterApp(config, registry, **({"resolver": resolver} if resolver else {}))
+    async with (
+        serve_in_process(app, config, registry) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+        grpc.aio.insecure_channel(tokenizer_address()) as tokenizer_channel,
+    ):
+        text: Any = text_pb2_grpc.TextServiceStub(channel)
+        yield Router(server, text, tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer_channel), registry)
+
+
+@dataclass
+class Answer:
+    """Everything a stream said."""
+
+    started: generation_pb2.Started | None = None
+    deltas: list[Any] = field(default_factory=list)
+    finished: generation_pb2.Finished | None = None
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.index == index)
+
+    def reasoning(self) -> str:
+        return "".join(delta.reasoning for delta in self.deltas)
+
+    def ids(self, index: int = 0) -> list[int]:
+        return [token for delta in self.deltas if delta.index == index for token in delta.token_ids]
+
+    def calls(self) -> list[text_pb2.ToolCallDelta]:
+        return [call for delta in self.deltas for call in delta.tool_calls]
+
+    def add(self, response: Any) -> None:
+        """Take one message, in the order that the contract allows."""
+        kind = response.WhichOneof("event")
+        assert self.finished is None, "nothing comes after Finished"
+        if kind == "started":
+            assert self.started is None, "Started comes once"
+            self.started = response.started
+        else:
+            assert self.started is not None, "Started comes first"
+            if kind == "delta":
+                assert response.delta.seq == len(self.deltas), "seq is gapless from 0"
+                self.deltas.append(response.delta)
+            else:
+                self.finished = response.finished
+
+
+async def collect(call: Any, on_delta: Callable[[Answer], Any] | None = None) -> Answer:
+    """Read a stream to its end; `on_delta` is awaited after each delta. Raises what the stream raises."""
+    answer = Answer()
+    async for response in call:
+        answer.add(response)
+        if on_delta is not None and response.HasField("delta"):
+            await on_delta(answer)
+    assert answer.finished is not None, "OK never comes without Finished"
+    return answer
+
+
+def generate(text: str = "Hello", **fields: Any) -> text_pb2.GenerateTextRequest:
+    """A Generate request."""
+    return text_pb2.GenerateTextRequest(text=text, **fields)
+
+
+def chat(text: str = "Hello", **fields: Any) -> text_pb2.ChatRequest:
+    """A Chat request with one user message."""
+    return text_pb2.ChatRequest(messages=[tokenizer_pb2.Message(role="user", content=text)], **fields)

@@ -1,0 +1,293 @@
+"""Backends that die, freeze, lie or refuse: what the client sees is the contract's points 1, 2, 3 and 7."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from factories.emitting_backend import EmittingBackend, count_up
+from factories.router import Answer, backend, collect, generate, running_router
+from factories.tcp_proxy import TcpProxy
+from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable, from_rpc_error
+from penstock.v1 import config_pb2, generation_pb2
+
+TOKENS = 40
+WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
+IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
+
+
+def held(**knobs: Any) -> EmittingBackend:
+    """A backend that emits TOKENS tokens, but only as many steps as it is allowed."""
+    return backend(script=count_up(TOKENS), **{"allowance": 0, **knobs})
+
+
+def owner(*backends: EmittingBackend) -> EmittingBackend:
+    """The one that is running a request."""
+    return next(one for one in backends if one.running)
+
+
+async def first_owner(*backends: EmittingBackend) -> EmittingBackend:
+    """The first to run a request."""
+    waits = [asyncio.ensure_future(one.until(lambda one=one: one.running > 0)) for one in backends]  # type: ignore[misc]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    return owner(*backends)
+
+
+async def status_of(call: Any) -> tuple[grpc.StatusCode, Any]:
+    """How a stream failed: code and error."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call)
+    return caught.value.code(), from_rpc_error(caught.value)
+
+
+def stop_after(count: int, action: Callable[[], Any]) -> Callable[[Answer], Any]:
+    """Do `action` once, when `count` ids have arrived (deltas may be merged)."""
+    done = False
+
+    async def on_delta(answer: Answer) -> None:
+        nonlocal done
+        if not done and sum(len(delta.token_ids) for delta in answer.deltas) >= count:
+            done = True
+            await action()
+
+    return on_delta
+
+
+async def test_backend_that_dies_before_the_first_token_is_replaced_unseen() -> None:
+    async with held() as one, held() as two, running_router(one, two) as router:
+        answer = asyncio.ensure_future(collect(router.stub.Generate(generate(output=WANT_IDS))))
+        dead = await first_owner(one, two)
+        await (two if dead is one else one).allow(None)
+        await dead.stop()
+        result = await answer
+        assert result.ids() == IDS
+        assert result.finished and result.finished.attempts == 2
+        assert router.metric("retries_total") == 1
+        assert router.metric("moves_total") == 0
+
+
+async def test_stream_moves_when_its_backend_dies_and_loses_nothing() -> None:
+    async with held(allowance=5) as one, held(allowance=5) as two, running_router(one, two) as router:
+
+        async def kill() -> None:
+            dead = owner(one, two)
+            await dead.stop()
+            await (two if dead is one else one).allow(None)
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, kill))
+        assert answer.ids() == IDS
+        assert answer.text() == await router.decode(IDS)
+        assert router.metric("moves_total") == 1
+        first, second = one.submitted + two.submitted
+        first, second = sorted((first, second), key=lambda request: request.attempt_epoch)
+        assert (first.attempt_epoch, second.attempt_epoch) == (0, 1)
+        assert second.seed == first.seed
+        assert list(second.prompt_token_ids) == list(first.prompt_token_ids)
+        assert list(second.resumed_token_ids[0].ids) == IDS[:5]
+
+
+async def test_every_sequence_of_a_request_moves() -> None:
+    async with held(allowance=4) as one, held(allowance=4) as two, running_router(one, two) as router:
+
+        async def kill() -> None:
+            dead = owner(one, two)
+            await dead.stop()
+            await (two if dead is one else one).allow(None)
+
+        config = config_pb2.GenerationConfig(num_return_sequences=2, do_sample=True)
+        answer = await collect(router.stub.Generate(generate(config=config, output=WANT_IDS)), stop_after(6, kill))
+        assert answer.ids(0) == answer.ids(1) == IDS
+
+
+async def test_ok_without_finished_is_a_loss() -> None:
+    async with held(allowance=5) as one, held(allowance=5) as two, running_router(one, two) as router:
+
+        async def end() -> None:
+            liar = owner(one, two)
+            await (two if liar is one else one).allow(None)
+            await liar.end_sessions()
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, end))
+        assert answer.ids() == IDS
+
+
+async def test_frozen_backend_is_lost_after_the_stall_timeout() -> None:
+    async with held(allowance=5) as one, held(allowance=5) as two:
+        async with running_router(one, two, stall_timeout_seconds=0.3) as router:
+
+            async def freeze() -> None:
+                frozen = owner(one, two)
+                await frozen.freeze()
+                await (two if frozen is one else one).allow(None)
+
+            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, freeze))
+            assert answer.ids() == IDS
+
+
+async def test_backend_cut_off_from_the_network_is_lost() -> None:
+    async with held(allowance=5) as one, held() as two, TcpProxy(one.address) as proxy:
+        two.extra_load = 100
+        addresses = (proxy.address, two.address)
+        async with running_router(backend=addresses, stall_timeout_seconds=0.3) as router:
+
+            async def cut() -> None:
+                proxy.freeze()
+                await two.allow(None)
+
+            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, cut))
+            assert answer.ids() == IDS
+            proxy.thaw()
+
+
+async def test_frames_that_are_missing_are_noticed() -> None:
+    async with held(allowance=None) as one, running_router(one) as router:
+        dropped = 0
+
+        def drop_third(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
+            nonlocal dropped
+            if any(event.delta.seq == 3 for event in message.events) and not dropped:
+                dropped += 1
+                return generation_pb2.SessionResponse()
+            return message
+
+        one.distort = drop_third
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)))
+        assert (answer.ids(), dropped) == (IDS, 1)
+        assert answer.finished and answer.finished.attempts == 2
+
+
+async def test_frames_of_another_epoch_are_dropped() -> None:
+    async with held(allowance=None) as one, running_router(one) as router:
+
+        def add_stale(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
+            for event in list(message.events):
+                if event.HasField("delta"):
+                    stale = message.events.add()
+                    stale.CopyFrom(event)
+                    stale.attempt_epoch += 7
+                    stale.delta.token_ids[0] = 999
+            message.events.add(request_id="nobody's").delta.token_ids.append(1)
+            return message
+
+        one.distort = add_stale
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)))
+        assert answer.ids() == IDS
+        assert router.metric("stale_frames_total") >= TOKENS
+
+
+async def test_finished_too_early_is_not_accepted() -> None:
+    async with held(allowance=None) as one, running_router(one, max_attempts=1) as router:
+
+        def finish_at_once(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
+            for event in message.events:
+                if event.HasField("started"):
+                    event.finished.SetInParent()
+            return message
+
+        one.distort = finish_at_once
+        code, error = await status_of(router.stub.Generate(generate()))
+        assert (code, error.reason) == (grpc.StatusCode.INTERNAL, "BACKEND_PROTOCOL")
+
+
+async def test_lost_for_good_after_tokens_is_aborted_with_last_seq() -> None:
+    async with held(allowance=5) as one, running_router(one, failover_wait_seconds=0.1) as router:
+        seen: list[int] = []
+
+        async def note(answer: Answer) -> None:
+            seen.append(answer.deltas[-1].seq)
+            if len(answer.ids()) == 5:
+                await one.stop()
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(generate(output=WANT_IDS)), note)
+        error = from_rpc_error(caught.value)
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        assert error.metadata["last_seq"] == str(seen[-1])
+
+
+async def test_lost_for_good_before_the_first_token_is_unavailable() -> None:
+    async with held() as one, running_router(one, failover_wait_seconds=0.1) as router:
+        failing = asyncio.ensure_future(status_of(router.stub.Generate(generate())))
+        await one.until(lambda: one.running == 1)
+        await one.stop()
+        code, error = await failing
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert error.retry_after_seconds
+
+
+async def test_only_so_many_moves() -> None:
+    async with held(allowance=None) as one, running_router(one, max_moves=2) as router:
+
+        def drop_one_in_eight(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
+            return generation_pb2.SessionResponse() if message.step % 8 == 7 else message
+
+        one.distort = drop_one_in_eight
+        code, _ = await status_of(router.stub.Generate(generate()))
+        assert code is grpc.StatusCode.ABORTED
+        assert [request.attempt_epoch for request in one.submitted] == [0, 1, 2]
+
+
+async def test_request_that_kills_two_backends_is_not_tried_a_third_time() -> None:
+    async with held() as one, held() as two, held() as three, running_router(one, two, three) as router:
+        backends = [one, two, three]
+        failing = asyncio.ensure_future(status_of(router.stub.Generate(generate())))
+        for _ in range(2):
+            dead = await first_owner(*backends)
+            backends.remove(dead)
+            await dead.stop()
+        code, error = await failing
+        assert (code, error.reason) == (grpc.StatusCode.INTERNAL, "POISON")
+        assert not backends[0].submitted
+
+
+async def test_backend_that_refuses_as_unavailable_is_passed_over() -> None:
+    async with held(allowance=None) as one, held(allowance=None) as two, running_router(one, two) as router:
+        one.refuse = Unavailable("draining", reason="DRAINING")
+        answers = [await collect(router.stub.Generate(generate(output=WANT_IDS))) for _ in range(4)]
+        assert all(answer.ids() == IDS for answer in answers)
+        assert one.submitted
+        assert two.steps
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        (InvalidArgument("config.top_p", "must be in [0, 1]"), grpc.StatusCode.INVALID_ARGUMENT),
+        (ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=2), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+async def test_refusals_pass_through_and_say_nothing_about_health(refusal: Any, code: grpc.StatusCode) -> None:
+    async with held(allowance=None) as one, running_router(one) as router:
+        one.refuse = refusal
+        got, error = await status_of(router.stub.Generate(generate()))
+        assert (got, error.reason, error.field) == (code, refusal.reason, refusal.field)
+        assert error.retry_after_seconds == refusal.retry_after_seconds
+        assert len(one.submitted) == 1
+        one.refuse = None
+        assert (await collect(router.stub.Generate(generate(output=WANT_IDS)))).ids() == IDS
+
+
+async def test_retries_keep_to_their_budget() -> None:
+    async with held() as one, running_router(one, retry_budget_burst=1) as router:
+        one.refuse = Unavailable("draining", reason="DRAINING")
+        await status_of(router.stub.Generate(generate()))
+        await status_of(router.stub.Generate(generate()))
+        assert router.metric("retries_total") == 1
+
+
+async def test_sixty_four_streams_survive_the_death_of_one_of_two_backends() -> None:
+    async with held(allowance=None, step_seconds=0.005) as one, held(allowance=None, step_seconds=0.005) as two:
+        async with running_router(one, two) as router:
+            streams = [
+                asyncio.ensure_future(collect(router.stub.Generate(generate(f"number {index}", output=WANT_IDS))))
+                for index in range(64)
+            ]
+            await one.until(lambda: one.running >= 16)
+            await one.stop()
+            answers = await asyncio.gather(*streams)
+            assert all(answer.ids() == IDS for answer in answers)
