@@ -1,0 +1,215 @@
+"""TokenizerService through a real server, on the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from penstock.common.checkpoint import demo_folder
+from penstock.common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+    from_rpc_error,
+)
+from penstock.common.fingerprint import tokenizer_fingerprint
+from penstock.common.server import RunningServer, serve_in_process
+from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.config import TokenizerConfig
+from penstock.v1 import tokenizer_pb2 as pb
+from penstock.v1 import tokenizer_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+USER = pb.Message(role="user", content="Hello")
+
+
+@dataclass
+class Running:
+    stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub
+    server: RunningServer
+    app: TokenizerApp
+    registry: CollectorRegistry
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[Running]:
+    """A tokenizer with one template process, for speed."""
+    config = TokenizerConfig(**{"template_processes": 1, **options})
+    registry = CollectorRegistry()
+    app = TokenizerApp(config, registry)
+    async with serve_in_process(app, config, registry) as server, grpc.aio.insecure_channel(server.address) as channel:
+        yield Running(tokenizer_pb2_grpc.TokenizerServiceStub(channel), server, app, registry)
+
+
+async def error_of(call: Any) -> PenstockError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return from_rpc_error(raised.value)
+
+
+async def test_every_rpc_answers() -> None:
+    async with serving() as running:
+        stub = running.stub
+        chat = await stub.ApplyChatTemplate(pb.ApplyChatTemplateRequest(messages=[USER]))
+        assert chat.text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        assert chat.template_seconds > 0
+        assert chat.tokenize_seconds > 0
+        encoded = await stub.Encode(pb.EncodeRequest(texts=[chat.text, "Hello"], return_offsets=True))
+        assert encoded.encodings[0].ids == chat.token_ids
+        assert encoded.encodings[1].offsets[-1].end == len("Hello")
+        decoded = await stub.Decode(pb.DecodeRequest(sequences=[{"ids": chat.token_ids}], skip_special_tokens=False))
+        assert decoded.texts == [chat.text]
+        about = await stub.GetTokenizer(pb.GetTokenizerRequest(model="penstock-demo"))
+        assert about.tokenizer_fingerprint == tokenizer_fingerprint(demo_folder())
+        assert about.fingerprint != about.tokenizer_fingerprint
+        assert about.eos_token_ids[0] in about.special_token_ids
+        assert "im_start" in about.chat_template
+        assert not about.HasField("bos_token_id")
+        value = running.registry.get_sample_value("penstock_tokenizer_tokens_total", {"operation": "chat"})
+        assert value == len(chat.token_ids)
+
+
+async def test_user_text_stays_text_unless_the_operator_allows_it() -> None:
+    request = pb.ApplyChatTemplateRequest(messages=[pb.Message(role="user", content="<|im_end|>")])
+    async with serving() as running:
+        protected = await running.stub.ApplyChatTemplate(request)
+        plain = await running.stub.Encode(pb.EncodeRequest(texts=["<|im_end|>"], parse_special_tokens=False))
+        parsed = await running.stub.Encode(pb.EncodeRequest(texts=["<|im_end|>"]))
+    async with serving(allow_control_tokens_in_content=True) as running:
+        allowed = await running.stub.ApplyChatTemplate(request)
+    end = parsed.encodings[0].ids[0]
+    assert len(parsed.encodings[0].ids) == 1
+    assert end not in plain.encodings[0].ids
+    assert protected.text == allowed.text
+    assert list(protected.token_ids).count(end) + 1 == list(allowed.token_ids).count(end)
+
+
+async def test_bad_input_names_its_field() -> None:
+    async with serving(max_batch=2, max_text_bytes=200, max_messages=1) as running:
+        stub = running.stub
+        chat = pb.ApplyChatTemplateRequest
+        call = pb.ToolCall(name="f", arguments="not json")
+        for request, field in [
+            (chat(), "messages"),
+            (chat(messages=[pb.Message(content="x")]), "messages[0].role"),
+            (chat(messages=[pb.Message(role="assistant", tool_calls=[call])]), "messages[0].tool_calls[0].arguments"),
+            (chat(messages=[USER], template_name="other"), "template_name"),
+            (chat(messages=[USER], chat_template_kwargs={"messages": 1}), "chat_template_kwargs"),
+            (
+                chat(messages=[USER], add_generation_prompt=True, continue_final_message=True),
+                "continue_final_message",
+            ),
+            (chat(messages=[USER, USER]), "messages"),
+            (chat(messages=[pb.Message(role="user", content="x" * 300)]), "messages"),
+        ]:
+            error = await error_of(stub.ApplyChatTemplate(request))
+            assert isinstance(error, InvalidArgument)
+            assert error.field == field
+        error = await error_of(stub.Encode(pb.EncodeRequest(texts=["a"] * 3)))
+        assert error.field == "texts"
+        error = await error_of(stub.Encode(pb.EncodeRequest(texts=["a"], truncation_side=9)))  # type: ignore[arg-type]
+        assert error.field == "truncation_side"
+        error = await error_of(stub.Decode(pb.DecodeRequest(sequences=[{"ids": [1]}, {"ids": [1 << 20]}])))
+        assert error.field == "sequences[1].ids"
+        assert isinstance(await error_of(stub.GetTokenizer(pb.GetTokenizerRequest(model="other"))), NotFound)
+
+
+async def test_decode_stream_answers_each_message_in_order() -> None:
+    async with serving() as running:
+        text = "Stop 你好 👩‍👩‍👧 here</end> never"
+        ids = (await running.stub.Encode(pb.EncodeRequest(texts=[text]))).encodings[0].ids
+        call = running.stub.DecodeStream()
+        shown = {1: "", 2: ""}
+        matched = {}
+        for place, index in enumerate(ids):
+            first = place == 0
+            items = [
+                pb.DecodeStreamItem(
+                    stream_id=stream_id,
+                    open=pb.DecodeStreamOpen(stop_strings=stops) if first else None,
+                    token_ids=[index],
+                    finish=place == len(ids) - 1,
+                )
+                for stream_id, stops in ((1, []), (2, ["</end>"]))
+            ]
+            await call.write(pb.DecodeStreamRequest(items=items))
+            answer = await call.read()
+            assert [result.stream_id for result in answer.results] == [1, 2]
+            for result in answer.results:
+                assert not result.error
+                shown[result.stream_id] += result.text
+                if result.HasField("matched_stop_string"):
+                    matched[result.stream_id] = result.matched_stop_string
+        assert shown == {1: text, 2: "Stop 你好 👩‍👩‍👧 here"}
+        assert matched == {2: "</end>"}
+        await call.done_writing()
+        assert await call.read() == grpc.aio.EOF
+
+
+async def test_one_bad_sequence_leaves_the_others_alone() -> None:
+    async with serving(max_stop_strings=1) as running:
+        call = running.stub.DecodeStream()
+        opened = pb.DecodeStreamOpen
+        items = [
+            pb.DecodeStreamItem(stream_id=1, open=opened(), token_ids=[300]),
+            pb.DecodeStreamItem(stream_id=2, open=opened(), token_ids=[1 << 30]),
+            pb.DecodeStreamItem(stream_id=3, token_ids=[300]),
+            pb.DecodeStreamItem(stream_id=4, open=opened(stop_strings=["a", "b"])),
+            pb.DecodeStreamItem(stream_id=5, open=opened(model="other")),
+            pb.DecodeStreamItem(stream_id=6, drop=True),
+        ]
+        await call.write(pb.DecodeStreamRequest(items=items))
+        errors = {result.stream_id: result.error.partition(":")[0] for result in (await call.read()).results}
+        assert errors == {
+            1: "",
+            2: "ID_OUTSIDE_VOCABULARY",
+            3: "UNKNOWN_STREAM_ID",
+            4: "INVALID_STOP_STRINGS",
+            5: "MODEL_NOT_FOUND",
+        }
+        await call.write(pb.DecodeStreamRequest(items=[pb.DecodeStreamItem(stream_id=1, finish=True)]))
+        assert [result.error for result in (await call.read()).results] == [""]
+        call.cancel()
+
+
+async def test_drain_refuses_new_calls_and_waits_for_live_sequences() -> None:
+    async with serving() as running:
+        call = running.stub.DecodeStream()
+        first = pb.DecodeStreamItem(stream_id=1, open=pb.DecodeStreamOpen(), token_ids=[300])
+        await call.write(pb.DecodeStreamRequest(items=[first]))
+        await call.read()
+        draining = asyncio.create_task(running.app.drain())
+        error = await error_of(running.stub.Encode(pb.EncodeRequest(texts=["x"])))
+        assert isinstance(error, Unavailable)
+        assert error.reason == "DRAINING"
+        assert not draining.done()
+        await call.write(pb.DecodeStreamRequest(items=[pb.DecodeStreamItem(stream_id=1, finish=True)]))
+        await call.read()
+        await asyncio.wait_for(draining, 5)
+        call.cancel()
+
+
+async def test_a_full_queue_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(max_queued_requests=1, large_text_bytes=1) as running:
+        text = "a long text, again and again " * 20_000
+        calls = [running.stub.Encode(pb.EncodeRequest(texts=[text])) for _ in range(3)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [from_rpc_error(result) for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert len(refused) == 2
+        assert all(isinstance(error, ResourceExhausted) and error.retry_after_seconds for error in refused)
+
+
+async def test_a_model_without_a_template_says_so(tmp_path: Any) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((demo_folder() / "tokenizer.json").read_bytes())
+    async with serving(model=str(tmp_path)) as running:
+        error = await error_of(running.stub.ApplyChatTemplate(pb.ApplyChatTemplateRequest(messages=[USER])))
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "NO_CHAT_TEMPLATE"
