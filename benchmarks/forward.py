@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from _report import write
-from penstock.common.config import quiet_environment
+from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM

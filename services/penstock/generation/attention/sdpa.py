@@ -1,4 +1,4 @@
-"""Reference attention on torch's scaled_dot_product_attention; runs on any device torch supports.
+"""Reference attention on torch's scaled_dot_product_attention: portable torch, run on CPU so far.
 
 Per step (not per layer) the sequences are split into groups that are attended together: short queries (decode rows) of
 equal length are padded to the longest context of their group, long queries go one sequence at a time. Masks and gather
