@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from penstock.generation.engine.block_pool import BlockPool, OutOfBlocks, chain_hash, root_hash
 
 NUM_BLOCKS = 6
@@ -22,7 +22,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.counts = dict.fromkeys(range(NUM_BLOCKS), 0)
 
     @rule(target=holders)
-    def allocate(self) -> object:
+    def allocate(self) -> int | MultipleResults[int]:
         if all(self.counts.values()):
             with pytest.raises(OutOfBlocks):
                 self.pool.allocate()
@@ -50,7 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.lookup(bytes([content])) in ((block, None) if known is None else (known,))
 
     @rule(target=holders, content=st.integers(0, 3))
-    def hit(self, content: int) -> object:
+    def hit(self, content: int) -> int | MultipleResults[int]:
         block = self.pool.lookup(bytes([content]))
         if block is None:
             return multiple()

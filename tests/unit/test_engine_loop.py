@@ -77,7 +77,7 @@ async def running(runner: FakeRunner | None = None, **config: Any) -> AsyncItera
         yield bench
     finally:
         if isinstance(bench.runner, GatedRunner):
-            runner.open()
+            bench.runner.open()
         await asyncio.to_thread(bench.loop.stop)
 
 
@@ -169,8 +169,7 @@ async def test_stopping_ends_every_request_and_joins_the_thread() -> None:
         assert runner.entered.acquire(timeout=20)
         stopping = asyncio.ensure_future(asyncio.to_thread(bench.loop.stop))
         # The thread is held in a step: only a loop that is stopping answers at once.
-        while not bench.loop.run_on_engine(lambda _: None).done():
-            await asyncio.sleep(0)
+        await asyncio.to_thread(lambda: all(iter(lambda: bench.loop.run_on_engine(lambda _: None).done(), True)))
         runner.open()
         await stopping
         for item in (started, queued):

@@ -73,7 +73,7 @@ TRAILING = {"type": "Sequence", "decoders": [{"type": "Strip", "content": "_", "
 UNSUPPORTED = [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}, TRAILING]
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS, scope="module")
+@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS), scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenBytes, Tokenizer]:
     content = document(*request.param)
     path = folder(tmp_path_factory.mktemp("tokenizer"), content)

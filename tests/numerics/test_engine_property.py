@@ -1,0 +1,162 @@
+"""The engine's promise on a real model: the same ids alone, batched, chunked, preempted, prefix-hit and resumed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.engine import Answer, collect, engine_config, request, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from penstock.common.token_bytes import TokenBytes
+from penstock.generation.devices.registry import open_device
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.request import FinishReason, Request
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+from penstock.generation.runner.kv_cache import KVCachePool
+from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.sampling.params import derive_seed
+
+ROOMY = engine_config(num_blocks=120, max_batch_tokens=200)
+# Every id spells two letters, so stop strings lie across tokens.
+TEXT = TokenBytes({token: bytes([97 + token % 4, 97 + token // 4 % 4]) for token in range(VOCAB_SIZE)}, special=[1])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "mistral": {"sliding_window": 6},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    torch.set_num_threads(1)
+    device = open_device("cpu")
+    device.start(num_threads=1)
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=5, **FAMILIES[request.param])
+    return load_model(folder, dtype="float32", device=device)
+
+
+def make_engine(model: CausalLM, config: EngineConfig) -> Engine:
+    geometry = (model.config.num_layers, config.num_blocks, config.block_size)
+    heads = (model.config.num_kv_heads, model.config.head_dim)
+    kv = KVCachePool(*geometry, *heads, model.dtype, model.device)
+    for layer in range(model.config.num_layers):
+        # What is read before it is written shows.
+        kv.key(layer).fill_(float("nan"))
+        kv.value(layer).fill_(float("nan"))
+    return Engine(config, ModelRunner(model, kv), TEXT)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> dict[str, Any]:
+    head = draw(st.sampled_from([[], [11, 12, 13, 14, 15, 16, 17, 18, 19]]))
+    sampling = {"do_sample": True, "temperature": 1.5, "top_p": draw(st.sampled_from([1.0, 0.9]))}
+    return {
+        "prompt": head + draw(st.lists(st.integers(2, 30), min_size=1, max_size=8)),
+        "max_new_tokens": draw(st.integers(1, 12)),
+        "num_return_sequences": draw(st.sampled_from([1, 1, 3])),
+        "seed": draw(st.integers(0, 1 << 40)),
+        "eos_token_ids": (1,),
+        "min_new_tokens": draw(st.sampled_from([0, 3])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 1.3])),
+        "presence_penalty": draw(st.sampled_from([0.0, 0.5])),
+        "stop_strings": draw(st.sampled_from([(), ("ab", "dcba")])),
+        "cache_salt": draw(st.sampled_from(["", "tenant"])),
+    } | (sampling if draw(st.booleans()) else {})
+
+
+tight = st.builds(
+    engine_config,
+    num_blocks=st.integers(26, 40),
+    block_size=st.integers(2, 5),
+    max_running_sequences=st.integers(4, 8),
+    max_batch_tokens=st.integers(8, 24),
+    prefix_cache=st.booleans(),
+)
+
+
+@dataclass
+class Coverage:
+    """What the examples went through: the property says nothing if nobody was preempted or shared a prefix."""
+
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def add(self, engine: Engine) -> None:
+        self.seen["preemptions"] += engine.stats.preemptions
+        self.seen["prefix_hit_tokens"] += engine.stats.prefix_hit_tokens
+        self.seen["copy_on_write_blocks"] += engine.stats.copy_on_write_blocks
+
+
+def alone(model: CausalLM, spec: dict[str, Any]) -> Answer:
+    item = request(**spec)
+    return run(make_engine(model, ROOMY), item)[item.request_id]
+
+
+def fits(config: EngineConfig, item: Request) -> bool:
+    params = item.params
+    needed = config.blocks_needed(len(item.prompt_token_ids), params.max_new_tokens, params.num_return_sequences)
+    return needed <= config.num_blocks
+
+
+def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM) -> None:
+    coverage = Coverage()
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+    @given(st.lists(specs(), min_size=2, max_size=7), tight, st.data())
+    def check(drawn: list[dict[str, Any]], config: EngineConfig, data: st.DataObject) -> None:
+        engine = make_engine(model, config)
+        answers: dict[str, Answer] = {}
+        submitted = [(spec, item) for spec in drawn if fits(config, item := request(**spec))]
+        for _, item in submitted:
+            engine.add(item)
+            for _ in range(data.draw(st.integers(0, 2))):
+                collect(answers, engine.step())
+        run(engine, answers=answers)
+        for spec, item in submitted:
+            assert answers[item.request_id].ids == alone(model, spec).ids
+        assert engine.load().kv_blocks_used == 0
+        coverage.add(engine)
+
+    check()
+    assert min(coverage.seen[what] for what in ("preemptions", "prefix_hit_tokens", "copy_on_write_blocks")) > 0
+
+
+def test_a_resumed_request_goes_on_with_the_same_ids(model: CausalLM) -> None:
+    @settings(max_examples=10, deadline=None, derandomize=True)
+    @given(specs(), st.data())
+    def check(spec: dict[str, Any], data: st.DataObject) -> None:
+        whole = alone(model, spec)
+        resumed = [ids[: data.draw(st.integers(0, len(ids)))] for _, ids in sorted(whole.ids.items())]
+        rest = alone(model, spec | {"resumed_token_ids": resumed})
+        for index, ids in whole.ids.items():
+            assert resumed[index] + rest.ids.get(index, []) == ids
+
+    check()
+
+
+def test_several_returned_sequences_equal_single_requests_with_the_derived_seeds(model: CausalLM) -> None:
+    spec = {"prompt": [5, 6, 7, 8, 9], "max_new_tokens": 16, "do_sample": True, "temperature": 1.5, "seed": 77}
+    together = alone(model, spec | {"num_return_sequences": 4}).ids
+    assert len({tuple(ids) for ids in together.values()}) > 1
+    for index in range(4):
+        assert alone(model, spec | {"seed": derive_seed(77, index)}).ids[0] == together[index]
+
+
+def test_a_stop_string_ends_on_the_very_token_that_completes_it(model: CausalLM) -> None:
+    spec = {"prompt": [5, 6, 7], "max_new_tokens": 30, "do_sample": True, "temperature": 3.0, "seed": 1}
+    free = alone(model, spec).ids[0]
+    text = b"".join(TEXT.bytes_of(token) for token in free).decode()
+    for start in range(1, 20, 3):
+        stop = text[start : start + 3]
+        answer = alone(model, spec | {"stop_strings": (stop,)})
+        tokens = (text.index(stop) + len(stop) + 1) // 2
+        assert answer.ids[0] == free[:tokens]
+        assert answer.finished is not None
+        assert answer.finished.completion_tokens == tokens
+        assert answer.finished.sequences[0].reason is FinishReason.STOP_STRING
+        assert answer.finished.sequences[0].stop_string == stop
