@@ -1,33 +1,47 @@
-"""What every process can be configured with, and the only place that touches the process's environment."""
+"""What every process can be configured with."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from penstock.common.environment import ENV_PREFIX, child_environment, current_environment, prepare_environment
 from penstock.common.errors import StartupError
-from penstock.common.options import ENV_PREFIX, BoundOption, load, option, options_of
+from penstock.common.options import BoundOption, load, option, options_of
+from penstock.common.ports import (
+    GENERATION_METRICS_PORT,
+    GENERATION_PORT,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    TOKENIZER_METRICS_PORT,
+    TOKENIZER_PORT,
+)
 from penstock.common.units import parse_duration, parse_size, parse_size_or_auto
 
 __all__ = [
     "ENV_PREFIX",
+    "GENERATION_METRICS_PORT",
+    "GENERATION_PORT",
+    "ROUTER_METRICS_PORT",
+    "ROUTER_PORT",
+    "TOKENIZER_METRICS_PORT",
+    "TOKENIZER_PORT",
     "BoundOption",
     "ChannelConfig",
     "ServerConfig",
     "TransportConfig",
+    "child_environment",
     "from_env_and_flags",
     "option",
     "options_of",
     "parse_duration",
     "parse_size",
     "parse_size_or_auto",
+    "prepare_environment",
 ]
 
-ROUTER_PORT, TOKENIZER_PORT, GENERATION_PORT = 50050, 50051, 50052
-ROUTER_METRICS_PORT, TOKENIZER_METRICS_PORT, GENERATION_METRICS_PORT = 9100, 9101, 9102
 NETWORK, SECURITY, LIMITS, LOGGING = "Network", "TLS and authentication", "Limits", "Logging"
 CHANNELS = "Connections to other services"
 
@@ -126,7 +140,7 @@ def from_env_and_flags(cls: type[C], overrides: Mapping[str, object] | None = No
 
     `overrides` is keyed by field name; None means not given, text is parsed. Raises StartupError naming the flag.
     """
-    config = load(cls, overrides or {}, os.environ)
+    config = load(cls, overrides or {}, current_environment())
     if isinstance(config, ServerConfig):
         config.validate()
     return config
@@ -140,37 +154,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def quiet_environment(threads: int | None = None) -> dict[str, str]:
-    """Variables that native libraries read when they are loaded, so they must be set before torch or grpc is imported.
-
-    OpenMP threads sleep between parallel regions instead of spinning, so that the other processes on the machine get
-    the cores; grpc's C core does not write to stderr on its own. Variables the operator has set are kept.
-    """
-    wanted = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "GRPC_VERBOSITY": "NONE",
-        "GRPC_ENABLE_FORK_SUPPORT": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    if threads is not None:
-        wanted["OMP_NUM_THREADS"] = str(threads)
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def prepare_environment(threads: int | None = None) -> None:
-    """Put `quiet_environment` into this process; call it before importing torch or grpc."""
-    os.environ.update(quiet_environment(threads))
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of a child process: ours, quiet, and with output that is not held back."""
-    return {**os.environ, **quiet_environment(), "PYTHONUNBUFFERED": "1"}
-
-
-def penstock_variables() -> dict[str, str]:
-    """Every PENSTOCK_* variable that is set."""
-    return {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIX)}

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from penstock.common.errors import StartupError
+from penstock.common.environment import ENV_PREFIX
 from penstock.common.units import parse_duration, parse_size
 
-ENV_PREFIX = "PENSTOCK_"
 MODEL_ARGUMENT = "MODEL"
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 C = TypeVar("C")
@@ -197,8 +196,10 @@ def options_of(config: type) -> list[BoundOption]:
 def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str, str]) -> C:
     """A `config` from flags (by field name; None means not given), then variables, then defaults.
 
-    Text is parsed, other values are taken as they are. Raises StartupError naming the flag.
+    Text is parsed, also each text of a list; other values are taken as they are. Raises StartupError naming the flag.
     """
+    from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
+
     known = options_of(config)
     values: dict[str, object] = {}
     for bound in known:
@@ -214,8 +215,12 @@ def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str,
 
 
 def _read(bound: BoundOption, given: object, source: str) -> object:
+    from penstock.common.errors import StartupError
+
     try:
         value = bound.parse(given) if isinstance(given, str) else given
+        if bound.is_list and isinstance(given, list):
+            value = tuple(item for text in given for item in cast("tuple[str, ...]", bound.parse(text)))
         bound.check(value)
     except ValueError as error:
         shown = "" if bound.settings.secret else f" {given!r}"

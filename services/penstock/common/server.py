@@ -151,11 +151,14 @@ class RunningServer:
         _log.info("ready", grpc=self.address)
 
     async def stop(self, *, drain: bool = True) -> None:
-        """NOT_SERVING, drain within the grace, stop, close. Safe at any point of the life."""
+        """NOT_SERVING, drain within the grace, stop, close. Safe at any point of the life.
+
+        Without `drain` live calls get STOP_GRACE_SECONDS to end by themselves.
+        """
         await self.health.set_up(False)
         if drain:
             await self._drain()
-        await self._server.stop(STOP_GRACE_SECONDS if drain else None)
+        await self._server.stop(STOP_GRACE_SECONDS)
         await self.service.close()
         if self._metrics is not None:
             self._metrics.close()

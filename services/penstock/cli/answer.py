@@ -1,0 +1,81 @@
+"""Streams one answer to the terminal, and says how it went."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING
+
+from penstock.cli.console import console
+from penstock.common.units import format_duration
+
+if TYPE_CHECKING:
+    from penstock_client import Completion, Delta, Stream
+
+    from penstock.v1 import common_pb2
+
+STAGES = (
+    ("template", "template_seconds"),
+    ("tokenize", "tokenize_seconds"),
+    ("route", "route_seconds"),
+    ("queue", "queue_seconds"),
+    ("prefill", "prefill_seconds"),
+    ("decode", "decode_seconds"),
+    ("detokenize", "detokenize_seconds"),
+    ("time to first token", "time_to_first_token_seconds"),
+    ("total", "total_seconds"),
+)
+
+
+def stream_answer(stream: Stream) -> Completion | None:
+    """Write deltas as they come. Ctrl-C cancels the request and returns None. Raises PenstockError."""
+    with stream:
+        try:
+            for delta in stream:
+                _write(delta)
+        except KeyboardInterrupt:
+            _end_line()
+            console().print("(stopped)", style="dim")
+            return None
+    _end_line()
+    return stream.state.completion()
+
+
+def _write(delta: Delta) -> None:
+    if delta.reasoning:
+        console().print(delta.reasoning, end="", style="dim", markup=False, soft_wrap=True)
+    if delta.text:
+        sys.stdout.write(delta.text)
+    for call in delta.tool_calls:
+        console().print(f"{call.name}{call.arguments}", end="", style="cyan", markup=False, soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _end_line() -> None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def stats_line(completion: Completion) -> str:
+    """Counts, time to first token, speed and finish reason in one line."""
+    usage, timings = completion.usage, completion.timings
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts = [f"{usage.prompt_tokens} prompt{cached} + {usage.completion_tokens} tokens"]
+    if timings.HasField("time_to_first_token_seconds"):
+        parts.append(f"first after {format_duration(timings.time_to_first_token_seconds)}")
+    if timings.HasField("decode_seconds") and timings.decode_seconds > 0 and usage.completion_tokens > 1:
+        parts.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.0f} tok/s")
+    reasons = {choice.finish_reason for choice in completion.choices if choice.finish_reason}
+    return " · ".join([*parts, *sorted(reasons)])
+
+
+def stage_timings(timings: common_pb2.StageTimings) -> list[tuple[str, str]]:
+    """(stage, time) of every stage that ran, in order."""
+    ran = {descriptor.name: seconds for descriptor, seconds in timings.ListFields()}
+    return [(label, format_duration(ran[name])) for label, name in STAGES if name in ran]
+
+
+def allow_any_text() -> None:
+    """Have a terminal that cannot show a character show a replacement instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

@@ -1,0 +1,145 @@
+"""The commands of `penstock`. Imports what --help needs and nothing else; each command imports its own work."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from penstock import __version__
+from penstock.cli.connection import ConnectionConfig
+from penstock.cli.console import say
+from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.sampling import SamplingConfig
+from penstock.common.options import options_of
+from penstock.common.ports import ROUTER_PORT
+
+EPILOG = """Examples:
+
+  penstock serve                     the embedded model on 127.0.0.1:50050
+
+  penstock chat                      talk to it
+
+  penstock complete "1 + 1 ="        complete a text
+
+  penstock health                    is it ready?"""
+CHAT_EPILOG = f"""/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends;
+Ctrl-C stops an answer.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock chat --stats
+
+  penstock chat --address gpu-box:50050 --tls-ca ca.pem --token-file token"""
+COMPLETE_EPILOG = f"""{ENV_NOTE}
+
+Examples:
+
+  penstock complete "The capital of France is" --max-new-tokens 16
+
+  git log -1 | penstock complete - --temperature 0 --stop ;"""
+
+app = typer.Typer(
+    name="penstock",
+    help="Hugging Face's generate(), continuously batched, behind gRPC services.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class ServeGroup(TyperGroup):
+    """`serve [MODEL]` runs everything, `serve tokenizer|generation|router` one service.
+
+    The commands are made when one is called: they need the configurations of all services. A first word that names no
+    service is the MODEL of the whole tree.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from penstock.cli.serve_commands import EVERYTHING, commands
+
+        self.commands.update(typer.main.get_group(commands).commands)
+        if not args or args[0] not in self.commands:
+            args = [EVERYTHING, *args]
+        return super().parse_args(ctx, args)
+
+
+app.add_typer(
+    typer.Typer(cls=ServeGroup), name="serve", help="Serve a model: everything ([MODEL]), or one service of it."
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        say(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks on errors.")] = False,
+) -> None:
+    """Options of every command; `main` looks for --debug itself."""
+
+
+def _chat(given: Overrides) -> None:
+    from penstock.cli.chat import run_chat
+
+    run_chat(given)
+
+
+def _complete(given: Overrides) -> None:
+    from penstock.cli.complete import run_complete
+
+    run_complete(str(given.pop("prompt")), given)
+
+
+_PROMPT = inspect.Parameter(
+    "prompt",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=typer.Argument(..., help="Text to continue; - reads it from standard input."),
+    annotation=str,
+)
+_CLIENT_OPTIONS = [*options_of(SamplingConfig), *options_of(ConnectionConfig)]
+app.command("chat", epilog=CHAT_EPILOG)(command(_CLIENT_OPTIONS, _chat, "Talk to a model."))
+app.command("complete", epilog=COMPLETE_EPILOG)(
+    command(_CLIENT_OPTIONS, _complete, "Continue a text, and write it to standard output.", first=[_PROMPT])
+)
+
+
+@app.command()
+def health(
+    addresses: Annotated[
+        list[str] | None, typer.Argument(metavar="[ADDRESS]...", help="host:port of each server; the router's default.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS; trust this CA (PEM).")] = None,
+) -> None:
+    """Ask servers whether they are ready; exit code 0 when all are SERVING. Needs no credentials."""
+    from penstock.cli.health import run_health
+
+    raise typer.Exit(run_health(addresses or [f"127.0.0.1:{ROUTER_PORT}"], timeout, tls_ca))
+
+
+@app.command()
+def env() -> None:
+    """Versions, CPU, memory and devices: what a bug report needs."""
+    from penstock.cli.env import run_env
+
+    run_env()
+
+
+@app.command()
+def demo() -> None:
+    """Start everything on the embedded model, show one answer and its timings, and stop."""
+    from penstock.cli.demo import run_demo
+
+    raise typer.Exit(run_demo())

@@ -1,0 +1,60 @@
+"""Where the commands that call a server find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.common.options import option
+from penstock.common.ports import ROUTER_PORT
+
+if TYPE_CHECKING:
+    from penstock_client import Client
+
+GROUP = "Connection"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionConfig:
+    """A router and how to reach it."""
+
+    address: str = option(f"127.0.0.1:{ROUTER_PORT}", "host:port of the router.", group=GROUP, metavar="HOST:PORT")
+    tls: bool = option(False, "Use TLS (system CAs).", group=GROUP)
+    tls_ca: str | None = option(None, "Use TLS; trust this CA (PEM).", group=GROUP, metavar="FILE")
+    client_cert: str | None = option(None, "Client certificate for mutual TLS (PEM).", group=GROUP, metavar="FILE")
+    client_key: str | None = option(None, "Private key of --client-cert (PEM).", group=GROUP, metavar="FILE")
+    server_name: str | None = option(None, "Name expected in the server's certificate.", group=GROUP)
+    token_file: str | None = option(None, "Send the bearer token in this file.", group=GROUP, metavar="FILE")
+    connect_timeout_seconds: float = option(10.0, "Give up connecting after this.", group=GROUP, minimum=0)
+
+
+def open_client(config: ConnectionConfig) -> Client:
+    """A connected client. Raises StartupError for unreadable files, Unavailable when nobody answers."""
+    from pathlib import Path
+
+    from penstock_client import Client, ClientConfig, TimeoutConfig, TLSConfig
+
+    from penstock.common.errors import StartupError, Unavailable
+
+    def path(name: str | None) -> Path | None:
+        return Path(name).expanduser() if name else None
+
+    tls = None
+    if config.tls or config.tls_ca or config.client_cert:
+        tls = TLSConfig(path(config.tls_ca), path(config.client_cert), path(config.client_key), config.server_name)
+    try:
+        token = Path(config.token_file).expanduser().read_text().split()[0] if config.token_file else None
+        timeouts = TimeoutConfig(connect=config.connect_timeout_seconds)
+        client = Client(config.address, ClientConfig(tls=tls, token=token, timeouts=timeouts))
+    except (OSError, IndexError) as error:
+        raise StartupError(f"cannot read a TLS or token file: {error}", flag="--token-file") from error
+    except ValueError as error:
+        raise StartupError(str(error), flag="--tls-ca") from error
+    try:
+        client.wait_ready()
+    except Unavailable:
+        client.close()
+        raise StartupError(
+            f"nobody answers at {config.address}; is `penstock serve` running?", flag="--address"
+        ) from None
+    return client

@@ -1,0 +1,98 @@
+"""`penstock env`: what a bug report needs to say about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata, util
+from pathlib import Path
+
+from penstock.cli.console import say
+from penstock.common.units import format_size
+
+PACKAGES = (
+    "penstock", "grpcio", "protobuf", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy",
+)  # fmt: skip
+# What decides how fast a CPU multiplies matrices.
+CPU_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "i8mm",
+)
+
+
+def run_env() -> None:
+    """Print `name: value` lines."""
+    for name, value in facts():
+        say(f"{name + ':':<18} {value}")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Everything known, in order."""
+    for package in PACKAGES:
+        yield package, _version(package)
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    yield from _cpu()
+    yield from _memory()
+    yield from _torch()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> Iterator[tuple[str, str]]:
+    info = _fields(Path("/proc/cpuinfo"))
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    yield "cpu", info.get("model name", platform.processor() or platform.machine())
+    yield "cpu flags", " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none of interest"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{usable} usable of {os.cpu_count()}"
+
+
+def _memory() -> Iterator[tuple[str, str]]:
+    info = _fields(Path("/proc/meminfo"))
+    if "MemTotal" in info:
+        total, available = (int(info[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        yield "memory", f"{format_size(available)} available of {format_size(total)}"
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        yield "memory limit", format_size(int(text))
+
+
+def _torch() -> Iterator[tuple[str, str]]:
+    if util.find_spec("torch") is None:
+        yield "devices", "cpu (no torch)"
+        return
+    import torch
+
+    yield "torch threads", str(torch.get_num_threads())
+    yield "torch cpu", torch.backends.cpu.get_cpu_capability()
+    yield "onednn", "yes" if torch._C._has_mkldnn else "no"
+    yield "cuda build", torch.version.cuda or "none"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield "devices", ", ".join(["cpu", *gpus])
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """`name : value` lines of a /proc file, the first of each name; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    found: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found

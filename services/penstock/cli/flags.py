@@ -1,0 +1,104 @@
+"""Command-line options made from configuration classes, so that a default, a help text and a flag have one home."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from penstock.common.options import MODEL_ARGUMENT, BoundOption
+
+ENV_NOTE = "Every option can also be set by an environment variable: --kv-memory is PENSTOCK_KV_MEMORY."
+Overrides = dict[str, object]
+
+
+def command(
+    options: Iterable[BoundOption],
+    run: Callable[[Overrides], None],
+    doc: str,
+    *,
+    first: Iterable[inspect.Parameter] = (),
+) -> Callable[..., None]:
+    """A function for `typer.Typer.command` with one parameter per option, after those of `first`.
+
+    It calls `run` with what was given, as text, by field name; options that repeat come as lists. Reading and checking
+    is the configuration's (`from_env_and_flags`), so a flag and its variable are treated alike.
+    """
+    chosen = list(options)
+    parameters = [*first, *(parameter for option in chosen for parameter in _parameters(option))]
+
+    def invoke(**given: Any) -> None:
+        if given.get("model_flag") is not None:
+            given["model"] = given["model_flag"]
+        given.pop("model_flag", None)
+        run({name: value for name, value in given.items() if value is not None and value != []})
+
+    function: Any = invoke
+    function.__doc__ = doc
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return invoke
+
+
+def _parameters(option: BoundOption) -> list[inspect.Parameter]:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    if option.flag == MODEL_ARGUMENT:
+        argument = typer.Argument(None, metavar="[MODEL]", help=escape(option.settings.help), show_default=False)
+        alias = typer.Option(None, "--model", hidden=True)
+        return [
+            inspect.Parameter("model", keyword, default=argument, annotation=str | None),
+            inspect.Parameter("model_flag", keyword, default=alias, annotation=str | None),
+        ]
+    return [inspect.Parameter(option.name, keyword, default=_option(option), annotation=_annotation(option))]
+
+
+def _option(option: BoundOption) -> Any:
+    names = (option.flag, "--no-" + option.flag[2:]) if option.is_bool and option.default else (option.flag,)
+    if option.is_bool:
+        names = ("/".join(names),)
+    return typer.Option(
+        None,
+        *names,
+        help=_help(option),
+        metavar=None if option.is_bool else option.metavar,
+        show_default=False,
+        rich_help_panel=option.settings.group,
+        hidden=option.settings.hidden,
+    )
+
+
+def _help(option: BoundOption) -> str:
+    default = shown_default(option)
+    return escape(f"{option.settings.help} [default: {default}]" if default else option.settings.help)
+
+
+def _annotation(option: BoundOption) -> Any:
+    if option.is_bool:
+        return bool | None
+    return list[str] | None if option.is_list else str | None
+
+
+def shown_default(option: BoundOption) -> str:
+    """The default as one would write it on the command line; empty when there is none."""
+    default = option.default
+    if default is None or default is False or default == ():
+        return ""
+    if default is True:
+        return "on"
+    if isinstance(default, tuple):
+        return ",".join(default)
+    if option.name.endswith("_bytes") and isinstance(default, int):
+        return _shown_size(default)
+    if option.name.endswith("_seconds"):
+        return f"{default:g}s"
+    return str(default)
+
+
+def _shown_size(size: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size % (1 << power) == 0:
+            return f"{size >> power}{unit}"
+    return str(size)

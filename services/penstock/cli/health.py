@@ -1,0 +1,36 @@
+"""`penstock health`: for people and for container health checks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.cli.console import say
+from penstock.common.channels import open_channel
+from penstock.common.config import ChannelConfig
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def run_health(addresses: list[str], timeout: float, tls_ca: str | None) -> int:
+    """One line per address; 0 when all are SERVING, else 1."""
+    return asyncio.run(_check_all(addresses, timeout, ChannelConfig(channel_tls_ca=tls_ca)))
+
+
+async def _check_all(addresses: list[str], timeout: float, config: ChannelConfig) -> int:
+    answers = await asyncio.gather(*(_check(address, timeout, config) for address in addresses))
+    for address, answer in zip(addresses, answers, strict=True):
+        say(f"{address} {answer}")
+    return 0 if all(answer == "SERVING" for answer in answers) else 1
+
+
+async def _check(address: str, timeout: float, config: ChannelConfig) -> str:
+    """The status's name, or why there is none."""
+    async with open_channel(address, config) as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            return "no answer" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -1,0 +1,54 @@
+"""Entry point of `penstock`: sets the environment before anything native is imported, and turns errors into lines."""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.common.environment import prepare_environment
+
+
+def main() -> None:
+    """Run the command line; never returns. Tracebacks only with --debug."""
+    prepare_environment()
+    if sys.argv[1:] == ["--version"]:
+        # The one answer that needs neither typer nor grpc.
+        from penstock import __version__
+
+        sys.stdout.write(f"penstock {__version__}\n")
+        sys.exit(0)
+    sys.exit(_run("--debug" in sys.argv))
+
+
+def _run(debug: bool) -> int:
+    from penstock.cli.app import app
+
+    try:
+        app(prog_name="penstock")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            raise
+        return _explain(error)
+    return 0
+
+
+def _explain(error: Exception) -> int:
+    """One line to stderr, and the exit code."""
+    from penstock.cli.console import STARTUP_EXIT_CODE, complain, startup_line
+    from penstock.common.errors import PenstockError, StartupError
+
+    if isinstance(error, StartupError):
+        complain(startup_line(error))
+        return STARTUP_EXIT_CODE
+    if isinstance(error, PenstockError):
+        complain(f"{error.code.name}: {error.message}")
+    elif not isinstance(error, BrokenPipeError):
+        complain(f"internal error ({type(error).__name__}); --debug shows where")
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What a process of the tree tells the one that started it: JSON lines over an inherited pipe.
+
+A child reports `listening`, then `ready`, or one `error`; the end of the pipe is the end of the child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.console import startup_line
+
+if TYPE_CHECKING:
+    from penstock.common.errors import StartupError
+    from penstock.common.server import BoundAddresses
+
+LISTENING, READY, ERROR = "listening", "ready", "error"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One message. `addresses` maps a process's name to its gRPC address, `metrics` to its metrics address."""
+
+    event: str
+    addresses: dict[str, str]
+    metrics: dict[str, str]
+    lines: tuple[str, ...] = ()
+    message: str = ""
+    flag: str | None = None
+
+    def encode(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def decode(line: bytes) -> Report:
+        """The inverse of `encode`."""
+        fields = json.loads(line)
+        return Report(**{**fields, "lines": tuple(fields["lines"])})
+
+
+class Reporter:
+    """Writes reports to a file descriptor; without one it drops them."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        if fd is not None:
+            # Grandchildren must not hold the pipe open.
+            os.set_inheritable(fd, False)
+
+    @property
+    def is_heard(self) -> bool:
+        """True when a parent prints in our place."""
+        return self._fd is not None
+
+    def send(self, report: Report) -> None:
+        """Write `report`; a parent that has gone does not matter here, the kernel ends us with it."""
+        if self._fd is not None:
+            os.write(self._fd, report.encode())
+
+    def listening(self, name: str, bound: BoundAddresses) -> None:
+        """The ports are open; nothing is loaded yet."""
+        self.send(Report(LISTENING, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}))
+
+    def ready(self, name: str, bound: BoundAddresses, lines: list[str]) -> None:
+        """Health is SERVING."""
+        self.send(Report(READY, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}, tuple(lines)))
+
+    def error(self, error: StartupError) -> None:
+        """The process cannot start."""
+        self.send(Report(ERROR, {}, {}, message=startup_line(error), flag=error.flag))

@@ -1,0 +1,108 @@
+"""One service in this process: `penstock serve tokenizer|generation|router`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+from penstock.cli.console import say
+from penstock.cli.reports import Reporter
+from penstock.common.config import ServerConfig, from_env_and_flags
+from penstock.common.environment import prepare_environment
+from penstock.common.errors import StartupError
+from penstock.common.process import die_with_parent
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where a service's configuration and application are; imported when needed, since applications are heavy."""
+
+    name: str
+    config_path: str
+    app_path: str
+
+    def config_class(self) -> type[ServerConfig]:
+        """The configuration dataclass (light to import)."""
+        return cast("type[ServerConfig]", _load(self.config_path))
+
+    def app_class(self) -> Callable[..., Any]:
+        """The application. Raises StartupError when its dependencies are not installed."""
+        try:
+            return cast("Callable[..., Any]", _load(self.app_path))
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("penstock"):
+                raise
+            raise StartupError(
+                f"{self.name} needs {error.name}: pip install 'penstock[{self.name}]'", flag=self.name
+            ) from error
+
+
+ROLES = {
+    role.name: role
+    for role in (
+        Role("tokenizer", "penstock.tokenizer.config:TokenizerConfig", "penstock.tokenizer.app:TokenizerApp"),
+        Role(
+            "generation", "penstock.generation.config:GenerationServiceConfig", "penstock.generation.app:GenerationApp"
+        ),
+        Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
+    )
+}
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def run_role(role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None) -> int:
+    """Serve until told to stop; returns the exit code. Raises StartupError, having reported it."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    reporter = Reporter(report_fd)
+    try:
+        config = from_env_and_flags(role.config_class(), overrides)
+        return _serve(role, config, reporter)
+    except StartupError as error:
+        reporter.error(error)
+        raise
+
+
+def _serve(role: Role, config: ServerConfig, reporter: Reporter) -> int:
+    from penstock.common.logging import configure_logging
+
+    prepare_environment(getattr(config, "threads", None))
+    configure_logging(role.name, log_format=config.log_format, level=config.log_level, debug=config.debug)
+    began = time.monotonic()
+    if not reporter.is_heard:
+        say(f"{role.name}: loading")
+    app_class = role.app_class()
+
+    async def run() -> int:
+        from prometheus_client import CollectorRegistry
+
+        from penstock.common.server import BoundAddresses, run_until_stopped
+
+        registry = CollectorRegistry()
+        service = app_class(config, registry)
+
+        def on_ready(bound: BoundAddresses) -> None:
+            reporter.ready(role.name, bound, service.status_lines())
+            if not reporter.is_heard:
+                for line in service.status_lines():
+                    say(f"  {line}")
+                metrics = f" · metrics http://{bound.metrics}/metrics" if bound.metrics else ""
+                say(f"READY {role.name} · gRPC {bound.grpc}{metrics} · {time.monotonic() - began:.1f} s")
+
+        return await run_until_stopped(
+            service,
+            config,
+            registry=registry,
+            on_listening=lambda bound: reporter.listening(role.name, bound),
+            on_ready=on_ready,
+        )
+
+    return asyncio.run(run())

@@ -1,0 +1,43 @@
+"""The process's environment: the only module that touches `os.environ`. Imports nothing, so it can run before grpc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+ENV_PREFIX = "PENSTOCK_"
+
+
+def quiet_environment(threads: int | None = None) -> dict[str, str]:
+    """Variables that native libraries read when they are loaded, so they must be set before torch or grpc is imported.
+
+    OpenMP threads sleep between parallel regions instead of spinning, so that the other processes on the machine get
+    the cores; grpc's C core does not write to stderr on its own. Variables the operator has set are kept.
+    """
+    wanted = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GRPC_VERBOSITY": "NONE",
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    if threads is not None:
+        wanted["OMP_NUM_THREADS"] = str(threads)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def prepare_environment(threads: int | None = None) -> None:
+    """Put `quiet_environment` into this process; call it before importing torch or grpc."""
+    os.environ.update(quiet_environment(threads))
+
+
+def child_environment(without: Collection[str] = ()) -> dict[str, str]:
+    """The environment of a child process: ours less `without`, quiet, and with output that is not held back."""
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    return {**inherited, **quiet_environment(), "PYTHONUNBUFFERED": "1"}
+
+
+def current_environment() -> Mapping[str, str]:
+    """What PENSTOCK_* variables are read from."""
+    return os.environ
