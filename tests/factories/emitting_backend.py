@@ -84,6 +84,7 @@ class EmittingBackend:
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
         self._frozen = False
+        self.watchers = 0
         self._server: grpc.aio.Server | None = None
         self.health = HealthServicer()
 
@@ -155,8 +156,12 @@ class EmittingBackend:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition` to hold."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        self.watchers += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(condition)
+        finally:
+            self.watchers -= 1
 
     def load(self) -> admin_pb2.Load:
         """What WatchLoad says."""
@@ -324,6 +329,8 @@ class _Servicer:
                     await backend.until(lambda: session.ended or session.has_work())
                     continue
                 await context.write(session.step())
+                if backend.watchers:
+                    await backend.notify()
                 await asyncio.sleep(backend.step_seconds)
         finally:
             reader.cancel()

@@ -78,11 +78,12 @@ class Router:
 
 @asynccontextmanager
 async def running_router(
-    *backends: EmittingBackend, tokenizer: str | None = None, resolver: Any = None, **settings: Any
+    *backends: EmittingBackend, tokenizer: str | tuple[str, ...] = "", resolver: Any = None, **settings: Any
 ) -> AsyncIterator[Router]:
     """A router that is ready, before backends that are listening already."""
     addresses = settings.pop("backend", tuple(one.address for one in backends))
-    config = RouterConfig(tokenizer=(tokenizer or tokenizer_address(),), backend=addresses, **{**QUICK, **settings})
+    tokenizers = (tokenizer or tokenizer_address(),) if isinstance(tokenizer, str) else tokenizer
+    config = RouterConfig(tokenizer=tokenizers, backend=addresses, **{**QUICK, **settings})
     registry = CollectorRegistry()
     app = RouterApp(config, registry, **({"resolver": resolver} if resolver else {}))
     async with (

@@ -47,6 +47,8 @@ class BackendPool:
         self._resolver = resolver
         self._backends: dict[BackendAddress, Backend] = {}
         self._tasks: dict[BackendAddress, asyncio.Task[None]] = {}
+        # No longer in their name: they finish their streams (a rolling restart) and get nothing new.
+        self._leaving: set[BackendAddress] = set()
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self._deaths: deque[tuple[float, int]] = deque(maxlen=_MAX_DEATHS)
@@ -79,8 +81,10 @@ class BackendPool:
         """Backends that take requests, of one model when named."""
         return [
             backend
-            for backend in self._backends.values()
-            if backend.state is BackendState.READY and (not model or (backend.info and backend.info.model == model))
+            for where, backend in self._backends.items()
+            if backend.state is BackendState.READY
+            and where not in self._leaving
+            and (not model or (backend.info and backend.info.model == model))
         ]
 
     def only_mismatches(self) -> bool:
@@ -118,9 +122,10 @@ class BackendPool:
             known = {where for where in self._backends if where.target == target}
             for where in sorted(addresses - known, key=lambda one: one.address):
                 self._add(where)
+            self._leaving -= addresses
             for where in known - addresses:
-                # A backend that left the name but still answers (a rolling restart) may finish its streams.
-                if self._backends[where].in_flight == 0 or self._backends[where].state is BackendState.CONNECTING:
+                self._leaving.add(where)
+                if self._backends[where].in_flight == 0:
                     self._remove(where)
 
     def _add(self, where: BackendAddress) -> None:
@@ -140,6 +145,7 @@ class BackendPool:
     def _remove(self, where: BackendAddress) -> None:
         self._tasks.pop(where).cancel()
         del self._backends[where]
+        self._leaving.discard(where)
         _log.info("backend gone from its name", backend=where.address, target=where.target)
         self._on_change()
 
