@@ -1,9 +1,9 @@
-"""What the engine costs a step besides the model and the sampler: schedule and update, with a runner that does nothing.
+"""What the engine costs a step besides model and sampler: schedule and update, with a runner that does nothing.
 
-Prints one JSON document. `step` is the whole of Engine.step and Engine.load. Target (performance.md): at 32 decoding sequences at most 1 ms a step, flat as context and
-pool grow.
+    python benchmarks/engine_overhead.py [--sequences 1,8,32] [--contexts 128,4096] [--queued 1000] [--out FILE]
 
-    python benchmarks/engine_overhead.py [--sequences 1,8,32,128] [--contexts 128,4096,32768] [--steps 300] [--queued 1000]
+`step` is the whole of Engine.step and Engine.load. Target (performance.md): at 32 decoding sequences at most 1 ms a
+step with the sampler, flat as context and pool grow.
 """
 
 from __future__ import annotations

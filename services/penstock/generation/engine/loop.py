@@ -182,8 +182,10 @@ class EngineLoop:
         except Exception as failure:  # the thread's boundary: everybody is told, then the process ends
             _log.exception("engine step failed")
             error = Internal("the engine failed", reason="ENGINE_FAILED")
-            self._end(error)
-            self._call_soon(self._on_failure, failure)
+            try:
+                self._end(error)
+            finally:
+                self._call_soon(self._on_failure, failure)
         else:
             self._end(None)
 
