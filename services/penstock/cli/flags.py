@@ -46,7 +46,7 @@ def command(
 def _parameters(option: BoundOption) -> list[inspect.Parameter]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     if option.flag == MODEL_ARGUMENT:
-        argument = typer.Argument(None, metavar="[MODEL]", help=escape(option.settings.help), show_default=False)
+        argument = typer.Argument(None, metavar="MODEL", help=escape(option.settings.help), show_default=False)
         alias = typer.Option(None, "--model", hidden=True)
         return [
             inspect.Parameter("model", keyword, default=argument, annotation=str | None),

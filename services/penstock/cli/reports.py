@@ -10,7 +10,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from penstock.cli.console import startup_line
+from penstock.cli.console import STARTUP_EXIT_CODE, startup_line
 
 if TYPE_CHECKING:
     from penstock.common.errors import StartupError
@@ -68,6 +68,12 @@ class Reporter:
         """Health is SERVING."""
         self.send(Report(READY, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}, tuple(lines)))
 
-    def error(self, error: StartupError) -> None:
-        """The process cannot start."""
+    def give_up(self, error: StartupError, *, debug: bool) -> int:
+        """The process cannot start: the parent says so, and this returns the exit code.
+
+        Raises the error when there is no parent, or for its traceback.
+        """
         self.send(Report(ERROR, {}, {}, message=startup_line(error), flag=error.flag))
+        if debug or self._fd is None:
+            raise error
+        return STARTUP_EXIT_CODE

@@ -59,7 +59,7 @@ def _load(path: str) -> Any:
 
 
 def run_role(role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None) -> int:
-    """Serve until told to stop; returns the exit code. Raises StartupError, having reported it."""
+    """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
@@ -67,8 +67,7 @@ def run_role(role: Role, overrides: dict[str, object], *, report_fd: int | None,
         config = from_env_and_flags(role.config_class(), overrides)
         return _serve(role, config, reporter)
     except StartupError as error:
-        reporter.error(error)
-        raise
+        return reporter.give_up(error, debug=bool(overrides.get("debug")))
 
 
 def _serve(role: Role, config: ServerConfig, reporter: Reporter) -> int:

@@ -18,6 +18,7 @@ from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_fla
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
+from penstock.common.server import require_free_port
 
 MAX_LINES = 15
 # Set by the tree itself, or of no use inside it.
@@ -191,19 +192,32 @@ def _front_variables() -> set[str]:
     return {bound.env for bound in options if bound.name in FRONT} | {"PENSTOCK_LOG_LEVEL"}
 
 
+def _check(given: dict[str, Any]) -> ServerConfig:
+    """The router's configuration. What would stop a service later stops the tree now: a wrong option, a taken port."""
+    read = {
+        role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
+        for role, kind in ROLES.items()
+    }
+    front = read["router"]
+    require_free_port(front.host, front.port, "--port")
+    if front.metrics_port > 0:
+        require_free_port(front.host, front.metrics_port, "--metrics-port")
+    return front
+
+
+def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in names}
+
+
 def run_tree(given: dict[str, Any], *, report_fd: int | None, parent_pid: int | None) -> int:
-    """Serve until told to stop; returns the exit code. Raises StartupError, having reported it."""
+    """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
     tree_names = {bound.name for bound in options_of(TreeConfig)}
     try:
-        config = from_env_and_flags(TreeConfig, {name: given[name] for name in given if name in tree_names})
-        # Read every service's options here too, so that a wrong one is told before anything is started.
-        for role in ROLES:
-            names = _own(role) | _server_fields()
-            checked = from_env_and_flags(ROLES[role].config_class(), {n: given[n] for n in given if n in names})
-        return asyncio.run(Tree(given, config, checked, reporter).run())
+        config = from_env_and_flags(TreeConfig, _only(given, tree_names))
+        front = _check(given)
+        return asyncio.run(Tree(given, config, front, reporter).run())
     except StartupError as error:
-        reporter.error(error)
-        raise
+        return reporter.give_up(error, debug=bool(given.get("debug")))

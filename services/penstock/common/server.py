@@ -267,16 +267,24 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _bind_error(config: ServerConfig) -> StartupError:
-    """Why the port could not be opened: grpc does not say, a plain socket does."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def require_free_port(host: str, port: int, flag: str) -> None:
+    """Raises StartupError naming `flag` (or --host) when nothing can listen there. Port 0 is always free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((config.host.strip("[]"), config.port))
+            probe.bind((host.strip("[]"), port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return StartupError(f"port {config.port} on {config.host} is taken", flag="--port")
-        flag = "--port" if error.errno == errno.EACCES else "--host"
-        return StartupError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", flag=flag)
-    return StartupError(f"cannot listen on {config.host}:{config.port}", flag="--port")
+            raise StartupError(f"port {port} on {host} is taken", flag=flag) from error
+        wrong = flag if error.errno == errno.EACCES else "--host"
+        raise StartupError(f"cannot listen on {_join(host, port)}: {error.strerror}", flag=wrong) from error
+
+
+def _bind_error(config: ServerConfig) -> StartupError:
+    """Why the port could not be opened: grpc does not say, a plain socket does."""
+    try:
+        require_free_port(config.host, config.port, "--port")
+    except StartupError as error:
+        return error
+    return StartupError(f"cannot listen on {_join(config.host, config.port)}", flag="--port")
