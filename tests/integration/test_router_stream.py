@@ -74,9 +74,7 @@ async def test_token_ids_are_taken_as_they_are() -> None:
 async def test_ids_come_only_when_asked_for() -> None:
     async with backend() as one, running_router(one) as router:
         without = await collect(router.stub.Generate(generate()))
-        with_ids = await collect(
-            router.stub.Generate(generate(output=config_pb2.OutputConfig(return_token_ids=True)))
-        )
+        with_ids = await collect(router.stub.Generate(generate(output=config_pb2.OutputConfig(return_token_ids=True))))
         assert without.ids() == []
         assert with_ids.ids() == list(IDS)
 
@@ -89,9 +87,7 @@ async def test_deltas_without_text_are_not_sent_unless_ids_are_wanted() -> None:
         plain = await collect(router.stub.Generate(generate()))
         assert all(delta.text for delta in plain.deltas)
         assert plain.text() == "🦜🦜"
-        with_ids = await collect(
-            router.stub.Generate(generate(output=config_pb2.OutputConfig(return_token_ids=True)))
-        )
+        with_ids = await collect(router.stub.Generate(generate(output=config_pb2.OutputConfig(return_token_ids=True))))
         assert with_ids.ids() == pieces
         assert with_ids.text() == "🦜🦜"
 
@@ -124,9 +120,7 @@ async def test_matched_stop_string_is_not_in_the_text() -> None:
         one.script = lambda _: ids
         ids = await router.encode("one two STOP")
         one.finish_reason, one.stop_string = common_pb2.FINISH_REASON_STOP_STRING, " STOP"
-        answer = await collect(
-            router.stub.Generate(generate(stop=config_pb2.StopConfig(stop_strings=[" STOP"])))
-        )
+        answer = await collect(router.stub.Generate(generate(stop=config_pb2.StopConfig(stop_strings=[" STOP"]))))
         assert answer.text() == "one two"
         assert answer.finished and answer.finished.sequences[0].stop_string == " STOP"
 

@@ -75,6 +75,8 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         if request.request_ids:
             raise unsupported("request_ids")
         cleared = await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.clear_cache()))
+        # The engine publishes its load after carrying out commands, so the next one sees it published.
+        await asyncio.wrap_future(core.loop.run_on_engine(lambda _: None))
         core.hub.notify()
         return admin_pb2.ClearCacheResponse(blocks_cleared=cleared)
 

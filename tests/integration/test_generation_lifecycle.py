@@ -1,0 +1,261 @@
+"""Cancel, deadline, abort, slow readers, drain, a full queue and a broken engine: nothing is lost or leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from factories.generation import Client, generation_service, request, text_checkpoint
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from penstock.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    Unavailable,
+    from_rpc_error,
+)
+from penstock.generation.runner.model_runner import ModelRunner
+from penstock.v1 import admin_pb2, common_pb2, generation_pb2, model_pb2
+from prometheus_client import generate_latest
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LONG = {"max_new_tokens": 4000}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(folder: Path) -> AsyncIterator[Client]:
+    async with generation_service(folder) as running:
+        yield running
+
+
+async def started(client: Client, **fields: Any) -> Any:
+    """A long request that has its first token."""
+    call = client.generation.Generate(request(config=LONG, **fields))
+    first = await call.read()
+    assert first.HasField("started")
+    return call
+
+
+async def rest(call: Any) -> list[Any]:
+    """What a call that was begun by `started` still brings. Raises its status."""
+    events = []
+    # grpc.aio.EOF is falsy, and no event of ours is.
+    while event := await call.read():
+        events.append(event)
+    return events
+
+
+async def health(client: Client) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(client.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest())
+    status: int = response.status
+    return status
+
+
+async def test_cancelling_frees_the_blocks(client: Client) -> None:
+    call = await started(client)
+    assert (await client.load()).kv_blocks_used > 0
+    begin = time.monotonic()
+    call.cancel()
+    await client.until_idle()
+    assert time.monotonic() - begin < 2.0
+
+
+async def test_a_client_whose_connection_is_gone_frees_its_blocks(client: Client) -> None:
+    async with grpc.aio.insecure_channel(
+        client.running.address, options=[("grpc.use_local_subchannel_pool", 1)]
+    ) as own:
+        await started(Client(client.running, own))
+    await client.until_idle()
+
+
+async def test_a_deadline_ends_the_request_and_frees_its_blocks(client: Client) -> None:
+    outcome = await client.generate(request(config=LONG), timeout=0.3)
+    assert isinstance(outcome.error, DeadlineExceeded)
+    assert len(outcome.deltas) < 4000
+    await client.until_idle()
+
+
+async def test_a_deadline_that_passed_in_the_queue_is_never_prefilled(folder: Path) -> None:
+    async with generation_service(folder, max_running_sequences=1, max_return_sequences=1) as client:
+        running = await started(client)
+        outcome = await client.generate(request(), timeout=0.2)
+        assert isinstance(outcome.error, DeadlineExceeded)
+        assert outcome.deltas == []
+        load = await client.until(lambda load: load.waiting_requests == 0)
+        assert load.running_requests == 1
+        running.cancel()
+
+
+async def test_max_time_finishes_with_its_own_reason(client: Client) -> None:
+    outcome = await client.generate(request(config={**LONG, "max_time": 0.2}))
+    assert outcome.error is None
+    assert outcome.finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_MAX_TIME
+
+
+async def test_abort_finishes_the_request_aborted(client: Client) -> None:
+    call = await started(client, request_id="mine")
+    answer = await client.generation.Abort(generation_pb2.AbortRequest(request_ids=["mine", "nobody"]))
+    assert list(answer.request_ids) == ["mine"]
+    events = await rest(call)
+    assert events[-1].finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert await call.code() is grpc.StatusCode.OK
+    await client.until_idle()
+
+
+async def test_abort_all(client: Client) -> None:
+    calls = [await started(client, request_id=name) for name in "ab"]
+    answer = await client.generation.Abort(generation_pb2.AbortRequest(all=True))
+    assert sorted(answer.request_ids) == ["a", "b"]
+    for call in calls:
+        assert (await rest(call))[-1].HasField("finished")
+
+
+async def test_a_full_queue_refuses_at_once_with_pushback(folder: Path) -> None:
+    async with generation_service(
+        folder, max_running_sequences=1, max_return_sequences=1, max_queued_requests=1
+    ) as client:
+        running = await started(client)
+        queued = client.generation.Generate(request(config=LONG))
+        await client.until(lambda load: load.waiting_requests == 1)
+        call = client.generation.Generate(request())
+        with pytest.raises(grpc.RpcError) as refusal:
+            await call.read()
+        error = from_rpc_error(refusal.value)
+        assert (type(error), error.reason) == (ResourceExhausted, "QUEUE_FULL")
+        assert error.retry_after_seconds is not None
+        assert "grpc-retry-pushback-ms" in dict(await call.trailing_metadata())
+        running.cancel()
+        assert (await queued.read()).HasField("started")
+        queued.cancel()
+        await client.until_idle()
+
+
+async def test_a_reader_that_is_too_far_behind_is_cut_off(folder: Path) -> None:
+    # A window that does not grow with the traffic.
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    async with (
+        generation_service(folder, max_pending_messages=8) as client,
+        grpc.aio.insecure_channel(client.running.address, options=options) as narrow,
+    ):
+        call = Client(client.running, narrow).generation.Generate(request(config=LONG, output={"top_logprobs": 20}))
+        await client.until(lambda load: load.step > 0 and not load.running_requests)
+        with pytest.raises(grpc.RpcError) as cut:
+            await rest(call)
+        error = from_rpc_error(cut.value)
+        assert (type(error), error.reason) == (ResourceExhausted, "SLOW_READER")
+        assert "penstock_slow_readers_total" in generate_latest(client.running.registry).decode()
+        await client.until_idle()
+
+
+async def test_drain_refuses_new_work_finishes_the_old_and_resume_undoes_it(client: Client) -> None:
+    live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+    await client.until(lambda load: load.running_requests == 1)
+    drain = client.admin.Drain(admin_pb2.DrainRequest())
+    await client.until(lambda load: load.draining)
+    assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
+    refused = await client.generate(request())
+    assert isinstance(refused.error, Unavailable)
+    assert refused.error.reason == "DRAINING"
+    assert (await drain).running_requests == 0
+    assert (await live).finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
+    await client.admin.Resume(admin_pb2.ResumeRequest())
+    assert await health(client) == health_pb2.HealthCheckResponse.SERVING
+    assert (await client.generate(request())).error is None
+
+
+async def test_drain_with_a_grace_aborts_what_is_left(client: Client) -> None:
+    call = await started(client)
+    await client.admin.Drain(admin_pb2.DrainRequest(grace_seconds=0))
+    assert (await rest(call))[-1].finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
+    await client.admin.Resume(admin_pb2.ResumeRequest())
+
+
+async def test_stopping_the_process_lets_streams_finish_and_ends_idle_sessions(folder: Path) -> None:
+    async with generation_service(folder) as client:
+        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+        session = client.generation.Session()
+        watch = client.admin.WatchLoad(admin_pb2.WatchLoadRequest())
+        assert (await watch.read()).load.state == common_pb2.MODEL_STATE_READY
+        await client.until(lambda load: load.running_requests == 1)
+        await client.running.stop()
+        assert (await live).finished.usage.completion_tokens == 300
+        assert await session.code() is grpc.StatusCode.OK
+        await rest(watch)
+        assert await watch.code() is grpc.StatusCode.OK
+
+
+async def test_a_watch_reports_at_once_and_on_change_only(client: Client) -> None:
+    await client.until_idle()
+    watch = client.admin.WatchLoad(admin_pb2.WatchLoadRequest(min_interval_seconds=0.01))
+    first = (await watch.read()).load
+    assert (first.running_requests, first.max_queued_requests) == (0, 1024)
+    quiet = asyncio.create_task(watch.read())
+    done, _ = await asyncio.wait([quiet], timeout=0.2)
+    assert not done
+    await client.generate(request())
+    assert (await quiet).load != first
+    watch.cancel()
+
+
+async def test_the_cache_can_be_cleared(client: Client) -> None:
+    prompt = range(200, 260)
+    await client.generate(request(prompt))
+    cleared = await client.admin.ClearCache(admin_pb2.ClearCacheRequest())
+    assert cleared.blocks_cleared >= 3
+    assert (await client.load()).kv_blocks_evictable == 0
+    assert (await client.generate(request(prompt))).started.cached_tokens == 0
+    stats = await client.admin.GetPoolStats(admin_pb2.GetPoolStatsRequest())
+    assert stats.prefix_lookups_tokens > 0
+    assert stats.load.kv_blocks_total == stats.load.kv_blocks_free + stats.load.kv_blocks_evictable
+
+
+async def test_warming_up_needs_an_idle_engine(client: Client) -> None:
+    call = await started(client)
+    with pytest.raises(grpc.RpcError) as busy:
+        await client.admin.WarmUp(admin_pb2.WarmUpRequest())
+    assert isinstance(from_rpc_error(busy.value), FailedPrecondition)
+    call.cancel()
+    await client.until_idle()
+    assert (await client.admin.WarmUp(admin_pb2.WarmUpRequest())).kv_bytes_available > 0
+    assert (await client.generate(request())).error is None
+
+
+async def test_a_broken_engine_ends_every_stream_internal_and_fails_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with generation_service(folder) as client:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        calls = [await started(client), await started(client)]
+        session = client.generation.Session()
+        monkeypatch.setattr(ModelRunner, "execute", broken)
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as failure:
+                await rest(call)
+            error = from_rpc_error(failure.value)
+            assert isinstance(error, Internal)
+            assert "device" not in error.message
+        async with asyncio.timeout(5):
+            assert isinstance(await client.running.service.failed, RuntimeError)
+        assert await session.code() is not None
+        assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
+        refused = await client.generate(request())
+        assert isinstance(refused.error, Unavailable)
+        info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+        assert info.state == common_pb2.MODEL_STATE_UNAVAILABLE

@@ -1,0 +1,177 @@
+"""Session: many requests on one stream, one message per engine step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from factories.generation import Client, generation_service, request, text_checkpoint
+from google.rpc import status_pb2
+from penstock.common.errors import InvalidArgument, from_status
+from penstock.v1 import common_pb2, generation_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
+    folder = text_checkpoint(tmp_path_factory.mktemp("model"))
+    async with generation_service(folder) as running:
+        yield running
+
+
+class Session:
+    """A session from the caller's side."""
+
+    def __init__(self, client: Client) -> None:
+        self.call: Any = client.generation.Session()
+        self.messages: list[generation_pb2.SessionResponse] = []
+
+    async def submit(self, message: generation_pb2.GenerateRequest) -> None:
+        await self.call.write(generation_pb2.SessionRequest(submit=message))
+
+    async def abort(self, request_id: str, attempt_epoch: int = 0) -> None:
+        abort = generation_pb2.SessionAbort(request_id=request_id, attempt_epoch=attempt_epoch)
+        await self.call.write(generation_pb2.SessionRequest(abort=abort))
+
+    async def next(self) -> generation_pb2.SessionResponse:
+        message: generation_pb2.SessionResponse = await self.call.read()
+        self.messages.append(message)
+        return message
+
+    async def rest(self) -> None:
+        """Half-close and read to the end."""
+        await self.call.done_writing()
+        async for message in self.call:
+            self.messages.append(message)
+
+    def events(self, request_id: str) -> list[generation_pb2.SessionEvent]:
+        return [event for message in self.messages for event in message.events if event.request_id == request_id]
+
+    def kinds(self, request_id: str) -> list[str | None]:
+        return [event.WhichOneof("event") for event in self.events(request_id)]
+
+    def ids(self, request_id: str) -> list[int]:
+        return [token for event in self.events(request_id) for token in event.delta.token_ids]
+
+
+def long(**fields: Any) -> generation_pb2.GenerateRequest:
+    return request(config={"max_new_tokens": 4000}, **fields)
+
+
+async def test_requests_share_one_message_per_engine_step(client: Client) -> None:
+    session = Session(client)
+    for number in range(4):
+        await session.submit(request((number + 5, 6), request_id=f"r{number}", attempt_epoch=number))
+    await session.rest()
+    steps = [message.step for message in session.messages]
+    assert steps == sorted(set(steps))
+    assert max(len({event.request_id for event in message.events}) for message in session.messages) == 4
+    for number in range(4):
+        events = session.events(f"r{number}")
+        assert session.kinds(f"r{number}") == ["started", *["delta"] * 8, "finished"]
+        assert {event.attempt_epoch for event in events} == {number}
+        assert [event.delta.seq for event in events[1:-1]] == list(range(8))
+        alone = await client.generate(request((number + 5, 6)))
+        assert session.ids(f"r{number}") == alone.ids()
+
+
+async def test_a_refused_request_is_an_error_event_and_the_session_goes_on(client: Client) -> None:
+    session = Session(client)
+    await session.submit(request(config={"top_p": 2}, request_id="bad", attempt_epoch=1))
+    await session.submit(request(request_id="good"))
+    await session.rest()
+    assert session.kinds("bad") == ["error"]
+    (event,) = session.events("bad")
+    error = from_status(status_pb2.Status.FromString(event.error.status_details))
+    assert isinstance(error, InvalidArgument)
+    assert (error.field, event.attempt_epoch, event.error.code) == ("config.top_p", 1, 3)
+    assert session.kinds("good")[-1] == "finished"
+    assert await session.call.code() is grpc.StatusCode.OK
+
+
+async def test_a_session_needs_request_ids_and_commands(client: Client) -> None:
+    session = Session(client)
+    await session.submit(request())
+    await session.call.write(generation_pb2.SessionRequest())
+    await session.rest()
+    fields = [
+        from_status(status_pb2.Status.FromString(event.error.status_details)).field for event in session.events("")
+    ]
+    assert fields == ["request_id", "command"]
+
+
+async def test_an_abort_ends_that_request_only_and_frees_its_blocks(client: Client) -> None:
+    session = Session(client)
+    await session.submit(long(request_id="gone", attempt_epoch=2))
+    await session.submit(long(request_id="stays"))
+    while not session.kinds("gone"):
+        await session.next()
+    await session.abort("gone", attempt_epoch=1)
+    await session.abort("gone", attempt_epoch=2)
+    await session.abort("never-there")
+    while "finished" not in session.kinds("gone"):
+        await session.next()
+    (end,) = session.events("gone")[-1].finished.sequences
+    assert end.finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert end.token_count == len(session.ids("gone")) < 4000
+    assert (await client.until(lambda load: load.running_requests == 1)).waiting_requests == 0
+    session.call.cancel()
+    await client.until_idle()
+
+
+async def test_a_session_that_goes_away_takes_its_requests_along(client: Client) -> None:
+    session = Session(client)
+    for number in range(3):
+        await session.submit(long(request_id=f"r{number}"))
+    await session.next()
+    session.call.cancel()
+    await client.until_idle()
+
+
+async def test_half_closing_lets_live_requests_finish(client: Client) -> None:
+    session = Session(client)
+    await session.submit(request(request_id="r"))
+    await session.rest()
+    assert session.kinds("r")[-1] == "finished"
+
+
+async def test_an_id_that_is_live_anywhere_is_refused(client: Client) -> None:
+    session, other = Session(client), Session(client)
+    await session.submit(long(request_id="same"))
+    await session.next()
+    await other.submit(request(request_id="same"))
+    await other.rest()
+    assert other.kinds("same") == ["error"]
+    alone = await client.generate(request(request_id="same"))
+    assert isinstance(alone.error, InvalidArgument)
+    assert alone.error.field == "request_id"
+    await session.next()
+    assert set(session.kinds("same")) == {"started", "delta"}
+    session.call.cancel()
+    await client.until_idle()
+    assert (await client.generate(request(request_id="same"))).error is None
+
+
+async def test_many_requests_over_two_sessions_each_end_once(client: Client) -> None:
+    async def run(name: str) -> Session:
+        session = Session(client)
+        for number in range(20):
+            message = request((number + 1, 9), request_id=f"{name}{number}", config={"max_new_tokens": 1 + number % 7})
+            await session.submit(message)
+        await session.rest()
+        return session
+
+    for name, session in zip("ab", await asyncio.gather(run("a"), run("b")), strict=True):
+        ends: dict[str, int] = defaultdict(int)
+        for message in session.messages:
+            for event in message.events:
+                ends[event.request_id] += event.HasField("finished")
+        assert ends == {f"{name}{number}": 1 for number in range(20)}
+        assert all(len(session.ids(f"{name}{number}")) == 1 + number % 7 for number in range(20))
+    await client.until_idle()

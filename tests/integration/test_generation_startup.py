@@ -1,0 +1,175 @@
+"""A process that cannot start says why in one line that names the flag to change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from factories.generation import Client, generation_service, request, text_checkpoint
+from penstock.common.config import from_env_and_flags
+from penstock.common.errors import StartupError, Unavailable
+from penstock.common.server import RunningServer
+from penstock.generation.app import GenerationApp
+from penstock.generation.config import GenerationServiceConfig
+from penstock.v1 import common_pb2, generation_pb2, model_pb2
+from prometheus_client import CollectorRegistry
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = text_checkpoint(tmp_path_factory.mktemp("model"))
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def edit(path: Path, **values: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **values}))
+
+
+async def refusal(model: Path | str, **config: Any) -> StartupError:
+    with pytest.raises(StartupError) as refused:
+        async with generation_service(Path(model), **config):
+            pass
+    assert "\n" not in refused.value.message
+    return refused.value
+
+
+async def test_a_missing_folder(tmp_path: Path) -> None:
+    error = await refusal(tmp_path / "nowhere")
+    assert (error.flag, "nowhere" in error.message) == ("MODEL", True)
+
+
+async def test_a_broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    assert (await refusal(folder)).flag == "MODEL"
+
+
+async def test_truncated_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    error = await refusal(folder)
+    assert error.flag == "MODEL"
+    assert "model.safetensors" in error.message
+
+
+async def test_weights_of_another_shape_name_the_tensor(folder: Path) -> None:
+    edit(folder / "config.json", intermediate_size=81)
+    error = await refusal(folder)
+    assert "mlp" in error.message
+    assert "81" in error.message
+
+
+async def test_a_broken_generation_config(folder: Path) -> None:
+    edit(folder / "generation_config.json", top_p=7)
+    error = await refusal(folder)
+    assert "generation_config.json" in error.message
+    assert "top_p" in error.message
+
+
+async def test_a_tokenizer_with_more_ids_than_the_model(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    error = await refusal(folder)
+    assert "do not belong together" in error.message
+
+
+async def test_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    assert (await refusal(folder)).flag == "MODEL"
+
+
+@pytest.mark.parametrize("amount", ["1KiB", "1000TiB", "much"])
+async def test_kv_memory_too_small_too_large_or_unreadable(checkpoint: Path, amount: str) -> None:
+    assert (await refusal(checkpoint, kv_memory=amount)).flag == "--kv-memory"
+
+
+async def test_a_context_longer_than_the_models(checkpoint: Path) -> None:
+    assert (await refusal(checkpoint, max_context=10_000)).flag == "--max-context"
+
+
+async def test_an_unknown_dtype_or_device(checkpoint: Path) -> None:
+    assert (await refusal(checkpoint, dtype="int3")).flag == "--dtype"
+    assert (await refusal(checkpoint, device="abacus")).flag == "--device"
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--max-batch-tokens", {"max_batch_tokens": 8}),
+        ("--max-return-sequences", {"max_return_sequences": 100}),
+        ("--block-size", {"block_size": 0}),
+    ],
+)
+def test_options_that_cannot_work(flag: str, values: dict[str, Any]) -> None:
+    with pytest.raises(StartupError) as refused:
+        from_env_and_flags(GenerationServiceConfig, values)
+    assert refused.value.flag == flag
+
+
+async def test_a_smaller_context_and_a_name_of_ones_own_are_served(checkpoint: Path) -> None:
+    async with generation_service(checkpoint, max_context=64, served_model_name="mine", block_size=8) as client:
+        info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest(model="mine"))
+        assert (info.model, info.limits.max_context_tokens, info.kv.block_size) == ("mine", 64, 8)
+        assert info.kv.total_bytes == info.kv.num_blocks * info.kv.bytes_per_block <= 8 << 20
+        assert info.state == common_pb2.MODEL_STATE_READY
+        assert len(info.tokenizer_fingerprint) == 64
+        outcome = await client.generate(request([1] * 60, config={"max_new_tokens": 100}))
+        assert len(outcome.ids()) == 4
+        assert "exceeds the context" in outcome.started.warnings[0]
+        assert client.running.service.status_lines()
+
+
+async def test_the_models_own_defaults_are_told_and_used(folder: Path) -> None:
+    edit(folder / "generation_config.json", do_sample=True, temperature=0.7, top_k=20, eos_token_id=[3, 4])
+    async with generation_service(folder) as client:
+        info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+        assert (info.default_config.do_sample, info.default_config.top_k) == (True, 20)
+        assert list(info.eos_token_ids) == [3, 4]
+        outcome = await client.generate(request())
+        assert outcome.started.generation_mode == common_pb2.GENERATION_MODE_SAMPLE
+
+
+async def test_while_it_loads_it_tells_how_far_and_takes_no_work(checkpoint: Path) -> None:
+    config = GenerationServiceConfig(model=str(checkpoint), port=0, metrics_port=-1, kv_memory="8MiB", threads=1)
+    registry = CollectorRegistry()
+    running = RunningServer(GenerationApp(config, registry), config, registry)
+    await running.listen()
+    try:
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            client = Client(running, channel)
+            info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
+            assert (info.state, info.percent_loaded) == (common_pb2.MODEL_STATE_LOADING, 0)
+            refused = await client.generate(generation_pb2.GenerateRequest(prompt_token_ids=[1]))
+            assert isinstance(refused.error, Unavailable)
+            assert refused.error.reason == "STARTING"
+            assert (await client.load()).state == common_pb2.MODEL_STATE_LOADING
+            await running.start()
+            assert (await client.generate(request())).error is None
+    finally:
+        await running.stop(drain=False)
+
+
+async def test_a_start_that_is_cancelled_ends_soon(checkpoint: Path) -> None:
+    config = GenerationServiceConfig(model=str(checkpoint), port=0, metrics_port=-1, kv_memory="8MiB", threads=1)
+    registry = CollectorRegistry()
+    running = RunningServer(GenerationApp(config, registry), config, registry)
+    await running.listen()
+    start = asyncio.create_task(running.start())
+    await asyncio.sleep(0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await running.stop(drain=False)
