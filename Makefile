@@ -1,0 +1,69 @@
+# Everything sets itself up: a machine needs Python 3.11 or newer and its package index, nothing else.
+# `make demo` shows the whole stack; `make test` runs the tests; `make help` lists the rest.
+
+VENV ?= .venv
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# By name only, so that a CPU build that pip is configured to find is taken.
+TORCH := torch==2.13.0
+TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
+MARKS ?= not slow and not docker
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint types stubs docs bench venv clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: $(VENV)/.runtime  ## start the stack on the embedded model, stream one answer, show its timings
+	@$(BIN)/penstock demo
+
+test: $(VENV)/.dev  ## the tests, but those marked slow or docker
+	@$(BIN)/python -m pytest -q -m "$(MARKS)" $(TESTS)
+
+slow: $(VENV)/.dev  ## the tests marked slow
+	@$(BIN)/python -m pytest -q -m slow $(TESTS)
+
+lint: $(VENV)/.dev  ## ruff and buf
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/buf lint protos
+
+types: $(VENV)/.dev  ## mypy, strict
+	@$(BIN)/mypy
+
+stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
+	@$(BIN)/python protos/generate.py --check
+
+docs: $(VENV)/.dev  ## rewrite docs/configuration.md from the code
+	@$(BIN)/python -m penstock.cli.reference > docs/configuration.md
+
+bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
+	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/python benchmarks/memory.py
+	@$(BIN)/python benchmarks/engine_overhead.py
+
+venv: $(VENV)/.dev  ## the environment for development, in .venv
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamps make later runs start at once.
+$(VENV)/.torch: Makefile
+	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11 or newer" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch (once)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml
+	@echo "installing penstock (once)"
+	@$(PIP) -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "installing penstock and its development tools (once)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.runtime

@@ -1,0 +1,85 @@
+"""docs/configuration.md, made from the configurations: `python -m penstock.cli.reference > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from penstock.cli.connection import ConnectionConfig
+from penstock.cli.flags import shown_default
+from penstock.cli.sampling import SamplingConfig
+from penstock.cli.service_process import ROLES
+from penstock.cli.tree import FRONT, TreeConfig
+from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.options import BoundOption, options_of
+
+HEAD = """# Configuration
+
+Every option is a flag and an environment variable; a flag wins over its variable, a variable over the default. Sizes
+are written `512MiB` or `2GiB` (powers of 1024) or `2GB` (of 1000), durations `250ms`, `30s` or `5m`. A wrong value ends
+the process with exit code 2 and one line that names it. This file is made from the code:
+`python -m penstock.cli.reference > docs/configuration.md`.
+"""
+TREE = """`penstock serve [MODEL]` starts tokenizer, generation and router as one tree. It takes its own option below,
+all of [every service](#every-service), and the options of the three services, except those that two services have
+under one name (other than MODEL and `--served-model-name`) and those that connect the services, which it sets itself.
+These concern the router only, since the other processes listen on free loopback ports:
+{front}. Variables reach every process of the tree.
+"""
+
+
+def configuration_markdown() -> str:
+    """The whole file."""
+    return "\n".join([HEAD, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    common = {bound.name for bound in options_of(ServerConfig)}
+    channel = {bound.name for bound in options_of(ChannelConfig)} - common
+    yield "## The process tree\n"
+    front = ", ".join(f"`--{name.replace('_', '-')}`" for name in sorted(FRONT))
+    yield TREE.format(front=front)
+    yield _table(options_of(TreeConfig))
+    yield "## Every service\n"
+    yield _table(bound for bound in options_of(ServerConfig) if bound.name not in ("port", "metrics_port"))
+    for role in ROLES.values():
+        yield f"## {role.name.capitalize()}\n"
+        yield f"`penstock serve {role.name}`, and those of [every service](#every-service).\n"
+        own = (common - {"port", "metrics_port"}) | channel
+        yield _table(bound for bound in options_of(role.config_class()) if bound.name not in own)
+        if issubclass(role.config_class(), ChannelConfig):
+            yield "Towards the other services:\n"
+            yield _table(bound for bound in options_of(ChannelConfig) if bound.name in channel)
+    yield "## Clients\n"
+    yield "`penstock chat` and `penstock complete`.\n"
+    yield _table([*options_of(SamplingConfig), *options_of(ConnectionConfig)])
+
+
+def _table(options: Iterable[BoundOption]) -> str:
+    rows = ["| flag | variable | default | |", "|---|---|---|---|"]
+    rows += [
+        f"| {_flag(bound)} | `{bound.env}` | {_default(bound)} | {_text(bound)} |"
+        for bound in options
+        if not bound.settings.hidden
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _flag(bound: BoundOption) -> str:
+    if bound.is_bool:
+        return f"`{bound.flag}`" if not bound.default else f"`{bound.flag}` / `--no-{bound.flag[2:]}`"
+    value = bound.metavar.replace("|", "\\|")
+    return "`MODEL`" if bound.flag == "MODEL" else f"`{bound.flag} {value}`"
+
+
+def _default(bound: BoundOption) -> str:
+    shown = shown_default(bound)
+    return f"`{shown}`" if shown else ""
+
+
+def _text(bound: BoundOption) -> str:
+    return bound.settings.help.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(configuration_markdown())
