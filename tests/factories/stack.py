@@ -60,6 +60,15 @@ class Process:
         """Where its gRPC server listens."""
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def metrics_address(self) -> str:
+        """Where it serves metrics."""
+        return f"127.0.0.1:{self.metrics_port}"
+
+    def wait_ready(self) -> None:
+        """Block until it is SERVING."""
+        wait_serving(self.address, self)
+
     def output(self) -> str:
         """What it wrote so far."""
         return self.log.read_text(errors="replace")
@@ -75,17 +84,18 @@ class Process:
         self.popen.wait()
 
 
-def start(role: str, *flags: str, environment: dict[str, str] | None = None) -> Process:
-    """Start `penstock serve ROLE` on free ports; does not wait for it to be ready."""
+def start(role: str | None, *flags: str, environment: dict[str, str] | None = None) -> Process:
+    """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree."""
     port, metrics_port = free_port(), free_port()
-    log = Path(tempfile.mkstemp(prefix=f"penstock-{role}-", suffix=".log")[1])
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", role]
+    name = role or "serve"
+    log = Path(tempfile.mkstemp(prefix=f"penstock-{name}-", suffix=".log")[1])
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", *([role] if role else [])]
     command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
     with log.open("wb") as out:
         popen = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
         )
-    return Process(role, popen, port, metrics_port, log)
+    return Process(name, popen, port, metrics_port, log)
 
 
 @dataclass(slots=True)

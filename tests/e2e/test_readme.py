@@ -1,0 +1,117 @@
+"""Every command of the README is run here, as it is printed; only ports are exchanged for free ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories.stack import Process, start
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+# Commands that need more than this test may take: where each of them is really run.
+ELSEWHERE = {
+    "make demo": "test_demo_command.py",
+    "make test": "this very run; .ci/run calls it",
+    "penstock serve": "the fixture of this file",
+    "penstock serve tokenizer --port 50051": "factories/stack.py, in every end-to-end test",
+    "penstock serve generation --port 50052 --kv-memory 1GiB": "factories/stack.py",
+    "penstock serve router --tokenizer 127.0.0.1:50051 --backend 127.0.0.1:50052": "factories/stack.py",
+    "npm --prefix clients/node install": "test_node_client.py, in a copy",
+    "docker compose up --build": "deploy/docker/check_stack.py",
+    "docker compose up -d --scale generation=2": "deploy/docker/check_stack.py",
+    "docker compose --profile observability up -d": "deploy/docker/check_stack.py",
+}
+RUN_HERE = [command for command in COMMANDS if command not in ELSEWHERE]
+EXPECTED = {
+    "penstock chat": "first after",
+    "penstock complete": "\n",
+    "penstock health": "SERVING",
+    "penstock env": "torch",
+    "node ": "finish_reason",
+    "buf curl --protocol grpc --http2-prior-knowledge --list": "penstock.v1.TextService",
+    "buf curl --protocol grpc --http2-prior-knowledge -d": '"finished"',
+    "curl ": "penstock_router_requests_total",
+    "python benchmarks/overhead.py": '"added"',
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Process]:
+    """`penstock serve`, with nothing but its ports chosen."""
+    process = start(None)
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        assert process.terminate() == 0, process.output()
+
+
+def local(command: str, served: Process) -> str:
+    """The command with the ports of this run. `penstock health` takes addresses as arguments only."""
+    command = f"{command} {served.address}" if command == "penstock health" else command
+    return command.replace("127.0.0.1:50050", served.address).replace("127.0.0.1:9100", served.metrics_address)
+
+
+def run(command: str, served: Process, **given: str) -> subprocess.CompletedProcess[str]:
+    """Run one README line in a shell, in the repository's root, with the environment's own programs first."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PENSTOCK_ADDRESS": served.address}
+    settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": 170}
+    return subprocess.run(local(command, served), shell=True, capture_output=True, text=True, **settings, **given)
+
+
+def test_the_table_of_commands_run_elsewhere_names_no_command_that_is_gone() -> None:
+    """So that a README command that changes is run again."""
+    assert set(ELSEWHERE) <= set(COMMANDS)
+    assert all(any(command.startswith(known) for known in EXPECTED) for command in RUN_HERE)
+
+
+@pytest.mark.parametrize("command", RUN_HERE, ids=[re.sub(r"\W+", "-", command)[:50] for command in RUN_HERE])
+def test_command(command: str, served: Process, tmp_path: Path) -> None:
+    """It exits 0 and prints what it is there for."""
+    if command.startswith("node "):
+        if shutil.which("npm") is None:
+            pytest.skip("node and npm are not installed; last run recorded in docs/testing.md")
+        shutil.copytree(ROOT / "protos", tmp_path / "protos")
+        shutil.copytree(ROOT / "clients" / "node", tmp_path / "node" / "node")
+        subprocess.run(["npm", "--prefix", tmp_path / "node" / "node", "install", "--silent"], check=True, timeout=150)
+        command = command.replace("clients/node", str(tmp_path / "node" / "node"))
+    done = run(command, served, input="Hello!\n/quit\n")
+    assert done.returncode == 0, done.stderr
+    expected = next(text for start, text in EXPECTED.items() if command.startswith(start))
+    assert expected in done.stdout + done.stderr
+
+
+def test_the_python_example(served: Process) -> None:
+    """The block runs as it stands."""
+    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", local(example, served)], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "completion_tokens" in done.stdout
+
+
+def documents() -> list[str]:
+    """Markdown files that git tracks or would."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return sorted(listed.stdout.split())
+
+
+@pytest.mark.parametrize("document", documents())
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    """Every relative link of every page."""
+    page = ROOT / document
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{document} links to {target}"
