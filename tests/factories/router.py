@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -75,6 +76,12 @@ class Router:
         """The value of a metric; 0 when it was never touched."""
         return self.registry.get_sample_value(f"penstock_router_{name}", labels) or 0.0
 
+    async def until(self, name: str, value: float, **labels: str) -> None:
+        """Wait until a metric has `value`."""
+        async with asyncio.timeout(5):
+            while self.metric(name, **labels) != value:  # noqa: ASYNC110 (nobody announces a metric's change)
+                await asyncio.sleep(0)
+
 
 @asynccontextmanager
 async def running_router(
@@ -99,9 +106,19 @@ async def running_router(
 class Answer:
     """Everything a stream said."""
 
-    started: generation_pb2.Started | None = None
     deltas: list[Any] = field(default_factory=list)
-    finished: generation_pb2.Finished | None = None
+    _started: generation_pb2.Started | None = None
+    _finished: generation_pb2.Finished | None = None
+
+    @property
+    def started(self) -> generation_pb2.Started:
+        assert self._started is not None, "no Started"
+        return self._started
+
+    @property
+    def finished(self) -> generation_pb2.Finished:
+        assert self._finished is not None, "no Finished: OK never comes without it"
+        return self._finished
 
     def text(self, index: int = 0) -> str:
         return "".join(delta.text for delta in self.deltas if delta.index == index)
@@ -118,17 +135,17 @@ class Answer:
     def add(self, response: Any) -> None:
         """Take one message, in the order that the contract allows."""
         kind = response.WhichOneof("event")
-        assert self.finished is None, "nothing comes after Finished"
+        assert self._finished is None, "nothing comes after Finished"
         if kind == "started":
-            assert self.started is None, "Started comes once"
-            self.started = response.started
+            assert self._started is None, "Started comes once"
+            self._started = response.started
         else:
-            assert self.started is not None, "Started comes first"
+            assert self._started is not None, "Started comes first"
             if kind == "delta":
                 assert response.delta.seq == len(self.deltas), "seq is gapless from 0"
                 self.deltas.append(response.delta)
             else:
-                self.finished = response.finished
+                self._finished = response.finished
 
 
 async def collect(call: Any, on_delta: Callable[[Answer], Any] | None = None) -> Answer:
@@ -138,7 +155,7 @@ async def collect(call: Any, on_delta: Callable[[Answer], Any] | None = None) ->
         answer.add(response)
         if on_delta is not None and response.HasField("delta"):
             await on_delta(answer)
-    assert answer.finished is not None, "OK never comes without Finished"
+    assert answer.finished
     return answer
 
 

@@ -34,18 +34,21 @@ async def code_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), from_rpc_error(caught.value).reason
 
 
+async def start_and_stop(*backends: EmittingBackend, **settings: Any) -> None:
+    async with running_router(*backends, **settings):
+        pass
+
+
 async def test_start_without_a_tokenizer_names_its_flag() -> None:
     with pytest.raises(StartupError) as caught:
-        async with running_router(tokenizer="127.0.0.1:1", backend=("127.0.0.1:2",), start_timeout_seconds=0.3):
-            pass
+        await start_and_stop(tokenizer="127.0.0.1:1", backend=("127.0.0.1:2",), start_timeout_seconds=0.3)
     assert caught.value.flag == "--tokenizer"
     assert "127.0.0.1:1" in caught.value.message
 
 
 async def test_start_without_a_backend_names_its_flag() -> None:
     with pytest.raises(StartupError) as caught:
-        async with running_router(backend=("127.0.0.1:2",), start_timeout_seconds=0.5):
-            pass
+        await start_and_stop(backend=("127.0.0.1:2",), start_timeout_seconds=0.5)
     assert caught.value.flag == "--backend"
     assert "127.0.0.1:2" in caught.value.message
 
@@ -53,9 +56,7 @@ async def test_start_without_a_backend_names_its_flag() -> None:
 async def test_start_with_a_model_of_another_tokenizer_fails_at_once() -> None:
     async with backend(fingerprint="0" * 64) as other:
         with pytest.raises(StartupError, match="do not belong together") as caught:
-            async with asyncio.timeout(5):
-                async with running_router(other):
-                    pass
+            await asyncio.wait_for(start_and_stop(other), 5)
         assert caught.value.flag == "--backend"
 
 
@@ -101,9 +102,7 @@ async def test_draining_backend_finishes_what_it_has_and_gets_nothing_new() -> N
             await one.until(lambda: one.running == 1)
             one.draining = True
             await one.set_serving(False)
-            async with asyncio.timeout(5):
-                while router.metric("backend_up", backend=one.address):
-                    await asyncio.sleep(0)
+            await router.until("backend_up", 0, backend=one.address)
             await collect(router.stub.Generate(generate()))
             await one.allow(None)
             await first

@@ -18,9 +18,9 @@ async def test_generate_streams_the_text_of_the_ids_and_one_finished() -> None:
     async with backend() as one, running_router(one) as router:
         answer = await collect(router.stub.Generate(generate("Hello")))
         assert answer.text() == await router.decode(IDS)
-        assert answer.started and answer.started.request_id
+        assert answer.started.request_id
         assert answer.started.prompt_tokens == len(await router.encode("Hello"))
-        assert answer.finished and answer.finished.last_seq == len(answer.deltas) - 1
+        assert answer.finished.last_seq == len(answer.deltas) - 1
         (result,) = answer.finished.sequences
         assert (result.finish_reason, result.token_count) == (common_pb2.FINISH_REASON_STOP_EOS, len(IDS))
         assert answer.finished.usage.completion_tokens == len(IDS)
@@ -38,7 +38,6 @@ async def test_unset_seed_is_chosen_and_reported() -> None:
     async with backend() as one, running_router(one) as router:
         first = await collect(router.stub.Generate(generate()))
         second = await collect(router.stub.Generate(generate()))
-        assert first.started and second.started
         assert first.started.seed != second.started.seed
         assert [request.seed for request in one.submitted] == [first.started.seed, second.started.seed]
         assert all(request.seed < 2**63 for request in one.submitted)
@@ -47,7 +46,7 @@ async def test_unset_seed_is_chosen_and_reported() -> None:
 async def test_given_seed_is_kept_zero_too() -> None:
     async with backend() as one, running_router(one) as router:
         answer = await collect(router.stub.Generate(generate(config=config_pb2.GenerationConfig(seed=0))))
-        assert answer.started and answer.started.seed == 0
+        assert answer.started.seed == 0
         assert one.submitted[0].HasField("seed")
 
 
@@ -112,7 +111,7 @@ async def test_several_sequences_are_told_apart() -> None:
         config = config_pb2.GenerationConfig(num_return_sequences=3, do_sample=True)
         answer = await collect(router.stub.Generate(generate(config=config)))
         assert {answer.text(index) for index in range(3)} == {await router.decode(IDS)}
-        assert answer.finished and [result.index for result in answer.finished.sequences] == [0, 1, 2]
+        assert [result.index for result in answer.finished.sequences] == [0, 1, 2]
 
 
 async def test_matched_stop_string_is_not_in_the_text() -> None:
@@ -122,13 +121,12 @@ async def test_matched_stop_string_is_not_in_the_text() -> None:
         one.finish_reason, one.stop_string = common_pb2.FINISH_REASON_STOP_STRING, " STOP"
         answer = await collect(router.stub.Generate(generate(stop=config_pb2.StopConfig(stop_strings=[" STOP"]))))
         assert answer.text() == "one two"
-        assert answer.finished and answer.finished.sequences[0].stop_string == " STOP"
+        assert answer.finished.sequences[0].stop_string == " STOP"
 
 
 async def test_every_stage_is_timed() -> None:
     async with backend() as one, running_router(one) as router:
         answer = await collect(router.stub.Chat(chat()))
-        assert answer.finished
         timings = answer.finished.timings
         for stage in ("template", "tokenize", "route", "queue", "prefill", "decode", "detokenize", "total"):
             assert timings.HasField(f"{stage}_seconds"), stage
@@ -147,7 +145,7 @@ async def test_thought_becomes_reasoning_and_is_counted() -> None:
         await _text_backend("<think>\nTwo and two.\n</think>\n\nFour.", router, one)
         answer = await collect(router.stub.Chat(chat()))
         assert (answer.reasoning(), answer.text()) == ("Two and two.", "Four.")
-        assert answer.finished and 2 < answer.finished.usage.reasoning_tokens < answer.finished.usage.completion_tokens
+        assert 2 < answer.finished.usage.reasoning_tokens < answer.finished.usage.completion_tokens
 
 
 TOOL = tokenizer_pb2.Tool(name="weather", description="Weather of a city")
@@ -163,7 +161,6 @@ async def test_tool_call_is_parsed_when_tools_were_offered() -> None:
         assert calls[0].id
         assert "".join(call.arguments for call in calls) == '{"city": "Oslo"}'
         assert answer.text() == ""
-        assert answer.finished
         assert answer.finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
         plain = await collect(router.stub.Chat(chat()))
         assert plain.text() == text
@@ -198,11 +195,14 @@ async def test_deadline_ends_the_request_at_the_backend_too() -> None:
 
 
 async def test_many_streams_at_once_each_end_in_one_finished() -> None:
-    async with backend(script=count_up(20)) as one, backend(script=count_up(20)) as two:
-        async with running_router(one, two) as router:
-            answers: list[Answer] = await asyncio.gather(
-                *(collect(router.stub.Chat(chat(f"number {index}"))) for index in range(64))
-            )
+    async with (
+        backend(script=count_up(20)) as one,
+        backend(script=count_up(20)) as two,
+        running_router(one, two) as router,
+    ):
+        answers: list[Answer] = await asyncio.gather(
+            *(collect(router.stub.Chat(chat(f"number {index}"))) for index in range(64))
+        )
         expected = {answer.text() for answer in answers}
         assert len(expected) == 1
         assert min(len(one.submitted), len(two.submitted)) >= 16

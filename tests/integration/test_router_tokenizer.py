@@ -18,84 +18,99 @@ WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
 
 
 async def test_stream_survives_a_tokenizer_that_comes_back() -> None:
-    async with TcpProxy(tokenizer_address()) as proxy, backend(script=count_up(TOKENS), allowance=5) as one:
-        async with running_router(one, tokenizer=proxy.address) as router:
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=proxy.address) as router,
+    ):
 
-            async def cut(answer: Answer) -> None:
-                if one.allowance == 0:
-                    await proxy.cut()
-                    await one.allow(None)
-                    await asyncio.wait_for(one.until(lambda: one.running == 0), 5)
-                    await proxy.restore()
+        async def cut(answer: Answer) -> None:
+            if one.allowance == 0:
+                await proxy.cut()
+                await one.allow(None)
+                await asyncio.wait_for(one.until(lambda: one.running == 0), 5)
+                await proxy.restore()
 
-            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
-            assert answer.ids() == IDS
-            assert answer.text() == await router.decode(IDS)
-            assert router.metric("tokenizer_reconnects_total") >= 1
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
+        assert answer.ids() == IDS
+        assert answer.text() == await router.decode(IDS)
+        assert router.metric("tokenizer_reconnects_total") >= 1
 
 
 async def test_half_a_character_survives_the_tokenizers_death() -> None:
-    async with TcpProxy(tokenizer_address()) as proxy, backend(allowance=1) as one:
-        async with running_router(one, tokenizer=proxy.address) as router:
-            pieces = await router.encode("a🦜🦜")
-            one.script = lambda _: pieces
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        backend(allowance=1) as one,
+        running_router(one, tokenizer=proxy.address) as router,
+    ):
+        pieces = await router.encode("a🦜🦜")
+        one.script = lambda _: pieces
 
-            async def cut(answer: Answer) -> None:
-                if len(answer.ids()) < len(pieces) and one.allowance == 0:
-                    await proxy.cut()
-                    await proxy.restore()
-                    await one.allow(1)
+        async def cut(answer: Answer) -> None:
+            if len(answer.ids()) < len(pieces) and one.allowance == 0:
+                await proxy.cut()
+                await proxy.restore()
+                await one.allow(1)
 
-            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
-            assert (answer.text(), answer.ids()) == ("a🦜🦜", pieces)
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
+        assert (answer.text(), answer.ids()) == ("a🦜🦜", pieces)
 
 
 async def test_frozen_tokenizer_is_reconnected() -> None:
-    async with TcpProxy(tokenizer_address()) as proxy, backend(script=count_up(TOKENS), allowance=5) as one:
-        async with running_router(one, tokenizer=proxy.address, tokenizer_stall_seconds=0.2) as router:
-            frozen = False
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=proxy.address, tokenizer_stall_seconds=0.2) as router,
+    ):
+        frozen = False
 
-            async def freeze(answer: Answer) -> None:
-                nonlocal frozen
-                if not frozen:
-                    frozen = True
-                    proxy.freeze()
-                    await one.allow(None)
-                    await asyncio.wait_for(one.until(lambda: one.running == 0), 5)
-                    await proxy.cut()
-                    await proxy.restore()
+        async def freeze(answer: Answer) -> None:
+            nonlocal frozen
+            if not frozen:
+                frozen = True
+                proxy.freeze()
+                await one.allow(None)
+                await asyncio.wait_for(one.until(lambda: one.running == 0), 5)
+                await proxy.cut()
+                await proxy.restore()
 
-            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), freeze)
-            assert answer.ids() == IDS
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), freeze)
+        assert answer.ids() == IDS
 
 
 async def test_standby_tokenizer_takes_over() -> None:
-    async with TcpProxy(tokenizer_address()) as proxy, backend(script=count_up(TOKENS), allowance=5) as one:
-        async with running_router(one, tokenizer=(proxy.address, tokenizer_address())) as router:
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=(proxy.address, tokenizer_address())) as router,
+    ):
 
-            async def cut(answer: Answer) -> None:
-                if one.allowance == 0:
-                    await proxy.cut()
-                    await one.allow(None)
-
-            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
-            assert answer.ids() == IDS
-
-
-async def test_tokenizer_that_never_returns_ends_begun_streams_aborted_and_new_ones_unavailable() -> None:
-    async with TcpProxy(tokenizer_address()) as proxy, backend(script=count_up(TOKENS), allowance=5) as one:
-        async with running_router(one, tokenizer=proxy.address, tokenizer_wait_seconds=0.2) as router:
-
-            async def cut(_: Answer) -> None:
+        async def cut(answer: Answer) -> None:
+            if one.allowance == 0:
                 await proxy.cut()
                 await one.allow(None)
 
-            with pytest.raises(grpc.aio.AioRpcError) as begun:
-                await collect(router.stub.Generate(generate()), cut)
-            assert begun.value.code() is grpc.StatusCode.ABORTED
-            assert "last_seq" in from_rpc_error(begun.value).metadata
-            with pytest.raises(grpc.aio.AioRpcError) as fresh:
-                await collect(router.stub.Chat(chat()))
-            assert fresh.value.code() is grpc.StatusCode.UNAVAILABLE
-            await proxy.restore()
-            assert (await collect(router.stub.Chat(chat()))).finished
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
+        assert answer.ids() == IDS
+
+
+async def test_tokenizer_that_never_returns_ends_begun_streams_aborted_and_new_ones_unavailable() -> None:
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=proxy.address, tokenizer_wait_seconds=0.2) as router,
+    ):
+
+        async def cut(_: Answer) -> None:
+            await proxy.cut()
+            await one.allow(None)
+
+        with pytest.raises(grpc.aio.AioRpcError) as begun:
+            await collect(router.stub.Generate(generate()), cut)
+        assert begun.value.code() is grpc.StatusCode.ABORTED
+        assert "last_seq" in from_rpc_error(begun.value).metadata
+        with pytest.raises(grpc.aio.AioRpcError) as fresh:
+            await collect(router.stub.Chat(chat()))
+        assert fresh.value.code() is grpc.StatusCode.UNAVAILABLE
+        await proxy.restore()
+        assert (await collect(router.stub.Chat(chat()))).finished

@@ -17,7 +17,8 @@ class RetryBudget:
 
     def take(self) -> bool:
         """Whether one more retry is within the budget; it is then spent."""
-        if self._left < 1.0:
+        # Ten times a tenth is not quite one.
+        if self._left < 1.0 - 1e-9:
             return False
         self._left -= 1.0
         return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from penstock.common.errors import Aborted, PenstockError, Unavailable
+from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailable
 from penstock.router import convert
 from penstock.router.live import LiveRequest, results_of
 from penstock.router.outbox import PendingDelta
@@ -59,6 +59,9 @@ class StreamWriter:
             ) from None
         except Aborted as error:
             raise self._with_last_seq(error) from None
+        except grpc.aio.InternalError:
+            # A write failed: grpc noticed that the client is gone before it cancelled this handler.
+            raise Cancelled("the client is gone", reason="CLIENT_GONE") from None
         finally:
             if self._live.outbox.coalesced:
                 self._parts.metrics.coalesced.inc(self._live.outbox.coalesced)

@@ -1,0 +1,155 @@
+"""Bad requests, full queues and slow readers: the status and field of each, at once, with nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+from factories.emitting_backend import count_up
+from factories.router import backend, chat, collect, generate, running_router
+from penstock.common.errors import from_rpc_error
+from penstock.v1 import common_pb2, config_pb2, text_pb2
+
+CONFIG, OUTPUT = config_pb2.GenerationConfig, config_pb2.OutputConfig
+
+
+async def failure(call: Any) -> tuple[grpc.StatusCode, Any]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call)
+    return caught.value.code(), from_rpc_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("request_message", "field"),
+    [
+        (text_pb2.GenerateTextRequest(), "prompt"),
+        (generate(""), "prompt"),
+        (text_pb2.GenerateTextRequest(token_ids=common_pb2.TokenIds()), "prompt"),
+        (text_pb2.GenerateTextRequest(token_ids=common_pb2.TokenIds(ids=[300] * 5000)), "prompt"),
+        (generate(config=CONFIG(seed=2**63)), "config.seed"),
+        (generate(config=CONFIG(num_return_sequences=1000)), "config.num_return_sequences"),
+        (generate(request_id="x" * 200), "request_id"),
+        (generate(session_id="x" * 2000), "session_id"),
+        (text_pb2.ChatRequest(), "messages"),
+        (chat("word " * 5000), "messages"),
+        (chat(output=OUTPUT(echo=True)), "output.echo"),
+        (
+            chat(continue_final_message=True, add_generation_prompt=True),
+            "continue_final_message",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_bad_field_is_named(request_message: Any, field: str) -> None:
+    async with backend() as one, running_router(one) as router:
+        method = router.stub.Chat if isinstance(request_message, text_pb2.ChatRequest) else router.stub.Generate
+        code, error = await failure(method(request_message))
+        assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        assert not one.submitted
+
+
+async def test_unknown_model_is_not_found() -> None:
+    async with backend() as one, running_router(one) as router:
+        code, error = await failure(router.stub.Generate(generate(model="other")))
+        assert (code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+        assert (await collect(router.stub.Generate(generate(model="penstock-demo")))).finished
+
+
+async def test_live_request_id_cannot_be_used_twice() -> None:
+    async with backend(script=count_up(10), allowance=1) as one, running_router(one) as router:
+        first = asyncio.ensure_future(collect(router.stub.Generate(generate(request_id="mine"))))
+        await one.until(lambda: one.running == 1)
+        code, error = await failure(router.stub.Generate(generate(request_id="mine")))
+        assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")
+        await one.allow(None)
+        answer = await first
+        assert answer.started.request_id == "mine"
+        assert (await collect(router.stub.Generate(generate(request_id="mine")))).finished
+
+
+@pytest.mark.parametrize("method", ["Embed", "Score"])
+async def test_later_methods_are_unimplemented(method: str) -> None:
+    async with backend() as one, running_router(one) as router:
+        message = text_pb2.EmbedTextRequest() if method == "Embed" else text_pb2.ScoreTextRequest()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await getattr(router.stub, method)(message)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert from_rpc_error(caught.value).reason == "UNIMPLEMENTED"
+
+
+async def test_full_queue_is_refused_at_once_with_pushback() -> None:
+    settings = {"max_live_requests": 1, "max_waiting_requests": 1}
+    async with backend(script=count_up(10), allowance=1) as one, running_router(one, **settings) as router:
+        live = asyncio.ensure_future(collect(router.stub.Generate(generate())))
+        await one.until(lambda: one.running == 1)
+        waiting = asyncio.ensure_future(collect(router.stub.Generate(generate())))
+        await router.until("num_requests_waiting", 1)
+        begin = time.perf_counter()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(generate()))
+        assert time.perf_counter() - begin < 0.05
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "grpc-retry-pushback-ms" in dict(caught.value.trailing_metadata() or ())
+        await one.allow(None)
+        await asyncio.gather(live, waiting)
+
+
+async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
+    async with backend(max_queued=1, script=count_up(10), allowance=1) as one, running_router(one) as router:
+        live = asyncio.ensure_future(collect(router.stub.Generate(generate())))
+        await one.until(lambda: one.running == 1)
+        code, error = await failure(router.stub.Generate(generate()))
+        assert (code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        await one.allow(None)
+        await live
+
+
+async def test_reader_that_is_behind_gets_merged_deltas_and_everything() -> None:
+    async with backend(script=count_up(3000)) as one, running_router(one) as router:
+        call = router.stub.Generate(generate(output=OUTPUT(return_token_ids=True)))
+        # Unread while the backend emits everything: what does not fit the connection's window waits merged.
+        await one.until(lambda: len(one.submitted) == 1 and one.running == 0)
+        answer = await collect(call)
+        assert answer.ids() == list(count_up(3000)(None))  # type: ignore[arg-type]
+
+
+async def test_reader_too_far_behind_is_cut_off_and_its_request_aborted() -> None:
+    script = count_up(10**6)
+    async with (
+        backend(script=script, tokens_per_step=512) as one,
+        running_router(one, max_buffered_bytes=4096, max_live_requests=1) as router,
+    ):
+        call = router.stub.Generate(generate(output=OUTPUT(return_token_ids=True)))
+        await asyncio.wait_for(one.until(lambda: bool(one.aborted)), 20)
+        one.script = count_up(4)
+        # Its place is free again although it has not read its status yet.
+        assert (await collect(router.stub.Generate(generate()))).finished
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_rpc_error(caught.value).reason == "SLOW_READER"
+        assert router.metric("slow_readers_total") == 1
+
+
+async def test_same_prefix_goes_to_the_same_backend_until_it_is_busy() -> None:
+    async with backend() as one, backend() as two, running_router(one, two) as router:
+        text = "The same long beginning of a prompt, again and again and again. " * 4
+        for index in range(6):
+            await collect(router.stub.Generate(generate(f"{text}{index}")))
+        assert sorted((len(one.submitted), len(two.submitted))) == [0, 6]
+        favourite = one if one.submitted else two
+        favourite.extra_load = 50
+        async with asyncio.timeout(5):
+            while len(one.submitted) + len(two.submitted) == len(favourite.submitted):
+                await collect(router.stub.Generate(generate(f"{text}!")))
+
+
+async def test_session_stays_with_its_backend() -> None:
+    async with backend() as one, backend() as two, running_router(one, two) as router:
+        for index in range(6):
+            await collect(router.stub.Generate(generate(f"{index} other words", session_id="s")))
+        assert sorted((len(one.submitted), len(two.submitted))) == [0, 6]

@@ -1,0 +1,150 @@
+"""Choice of a backend: session, then cached prefix, then load; affinity yields to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.router.policy import Policy, PolicyConfig
+from penstock.router.prefix_index import PrefixIndex, block_hashes
+
+
+@dataclass
+class FakeBackend:
+    """A candidate with knobs."""
+
+    key: str
+    load: float = 0.0
+    is_full: bool = False
+    kv_pressure: float = 0.0
+    prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(1000))
+
+    def match(self, hashes: Sequence[int]) -> int:
+        return self.prefixes.match(hashes)
+
+
+PROMPT = block_hashes(range(64), 16, "salt", 100)
+
+
+def policy(**settings: float) -> Policy[FakeBackend]:
+    return Policy(PolicyConfig(slack=settings.get("slack", 4.0), factor=settings.get("factor", 1.5), max_sessions=4))
+
+
+def pair() -> tuple[FakeBackend, FakeBackend]:
+    return FakeBackend("a"), FakeBackend("b")
+
+
+def test_least_loaded_without_knowledge() -> None:
+    a, b = pair()
+    a.load = 3
+    assert policy().choose([a, b], PROMPT) is b
+
+
+def test_equals_take_turns() -> None:
+    a, b = pair()
+    chooser = policy()
+    assert {chooser.choose([a, b], []).key for _ in range(2)} == {"a", "b"}  # type: ignore[union-attr]
+
+
+def test_longest_cached_prefix_wins_over_a_little_load() -> None:
+    a, b = pair()
+    a.prefixes.add(PROMPT)
+    b.prefixes.add(PROMPT[:1])
+    a.load = 3
+    assert policy().choose([a, b], PROMPT) is a
+
+
+def test_affinity_yields_when_its_backend_is_busy() -> None:
+    a, b = pair()
+    a.prefixes.add(PROMPT)
+    a.load = 5
+    assert policy().choose([a, b], PROMPT) is b
+
+
+def test_affinity_yields_when_kv_is_nearly_gone() -> None:
+    a, b = pair()
+    a.prefixes.add(PROMPT)
+    a.kv_pressure = 0.95
+    assert policy().choose([a, b], PROMPT) is b
+
+
+def test_one_hot_prefix_spreads_over_all_backends() -> None:
+    backends = [FakeBackend(name) for name in "abc"]
+    chooser = policy()
+    for _ in range(60):
+        chosen = chooser.choose(backends, PROMPT)
+        assert chosen is not None
+        chosen.load += 1
+        chosen.prefixes.add(PROMPT)
+    assert min(backend.load for backend in backends) >= 10
+
+
+def test_session_sticks_to_its_backend() -> None:
+    a, b = pair()
+    chooser = policy()
+    first = chooser.choose([a, b], [], session="s")
+    assert first is not None
+    first.load = 3
+    assert chooser.choose([a, b], [], session="s") is first
+
+
+def test_session_moves_when_its_backend_is_full_or_gone() -> None:
+    a, b = pair()
+    chooser = policy()
+    first = chooser.choose([a, b], [], session="s")
+    assert first is not None
+    other = b if first is a else a
+    first.is_full = True
+    assert chooser.choose([a, b], [], session="s") is other
+
+
+def test_sessions_are_bounded() -> None:
+    a, b = pair()
+    chooser = policy()
+    first = chooser.choose([a], [], session="0")
+    for index in range(1, 6):
+        chooser.choose([b], [], session=str(index))
+    assert first is a
+    a.load = 1
+    assert chooser.choose([a, b], [], session="0") is b
+
+
+def test_backends_to_avoid_are_the_last_resort() -> None:
+    a, b = pair()
+    b.load = 100
+    assert policy().choose([a, b], [], avoid={"a"}) is b
+    assert policy().choose([a], [], avoid={"a"}) is a
+
+
+def test_nowhere_when_all_are_full() -> None:
+    assert policy().choose([FakeBackend("a", is_full=True)], []) is None
+
+
+ids = st.lists(st.integers(min_value=0, max_value=2**32 - 1), max_size=80)
+
+
+@given(ids, ids, st.integers(min_value=1, max_value=16))
+def test_hashes_agree_exactly_on_the_common_blocks(left: list[int], right: list[int], block_size: int) -> None:
+    common = 0
+    while common < min(len(left), len(right)) and left[common] == right[common]:
+        common += 1
+    first = block_hashes(left, block_size, "s", 1000)
+    second = block_hashes(right, block_size, "s", 1000)
+    index = PrefixIndex(1000)
+    index.add(first)
+    assert index.match(second) == common // block_size
+
+
+def test_salt_separates_tenants() -> None:
+    index = PrefixIndex(10)
+    index.add(block_hashes(range(64), 16, "one", 10))
+    assert index.match(block_hashes(range(64), 16, "two", 10)) == 0
+
+
+def test_index_is_bounded_and_keeps_the_heads() -> None:
+    index = PrefixIndex(3)
+    index.add(PROMPT)
+    assert len(index) == 3
+    assert index.match(PROMPT) == 3
