@@ -82,7 +82,7 @@ def request_of(**params: object) -> Request:
 def test_started_tells_mode_seed_and_warnings() -> None:
     position = PositionLogprobs(Logprob(2, -0.5, 1), (Logprob(2, -0.5, 1),))
     started = StartedOutput(cached_tokens=2, prompt_logprobs=(PositionLogprobs(None), position))
-    message = convert.from_started(request_of(do_sample=True), "tiny", started)
+    message = convert.to_response(request_of(do_sample=True), "tiny", started).started
     assert message.generation_mode == common_pb2.GENERATION_MODE_SAMPLE
     assert (message.seed, message.prompt_tokens, message.cached_tokens) == (5, 3, 2)
     assert list(message.warnings) == ["w"]
@@ -92,11 +92,17 @@ def test_started_tells_mode_seed_and_warnings() -> None:
 
 def test_a_delta_carries_how_its_sequence_ended() -> None:
     finish = SequenceFinish(1, FinishReason.STOP_STRING, 2, stop_token_id=9, stop_string="END")
-    message = convert.from_delta(DeltaOutput(seq=3, index=1, token_ids=(8, 9), finish=finish))
+    delta = DeltaOutput(seq=3, index=1, token_ids=(8, 9), finish=finish)
+    message = convert.to_response(request_of(), "tiny", delta).delta
     assert (message.seq, message.index, list(message.token_ids)) == (3, 1, [8, 9])
     assert message.finished.finish_reason == common_pb2.FINISH_REASON_STOP_STRING
     assert message.finished.WhichOneof("matched_stop") == "stop_string"
     assert not message.finished.HasField("cumulative_logprob")
+
+
+def test_an_empty_first_delta_is_still_a_delta() -> None:
+    message = convert.to_response(request_of(), "tiny", DeltaOutput(seq=0, index=0, token_ids=()))
+    assert message.WhichOneof("event") == "delta"
 
 
 def test_finish_reasons_are_the_protos() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, ServerConfig, option
 from penstock.common.errors import StartupError
+from penstock.generation.devices.memory import parse_memory
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.requested import RequestLimits
 
@@ -75,6 +76,7 @@ class GenerationServiceConfig(ServerConfig):
     def validate(self) -> None:
         """Raises StartupError for options that do not go together."""
         super().validate()
+        parse_memory(self.kv_memory)
         if self.max_batch_tokens < self.max_running_sequences:
             raise StartupError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "

@@ -26,7 +26,7 @@ from penstock.generation.requested import (
 )
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
-Event = generation_pb2.Started | generation_pb2.TokenDelta | generation_pb2.Finished
+Event = StartedOutput | DeltaOutput | FinishedOutput
 GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
@@ -152,30 +152,30 @@ def from_options(options: RequestedOptions) -> config_pb2.GenerationConfig:
     return config
 
 
-def from_started(request: Request, model: str, started: StartedOutput) -> generation_pb2.Started:
+def fill_started(message: generation_pb2.Started, request: Request, model: str, started: StartedOutput) -> None:
     """First event of a request."""
     params = request.params
-    sample, greedy = common_pb2.GENERATION_MODE_SAMPLE, common_pb2.GENERATION_MODE_GREEDY_SEARCH
-    return generation_pb2.Started(
-        request_id=request.request_id,
-        model=model,
-        generation_mode=sample if params.do_sample else greedy,
-        seed=params.seed,
-        prompt_tokens=len(request.prompt_token_ids),
-        cached_tokens=started.cached_tokens,
-        warnings=request.warnings,
-        prompt_logprobs=_from_positions(started.prompt_logprobs),
+    message.request_id = request.request_id
+    message.model = model
+    message.generation_mode = (
+        common_pb2.GENERATION_MODE_SAMPLE if params.do_sample else common_pb2.GENERATION_MODE_GREEDY_SEARCH
     )
+    message.seed = params.seed
+    message.prompt_tokens = len(request.prompt_token_ids)
+    message.cached_tokens = started.cached_tokens
+    message.warnings.extend(request.warnings)
+    message.prompt_logprobs.extend(_from_positions(started.prompt_logprobs))
 
 
-def from_delta(delta: DeltaOutput) -> generation_pb2.TokenDelta:
-    """New tokens of one sequence."""
-    message = generation_pb2.TokenDelta(seq=delta.seq, index=delta.index, token_ids=delta.token_ids)
+def fill_delta(message: generation_pb2.TokenDelta, delta: DeltaOutput) -> None:
+    """New tokens of one sequence. Filled in place: on the token path a copied message costs more than its fields."""
+    message.seq = delta.seq
+    message.index = delta.index
+    message.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         message.logprobs.extend(_from_positions(delta.logprobs))
     if delta.finish is not None:
         message.finished.CopyFrom(from_finish(delta.finish))
-    return message
 
 
 def from_finish(finish: SequenceFinish) -> common_pb2.SequenceResult:
@@ -234,33 +234,31 @@ def _from_logprob(entry: Logprob) -> common_pb2.TokenLogprob:
     return common_pb2.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
 
 
-def to_response(event: Event) -> GenerateResponse:
+def to_response(request: Request, model: str, event: Event) -> GenerateResponse:
     """An event of a request that has its stream to itself."""
-    if isinstance(event, generation_pb2.TokenDelta):
-        return GenerateResponse(delta=event)
-    if isinstance(event, generation_pb2.Started):
-        return GenerateResponse(started=event)
-    return GenerateResponse(finished=event)
+    message = GenerateResponse()
+    _fill(message, request, model, event)
+    return message
 
 
-def to_session_event(request: Request, event: Event) -> SessionEvent:
-    """An event of one request of a session."""
-    name, epoch = request.request_id, request.attempt_epoch
-    if isinstance(event, generation_pb2.TokenDelta):
-        return SessionEvent(request_id=name, attempt_epoch=epoch, delta=event)
-    if isinstance(event, generation_pb2.Started):
-        return SessionEvent(request_id=name, attempt_epoch=epoch, started=event)
-    return SessionEvent(request_id=name, attempt_epoch=epoch, finished=event)
+def add_event(response: SessionResponse, request: Request, model: str, event: Event) -> None:
+    """Append an event of one request to its session's message."""
+    message = response.events.add(request_id=request.request_id, attempt_epoch=request.attempt_epoch)
+    _fill(message, request, model, event)
 
 
-def to_error_event(request_id: str, attempt_epoch: int, error: PenstockError) -> SessionEvent:
-    """The last word on a request of a session that was refused or failed."""
-    return SessionEvent(request_id=request_id, attempt_epoch=attempt_epoch, error=from_error(error))
+def add_error(response: SessionResponse, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
+    """Append the last word on a request that was refused or failed."""
+    response.events.add(request_id=request_id, attempt_epoch=attempt_epoch, error=from_error(error))
 
 
-def to_session_response(step: int, events: list[SessionEvent]) -> SessionResponse:
-    """Everything one engine step produced for a session."""
-    return SessionResponse(step=step, events=events)
+def _fill(message: GenerateResponse | SessionEvent, request: Request, model: str, event: Event) -> None:
+    if isinstance(event, DeltaOutput):
+        fill_delta(message.delta, event)
+    elif isinstance(event, StartedOutput):
+        fill_started(message.started, request, model, event)
+    else:
+        message.finished.CopyFrom(from_finished(event))
 
 
 def from_error(error: PenstockError) -> generation_pb2.RequestError:

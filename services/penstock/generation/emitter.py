@@ -1,11 +1,11 @@
-"""Turns what the engine says about one request into the events that travel."""
+"""What the engine says about one request, as the events that travel, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.generation import convert
+from penstock.generation.convert import Event
 from penstock.generation.engine.request import DeltaOutput, FinishedOutput, Request, RequestOutput
 
 
@@ -14,21 +14,20 @@ class Emitter:
 
     def __init__(self, request: Request, model: str, stream_interval: int) -> None:
         self.request = request
-        self._model = model
+        self.model = model
         self._merger = DeltaMerger(stream_interval) if stream_interval > 1 else None
 
-    def events(self, output: RequestOutput) -> Iterator[convert.Event]:
+    def events(self, output: RequestOutput) -> Iterator[Event]:
         """Events of one engine step."""
         if output.started is not None:
-            yield convert.from_started(self.request, self._model, output.started)
+            yield output.started
         deltas, finished = output.deltas, output.finished
         if self._merger is not None:
             deltas = self._merger.merge(deltas, flush=finished is not None)
             finished = self._merger.renumber(finished)
-        for delta in deltas:
-            yield convert.from_delta(delta)
+        yield from deltas
         if finished is not None:
-            yield convert.from_finished(finished)
+            yield finished
 
 
 class DeltaMerger:

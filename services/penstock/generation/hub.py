@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -122,15 +123,19 @@ class OutputHub:
         """One engine step's outputs, each stream's share in one call."""
         now = time.monotonic()
         shares: dict[Sink, list[RequestOutput]] = {}
+        # When the step before these tokens was -> tokens: in steady state one entry, observed once a step.
+        earlier: Counter[float] = Counter()
         for output in outputs:
             live = self._live.get(output.request.request_id)
             if live is None or live.request is not output.request:
                 continue
-            self._observe(live, output, now)
+            self._observe(live, output, now, earlier)
             if output.finished is not None:
                 del self._live[output.request.request_id]
             if live.sink is not None:
                 shares.setdefault(live.sink, []).append(output)
+        for token_at, count in earlier.items():
+            self._metrics.next_tokens(now - token_at, count)
         step = self._step()
         for sink, share in shares.items():
             if not sink.deliver(step, share):
@@ -178,12 +183,12 @@ class OutputHub:
             self._idle.set()
         self.notify()
 
-    def _observe(self, live: LiveRequest, output: RequestOutput, now: float) -> None:
+    def _observe(self, live: LiveRequest, output: RequestOutput, now: float, earlier: Counter[float]) -> None:
         if output.deltas:
             if live.last_token_at is None:
                 self._metrics.first_token(now - live.request.arrival_time)
             else:
-                self._metrics.next_tokens(now - live.last_token_at, len(output.deltas))
+                earlier[live.last_token_at] += len(output.deltas)
             live.last_token_at = now
         if output.finished is not None:
             self._metrics.request_finished(live.request, output.finished)

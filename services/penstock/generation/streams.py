@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.common.errors import PenstockError
 from penstock.generation import convert
 from penstock.generation.emitter import Emitter
-from penstock.generation.engine.request import Request, RequestOutput
+from penstock.generation.engine.request import FinishedOutput, Request, RequestOutput
 from penstock.generation.outbox import Outbox
 
 
@@ -21,7 +21,7 @@ class RequestStream:
         """Send the request's events; the last word closes the stream."""
         for output in outputs:
             for event in self._emitter.events(output):
-                self.outbox.put(convert.to_response(event))
+                self.outbox.put(convert.to_response(output.request, self._emitter.model, event))
             if output.finished is not None:
                 self.outbox.close(output.finished.error)
         return not self.outbox.overflowed
@@ -59,39 +59,43 @@ class SessionStream:
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
         """One message with every event; a prompt's logprobs travel alone, so that messages stay below 4 MiB."""
-        events: list[convert.SessionEvent] = []
+        message = convert.SessionResponse(step=step)
         for output in outputs:
             if output.started is not None and output.started.prompt_logprobs:
-                self._send(step, events)
-                events = []
-            events.extend(self._events(output))
-        self._send(step, events)
+                self._send(message)
+                message = convert.SessionResponse(step=step)
+            self._append(message, output)
+        self._send(message)
         self._settle()
         return not self.outbox.overflowed
 
     def refuse(self, step: int, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
         """A command could not be taken; the session goes on."""
-        self._send(step, [convert.to_error_event(request_id, attempt_epoch, error)])
+        message = convert.SessionResponse(step=step)
+        convert.add_error(message, request_id, attempt_epoch, error)
+        self._send(message)
 
     def fail(self, request: Request, error: PenstockError) -> None:
         """The engine is gone: so is the session."""
         self._emitters.pop(request.request_id, None)
         self.outbox.close(error)
 
-    def _send(self, step: int, events: list[convert.SessionEvent]) -> None:
-        if events:
-            self.outbox.put(convert.to_session_response(step, events))
+    def _send(self, message: convert.SessionResponse) -> None:
+        if message.events:
+            self.outbox.put(message)
 
-    def _events(self, output: RequestOutput) -> list[convert.SessionEvent]:
+    def _append(self, message: convert.SessionResponse, output: RequestOutput) -> None:
         emitter = self._emitters[output.request.request_id]
         request, finished = emitter.request, output.finished
-        events = [convert.to_session_event(request, event) for event in emitter.events(output)]
+        error = finished.error if finished is not None else None
+        for event in emitter.events(output):
+            # A failed request ends with its error alone, which the reader takes for the last word.
+            if error is None or not isinstance(event, FinishedOutput):
+                convert.add_event(message, request, emitter.model, event)
+        if error is not None:
+            convert.add_error(message, request.request_id, request.attempt_epoch, error)
         if finished is not None:
             del self._emitters[request.request_id]
-            if finished.error is not None:
-                # A failed request ends with its error alone, which the reader takes for the last word.
-                events[-1] = convert.to_error_event(request.request_id, request.attempt_epoch, finished.error)
-        return events
 
     def _settle(self) -> None:
         if self._half_closed and not self._emitters:
