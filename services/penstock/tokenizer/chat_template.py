@@ -143,9 +143,13 @@ class ChatTemplates:
 
     def _same_program(self, source: str, marked: str) -> bool:
         try:
-            return _lex(source, str) == _lex(marked, self._marks.unmark)
+            original = _lex(source, str)
         except TemplateError:
             return True  # it will not compile either; the pool says so
+        try:
+            return _lex(marked, self._marks.unmark) == original
+        except TemplateError:
+            return False
 
 
 class _Joints:

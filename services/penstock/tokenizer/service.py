@@ -69,7 +69,8 @@ async def load_service(config: TokenizerConfig, metrics: TokenizerMetrics) -> To
         bundle.templates,
         bundle.special_tokens,
         vocabulary.marks,
-        protect=not config.allow_control_tokens_in_content,
+        # A tokenizer that splits special tokens makes no control id from any text, the template's own included.
+        protect=not (config.allow_control_tokens_in_content or bundle.split_special_tokens),
     )
     pool = TemplatePool(templates.renderer_settings, _template_limits(config), metrics)
     workers = Workers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -62,12 +63,18 @@ class TemplatePool:
             raise ResourceExhausted("too many chat templates are waiting", reason="QUEUE_FULL", retry_after_seconds=0.1)
         self._count(1)
         try:
-            process = await self._free.get()
+            process = await self._take()
         finally:
             self._count(-1)
         # The exchange outlives a caller that gives up: an answer left in the pipe would reach the next request.
         exchange = self._spawn(self._exchange(process, request))
         return await asyncio.shield(exchange)
+
+    async def _take(self) -> Child:
+        """A free process that lives; one that ended while it waited is replaced."""
+        while (process := await self._free.get()).returncode is not None:
+            await self._replace(process)
+        return process
 
     async def close(self) -> None:
         """End every process."""
@@ -78,7 +85,7 @@ class TemplatePool:
         await asyncio.gather(*(process.kill() for process in self._processes))
         self._processes.clear()
 
-    async def _exchange(self, process: Child, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, process: Child, request: Mapping[str, Any], *, again: bool = True) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._limits.seconds):
                 answer: dict[str, Any] = await process.ask(request)
@@ -87,6 +94,9 @@ class TemplatePool:
             raise _over("time") from None
         except ChildEnded:
             await self._replace(process)
+            # Perhaps it was ended while it waited, which is not this request's fault: one more try.
+            if again and process.returncode != -signal.SIGXCPU:
+                return await self._exchange(await self._take(), request, again=False)
             raise self._died(process) from None
         except asyncio.CancelledError:
             await self._replace(process)
@@ -98,10 +108,9 @@ class TemplatePool:
         return answer
 
     def _died(self, process: Child) -> PenstockError:
-        # SIGXCPU: the kernel's clock ran faster than ours. SIGKILL: somebody ended it, the kernel for lack of memory.
-        if process.returncode == -24:
+        if process.returncode == -signal.SIGXCPU:  # the kernel's clock ran faster than ours
             return _over("time")
-        if process.returncode == -9:
+        if process.returncode == -signal.SIGKILL:  # not ours: the kernel, for lack of memory
             return _over("memory")
         _log.error("template process died", status=process.returncode)
         return Internal("the process rendering the chat template died", reason="TEMPLATE_PROCESS_DIED")

@@ -37,6 +37,8 @@ class Renderer:
                     _compile_jinja_template(source)
             except TemplateError as error:
                 wrong[name] = str(error).partition("\n")[0]
+            except MemoryError:  # Jinja computes constant expressions while it compiles
+                wrong[name] = "it takes more memory than allowed"
         return wrong
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +94,11 @@ def main() -> None:
     child_io.forbid_torch()
     settings = child_io.read(sys.stdin.buffer)
     renderer = Renderer(settings)
-    limit_cpu(settings["cpu_seconds"])
+    limit_memory(settings["memory_bytes"])
+    # Compiling takes longer than rendering and happens once.
+    limit_cpu(max(10.0, settings["cpu_seconds"]))
     answers.write(child_io.pack({"wrong": renderer.check()}))
     answers.flush()
-    limit_memory(settings["memory_bytes"])
     while True:
         try:
             request = child_io.read(sys.stdin.buffer)

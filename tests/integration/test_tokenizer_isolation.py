@@ -1,0 +1,204 @@
+"""What one request may cost the others: large prompts, endless templates, dying processes, and memory at rest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from factories.tokenizer_folders import byte_fallback_tokenizer, write_folder
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from penstock.common.checkpoint import demo_folder
+from penstock.common.config import TransportConfig
+from penstock.common.errors import ResourceExhausted, StartupError, from_rpc_error
+from penstock.common.server import serve_in_process
+from penstock.common.transport import channel_options
+from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.config import TokenizerConfig
+from penstock.v1 import tokenizer_pb2 as pb
+from penstock.v1 import tokenizer_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+HUGE = "The quick brown fox, 你好世界 don't 12345\n" * 5_000  # 190 k characters
+GREEDY = (
+    "{% if messages[0].content == 'loop' %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% elif messages[0].content == 'grow' %}{{ messages[0].content * 2000000000 }}"
+    "{% elif messages[0].content == 'raise' %}{{ raise_exception('No such thing.') }}"
+    "{% elif messages[0].content == 'quote' %}{{ raise_exception('You said ' + messages[0].content) }}"
+    "{% endif %}{{ messages[0].content }}"
+)
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[tuple[Any, TokenizerApp, grpc.aio.Channel]]:
+    config = TokenizerConfig(**{"template_processes": 1, **options})
+    registry = CollectorRegistry()
+    app = TokenizerApp(config, registry)
+    options_of_channel = channel_options(TransportConfig())
+    async with (
+        serve_in_process(app, config, registry) as server,
+        grpc.aio.insecure_channel(server.address, options=options_of_channel) as channel,
+    ):
+        yield tokenizer_pb2_grpc.TokenizerServiceStub(channel), app, channel
+
+
+def chat(content: str) -> pb.ApplyChatTemplateRequest:
+    return pb.ApplyChatTemplateRequest(messages=[pb.Message(role="user", content=content)])
+
+
+async def refusal_of(call: Awaitable[Any]) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return from_rpc_error(raised.value)
+
+
+@pytest.mark.parametrize("rpc", ["Encode", "ApplyChatTemplate"])
+async def test_large_prompts_do_not_delay_small_requests_or_health(rpc: str) -> None:
+    async with serving(max_text_bytes=8 << 20) as (stub, _, channel):
+        health = health_pb2_grpc.HealthStub(channel)
+        if rpc == "Encode":
+            large = [stub.Encode(pb.EncodeRequest(texts=[HUGE] * 4)) for _ in range(2)]
+        else:
+            large = [stub.ApplyChatTemplate(chat(HUGE * 3)) for _ in range(2)]
+        every = asyncio.gather(*large)
+        small = 0
+        while not every.done():
+            encoded = await stub.Encode(pb.EncodeRequest(texts=["small"]))
+            rendered = await stub.ApplyChatTemplate(chat("small"))
+            status = await health.Check(health_pb2.HealthCheckRequest())
+            assert encoded.encodings[0].ids
+            assert rendered.token_ids
+            assert status.status == health_pb2.HealthCheckResponse.SERVING
+            small += not every.done()
+        await every
+        # Behind a large prompt in a queue, or with the event loop held, it would be one or two.
+        assert small >= 8
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def greedy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Any, TokenizerApp]]:
+    """A service with one template process and a template that takes what it is told to take."""
+    folder = write_folder(tmp_path_factory.mktemp("greedy"), byte_fallback_tokenizer(), {}, GREEDY)
+    async with serving(model=str(folder), template_timeout_seconds=1.0) as (stub, app, _):
+        yield stub, app
+
+
+@pytest.mark.parametrize(("content", "reason"), [("loop", "TEMPLATE_TIME_LIMIT"), ("grow", "TEMPLATE_MEMORY_LIMIT")])
+async def test_a_template_over_its_limits_is_killed_and_the_service_goes_on(
+    greedy: tuple[Any, TokenizerApp], content: str, reason: str
+) -> None:
+    stub, app = greedy
+    before = app.service.pool.pids
+    error = await refusal_of(stub.ApplyChatTemplate(chat(content)))
+    assert isinstance(error, ResourceExhausted)
+    assert error.reason == reason
+    assert (await stub.ApplyChatTemplate(chat("hello"))).text == "hello"
+    assert set(app.service.pool.pids).isdisjoint(before)
+
+
+async def test_a_refusal_quotes_the_template_and_never_the_messages(greedy: tuple[Any, TokenizerApp]) -> None:
+    stub, _ = greedy
+    refused = await refusal_of(stub.ApplyChatTemplate(chat("raise")))
+    assert refused.field == "messages"
+    assert "No such thing." in refused.message
+    assert "You said" not in (await refusal_of(stub.ApplyChatTemplate(chat("quote")))).message
+
+
+async def test_a_template_process_that_dies_is_replaced_unnoticed(greedy: tuple[Any, TokenizerApp]) -> None:
+    stub, app = greedy
+    (pid,) = app.service.pool.pids
+    os.kill(pid, signal.SIGKILL)
+    assert (await stub.ApplyChatTemplate(chat("hello"))).text == "hello"
+    assert pid not in app.service.pool.pids
+
+
+async def test_a_caller_that_gives_up_leaves_no_answer_behind(greedy: tuple[Any, TokenizerApp]) -> None:
+    stub, _ = greedy
+    for _ in range(5):
+        abandoned = stub.ApplyChatTemplate(chat("hello " * 2000))
+        kept = stub.ApplyChatTemplate(chat("kept"))
+        abandoned.cancel()
+        assert (await kept).text == "kept"
+
+
+async def test_closing_leaves_no_process() -> None:
+    async with serving() as (_, app, _channel):
+        pids = app.service.pool.pids
+        assert pids
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def broken(folder: Path, name: str, content: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_bytes((demo_folder() / "tokenizer.json").read_bytes())
+    (folder / name).write_text(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json"),
+        ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json"),
+        ("chat_template.jinja", "{% if %}", "chat template 'default'"),
+    ],
+)
+async def test_a_broken_folder_is_one_clear_line(tmp_path: Path, name: str, content: str, says: str) -> None:
+    with pytest.raises(StartupError) as raised:
+        async with serving(model=str(broken(tmp_path / "broken", name, content))):
+            pass
+    assert says in raised.value.message
+    assert "MODEL" in raised.value.message
+    assert raised.value.flag == "MODEL"
+    assert "\n" not in raised.value.message
+
+
+async def test_a_folder_without_a_tokenizer_says_which_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"tokenizer\.json is missing"):
+        async with serving(model=str(tmp_path)):
+            pass
+
+
+AT_REST = """
+import asyncio, sys
+import psutil
+from prometheus_client import CollectorRegistry
+from penstock.common.server import serve_in_process
+from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.config import TokenizerConfig
+
+async def main():
+    config, registry = TokenizerConfig(), CollectorRegistry()
+    async with serve_in_process(TokenizerApp(config, registry), config, registry):
+        me = psutil.Process()
+        family = [me, *me.children(recursive=True)]
+        print(sum(process.memory_info().rss for process in family) >> 20, len(family))
+        print(sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+
+asyncio.run(main())
+"""
+
+
+async def test_at_rest_it_holds_no_torch_and_little_memory() -> None:
+    run = await asyncio.create_subprocess_exec(sys.executable, "-c", AT_REST, stdout=subprocess.PIPE)
+    output, _ = await run.communicate()
+    memory, modules = output.decode().splitlines()[-2:]
+    megabytes, processes = map(int, memory.split())
+    assert modules == "[]"
+    assert processes == 3
+    assert megabytes <= 300
