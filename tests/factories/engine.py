@@ -46,6 +46,10 @@ class FakeRunner:
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("device lost")
         assert 0 < output.num_tokens <= self.config.max_batch_tokens
+        destinations = {destination for _, destination in output.copies}
+        held = {block for entry in output.scheduled for block in entry.sequence.block_table}
+        assert len(destinations) == len(output.copies), "a block is copied to twice"
+        assert destinations <= held, "a copy that nobody in this step needs"
         for source, destination in output.copies:
             self.kv[destination] = list(self.kv[source])
         self._write(output)
