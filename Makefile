@@ -5,7 +5,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 # By name only, so that a CPU build that pip is configured to find is taken.
 TORCH := torch==2.13.0
 TESTS ?= tests/unit tests/numerics tests/integration tests/e2e

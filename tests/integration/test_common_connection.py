@@ -1,0 +1,106 @@
+"""Connections: pings, message sizes, bearer tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from factories.tiny_service import SERVING, health_of, tiny
+from penstock.common.channels import open_channel
+from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.v1 import tokenizer_pb2 as pb
+from penstock.v1 import tokenizer_pb2_grpc
+
+
+async def test_a_message_over_the_limit_is_refused() -> None:
+    async with tiny(ServerConfig(max_message_bytes=1024)) as (_, _, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetTokenizer(pb.GetTokenizerRequest(model="x" * 2000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_pings_on_a_quiet_stream_are_welcome_unless_the_operator_limits_them() -> None:
+    """grpc's default (five minutes between pings) ends long quiet streams with GOAWAY too_many_pings."""
+    pinging = ChannelConfig(keepalive_seconds=0.1)
+    strict_server = ServerConfig(min_ping_interval_seconds=300)
+    async with tiny(None, pinging) as (service, _, stub), tiny(strict_server, pinging) as (_, _, strict):
+        welcome = asyncio.ensure_future(stub.GetTokenizer(pb.GetTokenizerRequest(model="wait")))
+        with pytest.raises(grpc.aio.AioRpcError, match="Too many pings"):
+            await asyncio.wait_for(strict.GetTokenizer(pb.GetTokenizerRequest(model="wait")), 30)
+        service.servicer.release.set()
+        assert (await welcome).vocab_size == 7
+
+
+async def test_a_peer_that_stops_answering_is_noticed_by_keepalive() -> None:
+    config = ChannelConfig(keepalive_seconds=0.1, keepalive_timeout_seconds=0.2)
+    async with (
+        tiny() as (_, running, _),
+        relay(running.address) as (through, freeze),
+        open_channel(through, config) as channel,
+    ):
+        call = tokenizer_pb2_grpc.TokenizerServiceStub(channel).DecodeStream()
+        await call.write(pb.DecodeStreamRequest())
+        await call.read()
+        freeze.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@contextlib.asynccontextmanager
+async def relay(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """(address, freeze): passes bytes on in both directions until `freeze` is set, then keeps silent."""
+    freeze = asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+    host, port = address.rsplit(":", 1)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not freeze.is_set():
+                writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection(host, int(port))
+        tasks.update({asyncio.create_task(pump(reader, to_writer)), asyncio.create_task(pump(to_reader, writer))})
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", freeze
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+
+
+async def test_without_a_good_token_only_health_answers(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("first\nsecond\n")
+    (tmp_path / "mine").write_text("second\n")
+    (tmp_path / "wrong").write_text("third\n")
+    async with tiny(ServerConfig(auth_token_file=str(tmp_path / "tokens"))) as (_, running, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetTokenizer(pb.GetTokenizerRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await health_of(running.address) == SERVING
+        for name, allowed in (("mine", True), ("wrong", False)):
+            config = ChannelConfig(channel_token_file=str(tmp_path / name))
+            async with open_channel(running.address, config) as channel:
+                call = tokenizer_pb2_grpc.TokenizerServiceStub(channel).GetTokenizer(pb.GetTokenizerRequest())
+                code = await call.code()
+                assert (code is grpc.StatusCode.OK) is allowed
+
+
+async def test_a_rotated_token_counts_from_the_next_call(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("old\n")
+    channel = ChannelConfig(channel_token_file=str(tmp_path / "mine"))
+    (tmp_path / "mine").write_text("new\n")
+    async with tiny(ServerConfig(auth_token_file=str(tokens)), channel) as (_, _, stub):
+        assert await stub.GetTokenizer(pb.GetTokenizerRequest()).code() is grpc.StatusCode.UNAUTHENTICATED
+        (tmp_path / "next").write_text("new\n")
+        (tmp_path / "next").replace(tokens)
+        assert await stub.GetTokenizer(pb.GetTokenizerRequest()).code() is grpc.StatusCode.OK

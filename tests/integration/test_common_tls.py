@@ -1,0 +1,80 @@
+"""TLS and mutual TLS between real servers and channels."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import urllib.request
+from pathlib import Path
+
+import factories.tiny_service
+import grpc
+import pytest
+from factories.tiny_service import SERVING, health_of, tiny
+from penstock.common.channels import open_channel
+from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.errors import StartupError
+from penstock.v1 import tokenizer_pb2 as pb
+
+FILES = Path(factories.tiny_service.__file__).parent / "tls"
+CA, CERT, KEY = str(FILES / "ca.pem"), str(FILES / "server.pem"), str(FILES / "server.key")
+TLS = ServerConfig(tls_cert=CERT, tls_key=KEY)
+MUTUAL = ServerConfig(tls_cert=CERT, tls_key=KEY, tls_client_ca=CA)
+TRUSTING = ChannelConfig(channel_tls_ca=CA)
+KNOWN = ChannelConfig(
+    channel_tls_ca=CA, channel_tls_cert=str(FILES / "client.pem"), channel_tls_key=str(FILES / "client.key")
+)
+
+
+async def test_a_client_that_trusts_the_ca_gets_through() -> None:
+    async with tiny(TLS, TRUSTING) as (_, running, stub):
+        assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+        assert await health_of(running.address, config=TRUSTING) == SERVING
+
+
+@pytest.mark.parametrize("channel", [ChannelConfig(), ChannelConfig(channel_tls=True)], ids=["plaintext", "other CAs"])
+async def test_any_other_client_does_not(channel: ChannelConfig) -> None:
+    async with tiny(TLS, channel) as (_, _, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_mutual_tls_wants_a_certificate_of_the_client() -> None:
+    async with tiny(MUTUAL, KNOWN) as (_, running, stub):
+        assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_of(running.address, config=TRUSTING)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_token_travels_over_tls(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("abc\n")
+    token = str(tmp_path / "token")
+    server = ServerConfig(tls_cert=CERT, tls_key=KEY, auth_token_file=token)
+    async with tiny(server, ChannelConfig(channel_tls_ca=CA, channel_token_file=token)) as (_, _, stub):
+        assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+
+
+async def test_metrics_are_served_over_tls_too() -> None:
+    async with tiny(TLS) as (_, running, _):
+        context = ssl.create_default_context(cafile=CA)
+        url = f"https://{running.addresses.metrics}/metrics"
+        answer = await asyncio.to_thread(urllib.request.urlopen, url, context=context)
+        assert b"grpc_server_started_total" in answer.read()
+
+
+@pytest.mark.parametrize("flag", ["--tls-cert", "--tls-key", "--tls-client-ca"])
+async def test_an_unreadable_file_names_its_flag(flag: str) -> None:
+    files = {"tls_cert": CERT, "tls_key": KEY, "tls_client_ca": CA, flag[2:].replace("-", "_"): "/no/such/file"}
+    with pytest.raises(StartupError, match="No such file") as caught:
+        async with tiny(ServerConfig(**files)):  # type: ignore[arg-type]
+            pass
+    assert caught.value.flag == flag
+
+
+@pytest.mark.parametrize("field", ["channel_tls_ca", "channel_token_file"])
+async def test_an_unreadable_file_of_a_channel_names_its_flag(field: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        open_channel("127.0.0.1:1", ChannelConfig(**{field: "/no/such/file"}))  # type: ignore[arg-type]
+    assert caught.value.flag == "--" + field.replace("_", "-")

@@ -1,0 +1,59 @@
+"""Where a model is, and what it is called."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder, model_name, resolve_model
+from penstock.common.errors import StartupError
+from penstock.common.fingerprint import tokenizer_fingerprint
+
+
+def test_no_model_is_the_embedded_one() -> None:
+    assert resolve_model(None) == demo_folder()
+    assert model_name(None) == DEMO_MODEL_NAME
+
+
+def test_a_folder_is_itself_and_named_after_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert resolve_model(str(folder)) == folder
+    assert model_name(str(folder)) == "my-model"
+
+
+def test_a_hub_id_keeps_its_name_without_the_revision() -> None:
+    assert model_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert model_name("Qwen/Qwen2.5-0.5B-Instruct@main") == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "a/b/c", "~nobody/x", "nothing/"])
+def test_a_missing_folder_is_named(model: str) -> None:
+    with pytest.raises(StartupError, match="no such folder") as caught:
+        resolve_model(model)
+    assert caught.value.flag == "MODEL"
+    assert model in caught.value.message
+
+
+def test_a_name_is_not_looked_up_when_the_hub_is_off() -> None:
+    with pytest.raises(StartupError, match="the hub is off"):
+        resolve_model("owner/name", allow_hub=False)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(StartupError, match="is a file"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+
+
+def test_the_fingerprint_is_the_sha256_of_tokenizer_json(tmp_path: Path) -> None:
+    assert tokenizer_fingerprint(tmp_path) == ""
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    assert tokenizer_fingerprint(tmp_path) == hashlib.sha256(b"{}").hexdigest()

@@ -1,0 +1,151 @@
+"""The rules of docs/architecture.md and CONTRIBUTING.md, held by reading the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "services" / "penstock"
+CLIENT = ROOT / "clients" / "python" / "penstock_client"
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
+EVERYTHING = [
+    *SOURCES,
+    *sorted(CLIENT.rglob("*.py")),
+    *(path for folder in ("tests", "tools", "benchmarks", "protos") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
+MAX_LINES, P90_FUNCTION_LINES, MEDIAN_FILE_LINES = 400, 35, 120
+# Plans and accounts for what a device then does; must run, and be tested, where there is no torch.
+TORCH_FREE = ("engine/scheduler.py", "engine/block_pool.py", "engine/decoding/")
+# A stub's message never travels further in than the file that converts it.
+STUB_IMPORTERS = {
+    "tokenizer": {"app", "convert", "servicer", "decode_stream"},
+    "generation": {"app", "convert", "servicer", "admin", "model_info", "core"},
+    # A router is all edges, but for the parts that decide.
+    "router": {path.stem for path in (PACKAGE / "router").glob("*.py")}
+    - {"admission", "config", "discovery", "policy", "prefix_index", "retry_budget", "wakeup"},
+    "cli": {path.stem for path in (PACKAGE / "cli").glob("*.py")},
+}
+
+
+def inside(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, inside functions too; those under TYPE_CHECKING are not run and not counted."""
+    tree = ast.parse(path.read_text())
+    unused = {node for block in ast.walk(tree) if is_type_checking(block) for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if node in unused:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    long = {inside(path): lines for path in EVERYTHING if (lines := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_half_of_the_files_fit_on_a_few_screens() -> None:
+    lengths = sorted(len(path.read_text().splitlines()) for path in SOURCES if path.name != "__init__.py")
+    assert lengths[len(lengths) // 2] <= MEDIAN_FILE_LINES
+
+
+def test_nine_functions_of_ten_are_short() -> None:
+    lengths = sorted(
+        (node.end_lineno or 0) - node.lineno + 1
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    assert lengths[len(lengths) * 9 // 10] <= P90_FUNCTION_LINES
+
+
+def test_planning_needs_no_torch() -> None:
+    planners = [path for path in SOURCES if any(f"generation/{part}" in inside(path) for part in TORCH_FREE)]
+    assert planners
+    assert not {inside(path) for path in planners if any(name.split(".")[0] == "torch" for name in imports(path))}
+
+
+@pytest.mark.parametrize("service", ["tokenizer", "router"])
+def test_light_services_never_import_torch(service: str) -> None:
+    files = [path for path in SOURCES if path.is_relative_to(PACKAGE / service)]
+    assert not {inside(path) for path in files if any(name.split(".")[0] == "torch" for name in imports(path))}
+    code = f"import sys, penstock.{service}.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_light_services_import_nothing_of_generation() -> None:
+    files = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] in ("tokenizer", "router", "common")]
+    assert not {inside(path) for path in files if any("penstock.generation" in name for name in imports(path))}
+
+
+def test_stubs_stay_at_the_edges() -> None:
+    edges = {PACKAGE / service / f"{name}.py" for service, names in STUB_IMPORTERS.items() for name in names}
+    inner = [path for path in SOURCES if path not in edges]
+    assert not {inside(path) for path in inner if any(name.startswith("penstock.v1") for name in imports(path))}
+
+
+def test_blocks_and_tensors_do_not_know_each_other() -> None:
+    pool, tensors = PACKAGE / "generation/engine/block_pool.py", PACKAGE / "generation/runner/kv_cache.py"
+    assert not any("runner" in name for name in imports(pool))
+    assert not any("engine" in name for name in imports(tensors))
+
+
+def test_the_environment_is_touched_in_one_place() -> None:
+    home = PACKAGE / "common" / "environment.py"
+    elsewhere = [path for path in SOURCES if path != home]
+    assert not {inside(path) for path in elsewhere if {"environ", "getenv", "putenv"} & attributes(path)}
+
+
+def attributes(path: Path) -> set[str]:
+    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+def test_services_do_not_print() -> None:
+    assert not {inside(path) for path in SOURCES if "print" in called_names(path)}
+
+
+def called_names(path: Path) -> set[str]:
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+def test_nothing_is_left_for_later() -> None:
+    words = ("TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error")
+    assert not {inside(path) for path in SOURCES if any(word in path.read_text() for word in words)}
+
+
+def test_everything_is_annotated() -> None:
+    missing = {
+        f"{inside(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is None
+    }
+    assert not missing
+
+
+def test_configurations_import_light() -> None:
+    """The command line reads them for --help."""
+    modules = ", ".join(f"penstock.{service}.config" for service in ("tokenizer", "generation", "router"))
+    code = f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"[]\n"
+
+
+def test_no_name_of_this_machine_is_in_a_file() -> None:
+    texts = (path for path in EVERYTHING if path != Path(__file__))
+    assert not {inside(path) for path in texts if "/work/" + "main" in path.read_text()}
