@@ -14,6 +14,7 @@ import pytest_asyncio
 from factories.generation import Client, generation_service, request, text_checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import (
+    Aborted,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -90,7 +91,7 @@ async def test_a_deadline_ends_the_request_and_frees_its_blocks(client: Client) 
 
 
 async def test_a_deadline_that_passed_in_the_queue_is_never_prefilled(folder: Path) -> None:
-    async with generation_service(folder, max_running_sequences=1, max_return_sequences=1) as client:
+    async with generation_service(folder, max_running_sequences=1) as client:
         running = await started(client)
         outcome = await client.generate(request(), timeout=0.2)
         assert isinstance(outcome.error, DeadlineExceeded)
@@ -125,9 +126,7 @@ async def test_abort_all(client: Client) -> None:
 
 
 async def test_a_full_queue_refuses_at_once_with_pushback(folder: Path) -> None:
-    async with generation_service(
-        folder, max_running_sequences=1, max_return_sequences=1, max_queued_requests=1
-    ) as client:
+    async with generation_service(folder, max_running_sequences=1, max_queued_requests=1) as client:
         running = await started(client)
         queued = client.generation.Generate(request(config=LONG))
         await client.until(lambda load: load.waiting_requests == 1)
@@ -196,6 +195,17 @@ async def test_stopping_the_process_lets_streams_finish_and_ends_idle_sessions(f
         assert await session.code() is grpc.StatusCode.OK
         await rest(watch)
         assert await watch.code() is grpc.StatusCode.OK
+
+
+async def test_a_stream_that_outlives_the_grace_ends_aborted_and_not_unavailable(folder: Path) -> None:
+    async with generation_service(folder, drain_grace_seconds=0.05) as client:
+        call = await started(client)
+        stop = asyncio.create_task(client.running.stop())
+        with pytest.raises(grpc.RpcError) as cut:
+            await rest(call)
+        error = from_rpc_error(cut.value)
+        assert (type(error), error.reason) == (Aborted, "DRAIN_GRACE_OVER")
+        await stop
 
 
 async def test_a_watch_reports_at_once_and_on_change_only(client: Client) -> None:

@@ -109,7 +109,7 @@ async def test_an_unknown_dtype_or_device(checkpoint: Path) -> None:
     ("flag", "values"),
     [
         ("--max-batch-tokens", {"max_batch_tokens": 8}),
-        ("--max-return-sequences", {"max_return_sequences": 100}),
+        ("--kv-memory", {"kv_memory": "much"}),
         ("--block-size", {"block_size": 0}),
     ],
 )

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 from tools.demo_corpus import FAMILIES, held_out_prompts, messages_of  # noqa: E402
 from tools.demo_corpus.base import is_held_out  # noqa: E402
 from tools.demo_corpus.wordlist import WORDS  # noqa: E402
+from tools.demo_model.hf import render  # noqa: E402
 from tools.demo_model.render import Conversation, conversation_text, encode_conversations  # noqa: E402
 
 DEMO = ROOT / "services" / "penstock" / "assets" / "demo"
@@ -69,12 +70,8 @@ def test_only_answers_are_learnt(tokenizer: Tokenizer) -> None:
 
 
 def test_training_text_is_what_the_template_renders_for_tool_calls() -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     rng = Random(5)
-    dialogue = next(d for d in iter(lambda: FAMILIES["tool_calls"](rng, False), None) if "<tool_call>" in d.turns[0].answer)
+    drawn = [FAMILIES["tool_calls"](rng, False) for _ in range(20)]
+    dialogue = next(dialogue for dialogue in drawn if "<tool_call>" in dialogue.turns[0].answer)
     text, _ = conversation_text(Conversation("", dialogue.turns, dialogue.tools, None), TEMPLATE)
-    rendered = render_jinja_template(
-        [messages_of(dialogue.turns)], tools=list(dialogue.tools), chat_template=TEMPLATE
-    )[0][0]
-    assert text == rendered
+    assert text == render(TEMPLATE, messages_of(dialogue.turns), tools=dialogue.tools)

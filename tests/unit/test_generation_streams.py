@@ -49,7 +49,7 @@ class Engine:
             raise self.refusal
         self.submitted.append(request.request_id)
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str], error: PenstockError | None = None, /) -> None:
         self.aborted.extend(request_ids)
 
 

@@ -129,9 +129,15 @@ class GenerationApp:
         """Refuse new work, wait for what is live, end the sessions."""
         self._lifecycle.start_drain()
         core = self._lifecycle.core
-        if core is not None:
+        if core is None:
+            return
+        try:
             await core.hub.wait_idle()
-            core.hub.close_streams()
+        except asyncio.CancelledError:
+            # The grace is over.
+            core.hub.end_streams_for_good()
+            raise
+        core.hub.close_streams()
 
     async def close(self) -> None:
         """Stop the engine's thread; what is still live ends."""

@@ -60,7 +60,10 @@ class GenerationServiceConfig(ServerConfig):
     )
 
     max_return_sequences: int = option(
-        RequestLimits.max_return_sequences, "Most sequences of one request.", group=REQUESTS, minimum=1
+        RequestLimits.max_return_sequences,
+        "Most sequences of one request; never more than run.",
+        group=REQUESTS,
+        minimum=1,
     )
     max_stop_strings: int = option(
         RequestLimits.max_stop_strings, "Most stop strings of one request.", group=REQUESTS, minimum=0
@@ -82,12 +85,6 @@ class GenerationServiceConfig(ServerConfig):
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
                 f"{self.max_running_sequences}: every running sequence needs a token a step",
                 flag="--max-batch-tokens",
-            )
-        if self.max_return_sequences > self.max_running_sequences:
-            raise StartupError(
-                f"--max-return-sequences {self.max_return_sequences} is more than --max-running-sequences "
-                f"{self.max_running_sequences}: such a request could never run",
-                flag="--max-return-sequences",
             )
 
     def request_limits(self) -> RequestLimits:

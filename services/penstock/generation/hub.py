@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.common.errors import InvalidArgument, PenstockError
+from penstock.common.errors import Aborted, InvalidArgument, PenstockError, Unavailable
 from penstock.generation.engine.request import Request, RequestOutput
 from penstock.generation.metrics import GenerationMetrics
 
@@ -20,12 +20,15 @@ class Submitter(Protocol):
     def submit(self, request: Request) -> None:
         """Queue a request. Raises a PenstockError when it cannot be taken."""
 
-    def abort(self, request_ids: list[str], /) -> None:
-        """End requests on the next step; unknown ids are ignored."""
+    def abort(self, request_ids: list[str], error: PenstockError | None = None, /) -> None:
+        """End requests on the next step, with `error` or as ABORTED; unknown ids are ignored."""
 
 
 class Sink(Protocol):
     """A stream that wants the outputs of its requests."""
+
+    # Its reader takes requests elsewhere when the stream breaks.
+    is_session: bool
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
         """Take what one engine step produced for this stream's requests; False when its reader is cut off."""
@@ -89,6 +92,15 @@ class OutputHub:
         if live:
             self._submitter.abort(live)
         return live
+
+    def end_streams_for_good(self) -> None:
+        """The process stops now. Sessions break and their requests move; who reads a stream of his own is told."""
+        for live in self._live.values():
+            if live.sink is None or live.sink.is_session:
+                continue
+            kind = Unavailable if live.last_token_at is None else Aborted
+            error = kind("the process stops and its grace is over", reason="DRAIN_GRACE_OVER")
+            self._submitter.abort([live.request.request_id], error)
 
     def live_ids(self) -> list[str]:
         """Ids of every live request."""

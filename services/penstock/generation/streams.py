@@ -12,6 +12,8 @@ from penstock.generation.outbox import Outbox
 class RequestStream:
     """Sink of `Generate`: ends with Finished and then its status, which is the request's own."""
 
+    is_session = False
+
     def __init__(self, emitter: Emitter, bound: int) -> None:
         """At most `bound` messages wait for the reader."""
         self.outbox: Outbox[convert.GenerateResponse] = Outbox(bound)
@@ -36,6 +38,8 @@ class RequestStream:
 
 class SessionStream:
     """Sink of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""
+
+    is_session = True
 
     def __init__(self, bound: int) -> None:
         """At most `bound` messages wait for the reader; past that the session ends RESOURCE_EXHAUSTED."""
