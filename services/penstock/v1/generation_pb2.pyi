@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among live requests of the process; chosen by the caller. Empty: the server makes one."""
     attempt_epoch: _builtins.int
@@ -54,6 +55,10 @@ class GenerateRequest(_message.Message):
     """What the caller believes it talks to; a difference is FAILED_PRECONDITION."""
     model: _builtins.str
     """Empty means the only model served."""
+    timeout_seconds: _builtins.float
+    """Seconds left of the caller's deadline when this was sent; work that is older is ended DEADLINE_EXCEEDED and never
+    prefilled. Unset: the call's own deadline, if it is not a Session.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -90,14 +95,20 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         tokenizer_fingerprint: _builtins.str = ...,
         model: _builtins.str = ...,
+        timeout_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "config", b"config", "constraint", b"constraint", "output", b"output", "seed", b"seed", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "config", b"config", "constraint", b"constraint", "output", b"output", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
+    _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_seconds) -> _WhichOneofReturnType__timeout_seconds | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
