@@ -86,6 +86,12 @@ async def test_a_tokenizer_with_more_ids_than_the_model(folder: Path) -> None:
     assert "do not belong together" in error.message
 
 
+async def test_stop_strings_of_the_model_without_a_tokenizer(folder: Path) -> None:
+    edit(folder / "generation_config.json", stop_strings=["END"])
+    (folder / "tokenizer.json").unlink()
+    assert (await refusal(folder)).flag == "MODEL"
+
+
 async def test_a_broken_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     assert (await refusal(folder)).flag == "MODEL"

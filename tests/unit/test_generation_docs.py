@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.generation.options import BEAM_ONLY, LATER
 from penstock.v1 import config_pb2
 
 PAGE = (Path(__file__).parents[2] / "docs" / "generation-config.md").read_text(encoding="utf-8")
-SECTIONS = {"config": config_pb2.GenerationConfig, "stop": config_pb2.StopConfig, "output": config_pb2.OutputConfig}
+SECTIONS: dict[str, Any] = {
+    "config": config_pb2.GenerationConfig,
+    "stop": config_pb2.StopConfig,
+    "output": config_pb2.OutputConfig,
+}
 
 
 def rows(section: str) -> dict[str, str]:

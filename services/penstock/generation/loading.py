@@ -66,6 +66,8 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     defaults, ignored = load_defaults(folder, model_config.eos_token_ids, model_config.vocab_size)
     if ignored:
         _log.warning("generation_config.json asks for what this release does not do", fields=list(ignored))
+    if defaults.stop_strings and token_bytes is None:
+        raise StartupError("generation_config.json has stop_strings, which need a tokenizer.json", flag="MODEL")
     device = open_device(config.device)
     device.start(num_threads=config.threads)
     _check_memory(folder, device)
