@@ -1,0 +1,130 @@
+"""`penstock serve` as a process tree: it starts together, is ready together and ends together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+from penstock_client import AsyncClient
+
+SMALL = ("--kv-memory", "64MiB", "--threads", "1", "--port", "0", "--metrics-port", "0")
+MAX_LINES = 15
+ROLES = ["generation", "router", "tokenizer"]
+
+
+class Tree:
+    """One `penstock serve` and what it printed."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def ready(self) -> str:
+        """Read up to the READY line; the router's address."""
+        assert self.process.stdout is not None
+        async for raw in self.process.stdout:
+            self.lines.append(raw.decode().rstrip("\n"))
+            if self.lines[-1].startswith("READY"):
+                return next(word for word in self.lines[-1].split() if word.startswith("127.0.0.1:"))
+        raise AssertionError("\n".join(self.lines))
+
+    def members(self) -> list[psutil.Process]:
+        """Every process below the supervisor."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def role(self, name: str) -> psutil.Process:
+        """The child that serves `name`."""
+        return next(child for child in psutil.Process(self.process.pid).children() if name in child.cmdline())
+
+    async def end(self) -> int:
+        """The exit code, within a time that nobody should need."""
+        return await asyncio.wait_for(self.process.wait(), 60)
+
+
+@contextlib.asynccontextmanager
+async def serve(*flags: str) -> AsyncIterator[Tree]:
+    """A tree on free ports; nothing of it is left afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.cli.main", "serve", *SMALL, *flags), stdout=PIPE, stderr=PIPE
+    )
+    tree = Tree(process)
+    try:
+        yield tree
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all of them end within ten seconds."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 10)
+    return not alive
+
+
+async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_told_to_stop() -> None:
+    async with serve() as tree:
+        address = await tree.ready()
+        assert len(tree.lines) <= MAX_LINES
+        assert sorted(line.partition(":")[0] for line in tree.lines if ": ready on " in line) == ROLES
+        members = tree.members()
+        async with AsyncClient(address) as client:
+            stream = client.chat("Count from 1 to 20.", max_new_tokens=400, ignore_eos=True)
+            await anext(stream)
+            tree.process.send_signal(signal.SIGTERM)
+            completion = await stream.result()
+        assert completion.usage.completion_tokens == 400
+        assert await tree.end() == 0
+        assert await gone(members)
+
+
+async def test_a_tree_whose_child_dies_ends_with_its_exit_code() -> None:
+    async with serve() as tree:
+        await tree.ready()
+        members = tree.members()
+        tree.role("generation").kill()
+        assert await tree.end() == 128 + signal.SIGKILL
+        assert tree.process.stderr is not None
+        assert b"generation ended unexpectedly with exit code 137" in await tree.process.stderr.read()
+        assert await gone(members)
+
+
+async def test_nothing_outlives_a_tree_that_is_killed() -> None:
+    async with serve() as tree:
+        await tree.ready()
+        members = tree.members()
+        tree.process.kill()
+        await tree.end()
+        assert await gone(members)
+
+
+async def test_a_tree_told_to_stop_while_it_loads_stops() -> None:
+    async with serve() as tree:
+        assert tree.process.stdout is not None
+        await tree.process.stdout.readline()
+        tree.process.send_signal(signal.SIGINT)
+        assert await tree.end() == 0
+
+
+async def test_a_child_that_cannot_start_is_one_line_that_names_the_flag() -> None:
+    async with serve("--kv-memory", "1KiB") as tree:
+        assert await tree.end() == 2
+        assert tree.process.stderr is not None
+        shown = (await tree.process.stderr.read()).decode()
+        assert "generation: --kv-memory" in shown
+        assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+async def test_a_taken_port_is_told_before_anything_is_loaded(flag: str) -> None:
+    taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with taken, serve(flag, str(taken.sockets[0].getsockname()[1])) as tree:
+        stdout, stderr = await tree.process.communicate()
+        assert (tree.process.returncode, stdout) == (2, b"")
+        assert flag.encode() in stderr

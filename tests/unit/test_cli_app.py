@@ -1,0 +1,150 @@
+"""The command line: what it answers without starting anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from penstock import __version__
+from penstock.cli.reference import configuration_markdown
+from penstock.cli.service_process import ROLES
+from penstock.cli.tree import role_arguments, tree_options
+from penstock.common.options import options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with its output captured; `variables` are added to an environment without ours."""
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", **variables},
+    )
+
+
+def test_version() -> None:
+    done = penstock("--version")
+    assert (done.returncode, done.stdout) == (0, f"penstock {__version__}\n")
+
+
+def test_help_lists_the_commands_with_examples() -> None:
+    done = penstock("--help")
+    assert done.returncode == 0
+    for word in ("serve", "chat", "complete", "health", "env", "Examples"):
+        assert word in done.stdout
+
+
+def test_help_imports_neither_grpc_nor_torch() -> None:
+    code = "\n".join(
+        [
+            "import sys",
+            "sys.argv = ['penstock', '--help']",
+            "from penstock.cli.main import main",
+            "try: main()",
+            "except SystemExit: pass",
+            "print([name for name in ('grpc', 'torch', 'transformers', 'numpy') if name in sys.modules])",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_of_serve_groups_the_options() -> None:
+    shown = penstock("serve", "--help").stdout
+    for word in ("[MODEL]", "KV memory", "--kv-memory", "TLS and authentication", "--generation-replicas", "Examples"):
+        assert word in shown
+    assert "--report-fd" not in shown
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
+def test_help_of_a_service_has_all_of_its_options(role: str) -> None:
+    shown = penstock("serve", role, "--help").stdout
+    for bound in options_of(ROLES[role].config_class()):
+        assert bound.flag[:25] in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("serve", "/no/such/folder"), "MODEL"),
+        (("serve", "tokenizer", "--port", "abc"), "--port"),
+        (("serve", "tokenizer", "--max-message-bytes", "huge"), "--max-message-bytes"),
+        (("serve", "router", "--host", "0.0.0.0"), "--insecure-bind"),
+        (("serve", "--host", "0.0.0.0"), "--insecure-bind"),
+        (("serve", "--generation-replicas", "0"), "--generation-replicas"),
+        (("serve", "--tls-cert", "x.pem"), "--tls-key"),
+        (("complete", "x", "--temperature", "hot"), "--temperature"),
+        (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
+    ],
+)
+def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str, ...], names: str) -> None:
+    done = penstock(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert names in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_variable_is_named() -> None:
+    done = penstock("serve", "router", PENSTOCK_METRICS_PORT="many")
+    assert done.returncode == 2
+    assert "PENSTOCK_METRICS_PORT" in done.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in penstock("serve", "tokenizer", "--port", "abc", "--debug").stderr
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    done = penstock("serve", "--no-such-flag")
+    assert done.returncode == 2
+    assert "--no-such-flag" in done.stderr
+
+
+def test_health_of_nobody_is_a_failure() -> None:
+    done = penstock("health", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "127.0.0.1:1 no answer\n")
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    shown = penstock("env").stdout
+    for name in ("penstock:", "torch:", "python:", "cpu:", "cores:", "memory:", "devices:"):
+        assert name in shown
+
+
+def test_the_tree_offers_each_flag_once_and_none_that_it_sets_itself() -> None:
+    flags = [bound.flag for bound in tree_options()]
+    assert len(flags) == len(set(flags))
+    assert {"--kv-memory", "--workers", "--max-live-requests", "--served-model-name", "--port"} <= set(flags)
+    assert not {"--tokenizer", "--backend", "--channel-tls-ca"} & set(flags)
+
+
+def test_the_tree_hands_each_service_its_own_flags() -> None:
+    given = {
+        "model": "m",
+        "kv_memory": "1GiB",
+        "port": "6000",
+        "log_level": "debug",
+        "debug": True,
+        "prefix_cache": False,
+    }
+    given["prefix_cache"] = False
+    generation = role_arguments("generation", given)
+    assert generation[:2] == ["serve", "generation"]
+    assert "--port" not in generation
+    assert generation[generation.index("--model") + 1] == "m"
+    assert {"--kv-memory", "--log-level", "--debug", "--no-prefix-cache"} <= set(generation)
+    router = role_arguments("router", given)
+    assert router[router.index("--port") + 1] == "6000"
+    assert not {"--model", "--kv-memory"} & set(router)
+
+
+def test_the_documented_configuration_is_the_real_one() -> None:
+    """When this fails: `make docs`."""
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_markdown()
