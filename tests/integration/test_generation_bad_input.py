@@ -140,6 +140,7 @@ async def test_an_option_of_a_later_release(client: Client, name: str, config: d
         (InvalidArgument, "output.output_hidden_states", request(output={"output_hidden_states": True})),
         (InvalidArgument, "resumed_token_ids", request(resumed_token_ids=[token_ids(1), token_ids(1)])),
         (InvalidArgument, "seed", request(seed=2**64 - 1)),
+        (InvalidArgument, "timeout_seconds", request(timeout_seconds=-1)),
         (InvalidArgument, "request_id", request(request_id="x" * 1000)),
         (InvalidArgument, "constraint", request(constraint=config_pb2.Constraint(json_object=True))),
         (NotFound, "model", request(model="another")),

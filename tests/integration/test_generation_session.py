@@ -125,6 +125,17 @@ async def test_an_abort_ends_that_request_only_and_frees_its_blocks(client: Clie
     await client.until_idle()
 
 
+async def test_a_requests_own_timeout_ends_it_and_the_session_goes_on(client: Client) -> None:
+    session = Session(client)
+    await session.submit(long(request_id="late", timeout_seconds=0.2))
+    await session.submit(request(request_id="good"))
+    await session.rest()
+    assert session.kinds("late")[-1] == "error"
+    assert session.events("late")[-1].error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    assert session.kinds("good")[-1] == "finished"
+    await client.until_idle()
+
+
 async def test_a_session_that_goes_away_takes_its_requests_along(client: Client) -> None:
     session = Session(client)
     for number in range(3):

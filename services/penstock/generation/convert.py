@@ -96,6 +96,7 @@ def to_command(message: generation_pb2.GenerateRequest) -> GenerateCommand:
         priority=message.priority,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         model=message.model,
+        timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
     )
 
 

@@ -45,24 +45,31 @@ class GenerationCore:
     def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
         """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
 
-        `deadline` is a time.monotonic() or None.
+        `deadline` is the call's, a time.monotonic() or None; a command's own timeout may be earlier.
         """
         loaded = self.loaded
         validate(command, loaded.served, self.limits)
         resolved = resolve(command, loaded.defaults, loaded.served, self.limits)
+        arrival = time.monotonic()
         request = Request(
             request_id=command.request_id or new_request_id(),
             prompt_token_ids=command.prompt_token_ids,
             params=resolved.params,
-            arrival_time=time.monotonic(),
+            arrival_time=arrival,
             resumed_token_ids=command.resumed_token_ids,
             cache_salt=command.cache_salt,
             priority=command.priority,
-            deadline=deadline,
+            deadline=_earliest(deadline, arrival, command.timeout_seconds),
             attempt_epoch=command.attempt_epoch,
             warnings=resolved.warnings,
         )
         return Emitter(request, loaded.served.name, resolved.stream_interval)
+
+
+def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> float | None:
+    if timeout is None:
+        return deadline
+    return arrival + timeout if deadline is None else min(deadline, arrival + timeout)
 
 
 async def _ignore(_: bool) -> None:

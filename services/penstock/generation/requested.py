@@ -74,6 +74,8 @@ class GenerateCommand:
     priority: int = 0
     tokenizer_fingerprint: str = ""
     model: str = ""
+    # What is left of the caller's deadline.
+    timeout_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

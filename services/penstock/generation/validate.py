@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock.generation.options import check_options, check_seed, unsupported
+from penstock.generation.options import Bounds, check_options, check_seed, unsupported
 from penstock.generation.requested import (
     GenerateCommand,
     RequestedOutput,
@@ -13,6 +13,8 @@ from penstock.generation.requested import (
     RequestLimits,
     ServedModel,
 )
+
+TIMEOUT = Bounds(0.0, above=True)
 
 
 def validate(command: GenerateCommand, model: ServedModel, limits: RequestLimits) -> None:
@@ -27,6 +29,8 @@ def validate(command: GenerateCommand, model: ServedModel, limits: RequestLimits
     check_options(command.options)
     if command.seed is not None:
         check_seed(command.seed, "seed")
+    if command.timeout_seconds is not None and not TIMEOUT.allow(command.timeout_seconds):
+        raise InvalidArgument("timeout_seconds", str(TIMEOUT))
     _check_counts(command, limits)
     check_stop(command.stop, model, limits)
     _check_output(command.output, len(command.prompt_token_ids), limits)
