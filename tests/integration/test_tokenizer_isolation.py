@@ -184,7 +184,9 @@ from penstock.tokenizer.config import TokenizerConfig
 
 async def main():
     config, registry = TokenizerConfig(), CollectorRegistry()
-    async with serve_in_process(TokenizerApp(config, registry), config, registry):
+    app = TokenizerApp(config, registry)
+    async with serve_in_process(app, config, registry):
+        await app.service.pool.wait_complete()
         me = psutil.Process()
         family = [me, *me.children(recursive=True)]
         print(sum(process.memory_info().rss for process in family) >> 20, len(family))

@@ -40,6 +40,7 @@ class TemplatePool:
         self._free: asyncio.Queue[Child] = asyncio.Queue()
         self._processes: set[Child] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._others: list[asyncio.Task[None]] = []
         self._queued = 0
         self._closed = False
 
@@ -54,8 +55,13 @@ class TemplatePool:
         return [process.pid for process in self._processes]
 
     async def start(self) -> None:
-        """Raises StartupError naming a template that does not compile."""
-        await asyncio.gather(*(self._start_one() for _ in range(self._limits.processes)))
+        """Start one process and, behind it, the others. Raises StartupError naming a template that does not compile."""
+        await self._start_one()
+        self._others = [self._spawn(self._start_one()) for _ in range(1, self._limits.processes)]
+
+    async def wait_complete(self) -> None:
+        """Return once every process has started."""
+        await asyncio.gather(*self._others)
 
     async def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The child's answer. Raises ResourceExhausted (queue, time or memory) and Internal (the child died)."""
