@@ -128,3 +128,19 @@ async def test_a_taken_port_is_told_before_anything_is_loaded(flag: str) -> None
         stdout, stderr = await tree.process.communicate()
         assert (tree.process.returncode, stdout) == (2, b"")
         assert flag.encode() in stderr
+
+
+async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.cli.main", "demo"), stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
+    )
+    stdout, stderr = await asyncio.wait_for(process.communicate(), 120)
+    assert (process.returncode, stderr) == (0, b"")
+    shown = stdout.decode()
+    for word in ("What is Penstock?", "prefill", "decode", "detokenize", "router", "/metrics"):
+        assert word in shown
+    addresses = [word for word in shown.split() if word.startswith("127.0.0.1:")]
+    assert len(addresses) == 3
+    for address in addresses:
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address.split(":"))

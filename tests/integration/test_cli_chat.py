@@ -1,0 +1,106 @@
+"""`penstock chat` and `penstock complete` against a scripted TextService."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from penstock.common.config import ServerConfig
+from penstock.common.errors import InvalidArgument, trailing_metadata
+from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
+
+
+class Script(text_pb2_grpc.TextServiceServicer):
+    """Answers each question with `<question>!`, refuses "bad", and remembers the requests."""
+
+    def __init__(self) -> None:
+        self.chats: list[text_pb2.ChatRequest] = []
+        self.texts: list[text_pb2.GenerateTextRequest] = []
+
+    async def Chat(self, request: text_pb2.ChatRequest, context: Any) -> None:
+        self.chats.append(request)
+        asked = request.messages[-1].content
+        if asked == "bad":
+            error = InvalidArgument("messages", "not this one")
+            await context.abort(error.code, error.message, trailing_metadata(error))
+        await context.write(text_pb2.ChatResponse(started=generation_pb2.Started(request_id="r")))
+        for seq, text in enumerate((asked, "!")):
+            await context.write(text_pb2.ChatResponse(delta=text_pb2.ChatDelta(seq=seq, text=text)))
+        await context.write(text_pb2.ChatResponse(finished=finished(2)))
+
+    async def Generate(self, request: text_pb2.GenerateTextRequest, context: Any) -> None:
+        self.texts.append(request)
+        await context.write(text_pb2.GenerateTextResponse(started=generation_pb2.Started(request_id="r")))
+        await context.write(text_pb2.GenerateTextResponse(delta=text_pb2.TextDelta(text="héllo 👋🏽")))
+        await context.write(text_pb2.GenerateTextResponse(finished=finished(1)))
+
+
+def finished(deltas: int) -> generation_pb2.Finished:
+    return generation_pb2.Finished(
+        sequences=[common_pb2.SequenceResult(finish_reason=common_pb2.FINISH_REASON_STOP_EOS)],
+        usage=common_pb2.Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=3),
+        timings=common_pb2.StageTimings(time_to_first_token_seconds=0.0125, decode_seconds=0.1),
+        last_seq=deltas - 1,
+    )
+
+
+@contextlib.asynccontextmanager
+async def scripted() -> AsyncIterator[tuple[Script, str]]:
+    script, server = Script(), grpc.aio.server()
+    text_pb2_grpc.add_TextServiceServicer_to_server(script, server)
+    port = server.add_insecure_port(f"{ServerConfig().host}:0")
+    await server.start()
+    try:
+        yield script, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def penstock(*arguments: str, stdin: str = "") -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.cli.main", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    stdout, stderr = await process.communicate(stdin.encode())
+    return process.returncode, stdout.decode(), stderr.decode()
+
+
+async def test_chat_remembers_the_conversation_until_it_is_reset() -> None:
+    async with scripted() as (script, address):
+        lines = ["one", "two", "bad", "/system be brief", "three", "/reset", "four", "/quit", "never"]
+        code, stdout, stderr = await penstock("chat", "--address", address, stdin="\n".join(lines) + "\n")
+    assert code == 0
+    assert stdout.split() == ["one!", "two!", "three!", "four!"]
+    assert "INVALID_ARGUMENT: messages: not this one" in stderr
+    spoken = [[(message.role, message.content) for message in chat.messages] for chat in script.chats]
+    assert spoken == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "one!"), ("user", "two")],
+        [("user", "one"), ("assistant", "one!"), ("user", "two"), ("assistant", "two!"), ("user", "bad")],
+        [("system", "be brief"), ("user", "three")],
+        [("system", "be brief"), ("user", "four")],
+    ]
+
+
+async def test_chat_shows_counts_and_timings_when_asked() -> None:
+    async with scripted() as (_, address):
+        _, stdout, _ = await penstock("chat", "--address", address, "--stats", stdin="hi\n")
+    assert "5 prompt (2 cached) + 3 tokens · first after 12.5 ms · 20 tok/s · STOP_EOS" in stdout
+
+
+async def test_complete_reads_a_pipe_and_sends_the_options_that_were_given() -> None:
+    async with scripted() as (script, address):
+        flags = ("--address", address, "--temperature", "0", "--stop", "a,b", "--stop", "\n", "--max-new-tokens", "7")
+        code, stdout, stderr = await penstock("complete", "-", *flags, stdin="Say hello")
+    assert (code, stdout, stderr) == (0, "héllo 👋🏽\n", "")
+    request = script.texts[0]
+    assert request.text == "Say hello"
+    assert (request.config.temperature, request.config.max_new_tokens) == (0.0, 7)
+    assert list(request.stop.stop_strings) == ["a,b", "\n"]
+    assert not request.config.HasField("seed")
