@@ -78,6 +78,9 @@ class EmittingBackend:
     port: int = 0
     submitted: list[generation_pb2.GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    info_calls: int = 0
+    health_watches: int = 0
+    serving: bool = True
     steps: int = 0
     sessions: list[Session] = field(default_factory=list)
 
@@ -86,7 +89,7 @@ class EmittingBackend:
         self._frozen = False
         self.watchers = 0
         self._server: grpc.aio.Server | None = None
-        self.health = HealthServicer()
+        self.health: HealthServicer = CountingHealth(self)
 
     @property
     def address(self) -> str:
@@ -101,9 +104,8 @@ class EmittingBackend:
         """Listen; a port that was given or had before is used again."""
         self._frozen = False
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        self.health = HealthServicer()
-        for name in SERVICES:
-            await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self.health = CountingHealth(self)
+        await self.set_serving(self.serving)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         servicer: Any = _Servicer(self)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)
@@ -182,6 +184,19 @@ class EmittingBackend:
     @property
     def is_frozen(self) -> bool:
         return self._frozen
+
+
+class CountingHealth(HealthServicer):
+    """Says when somebody watches it."""
+
+    def __init__(self, backend: EmittingBackend) -> None:
+        super().__init__()
+        self._backend = backend
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        self._backend.health_watches += 1
+        await self._backend.notify()
+        await super().Watch(request, context)
 
 
 class Session:
@@ -295,6 +310,7 @@ class _Servicer:
 
     async def GetModelInfo(self, _: Any, __: Any) -> model_pb2.GetModelInfoResponse:
         backend = self._backend
+        backend.info_calls += 1
         return model_pb2.GetModelInfoResponse(
             model=backend.model,
             architecture="Emitting",

@@ -297,3 +297,42 @@ async def test_sixty_four_streams_survive_the_death_of_one_of_two_backends() -> 
         await one.stop()
         answers = await asyncio.gather(*streams)
         assert all(answer.ids() == IDS for answer in answers)
+
+
+async def test_moved_stream_still_has_the_timings_of_its_last_backend() -> None:
+    async with held(allowance=5) as one, held(allowance=5) as two, running_router(one, two) as router:
+
+        async def kill() -> None:
+            dead = owner(one, two)
+            await dead.stop()
+            await (two if dead is one else one).allow(None)
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, kill))
+        assert answer.finished.attempts == 2
+        assert answer.finished.timings.HasField("decode_seconds")
+        assert answer.finished.usage.completion_tokens == TOKENS
+
+
+async def test_sequences_that_had_ended_are_not_waited_for_after_a_move() -> None:
+    async with held(allowance=8) as one, held(allowance=8) as two, running_router(one, two) as router:
+        for each in (one, two):
+            each.distort = end_second_sequence_after_three
+
+        async def kill() -> None:
+            dead = owner(one, two)
+            await dead.stop()
+            await (two if dead is one else one).allow(None)
+
+        config = config_pb2.GenerationConfig(num_return_sequences=2, do_sample=True)
+        answer = await collect(router.stub.Generate(generate(config=config, output=WANT_IDS)), stop_after(10, kill))
+        assert (answer.ids(0), answer.ids(1)) == (IDS, IDS[:3])
+        assert [result.token_count for result in answer.finished.sequences] == [TOKENS, 3]
+
+
+def end_second_sequence_after_three(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
+    """Sequence 1 ends with its third token; what the script says of it later is what a backend resumed would say."""
+    for event in message.events:
+        if event.HasField("delta") and event.delta.index == 1 and list(event.delta.token_ids) == [IDS[2]]:
+            event.delta.finished.index = 1
+            event.delta.finished.token_count = 3
+    return message

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.emitting_backend import EmittingBackend, count_up
-from factories.router import backend, collect, generate, running_router
+from factories.router import Answer, backend, collect, generate, running_router, tokenizer_fingerprint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import StartupError, from_rpc_error
 from penstock.router.backend import BackendAddress
@@ -168,3 +168,19 @@ def test_bad_addresses_name_the_flag(targets: tuple[str, ...]) -> None:
 
 def test_defaults_are_valid() -> None:
     RouterConfig().validate()
+
+
+async def test_backend_that_is_loading_is_asked_once_it_serves() -> None:
+    async with backend(fingerprint="", serving=False) as one:
+        start = asyncio.ensure_future(collect_one(one))
+        await one.until(lambda: one.health_watches > 0)
+        one.fingerprint = tokenizer_fingerprint()
+        await one.set_serving(True)
+        assert (await start).finished
+        assert one.info_calls == 1
+
+
+async def collect_one(one: EmittingBackend) -> Answer:
+    """An answer from a router that starts now."""
+    async with running_router(one) as router:
+        return await collect(router.stub.Generate(generate()))

@@ -206,3 +206,12 @@ async def test_many_streams_at_once_each_end_in_one_finished() -> None:
         expected = {answer.text() for answer in answers}
         assert len(expected) == 1
         assert min(len(one.submitted), len(two.submitted)) >= 16
+
+
+async def test_backends_are_told_how_much_time_is_left() -> None:
+    async with backend() as one, running_router(one) as router:
+        await collect(router.stub.Generate(generate(), timeout=20))
+        await collect(router.stub.Generate(generate()))
+        with_deadline, without = one.submitted
+        assert 15 < with_deadline.timeout_seconds < 20
+        assert not without.HasField("timeout_seconds")

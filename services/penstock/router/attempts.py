@@ -14,6 +14,7 @@ from penstock.common.errors import (
     Unavailable,
 )
 from penstock.common.logging import get_logger
+from penstock.common.request_context import current_request_id
 from penstock.router.backend import Backend
 from penstock.router.config import RouterConfig
 from penstock.router.live import LiveRequest, Loss
@@ -73,7 +74,7 @@ class Attempts:
             self._metrics.moves.inc()
         else:
             self._metrics.retries.inc()
-        _log.info("request moved", request_id=live.spec.request_id, begun=begun, attempt=live.attempts + 1)
+        _log.info("request moved", request_id=current_request_id.get(), begun=begun, attempt=live.attempts + 1)
         self._submit(live, backend)
 
     def _check_limits(self, live: LiveRequest, loss: Loss, begun: bool) -> None:
@@ -109,6 +110,8 @@ class Attempts:
         # Unique for each try: a backend that comes back may not have forgotten the last one yet.
         request.request_id = f"{live.spec.request_id}.{self._suffix}.{epoch}"
         request.attempt_epoch = epoch
+        if live.timings.deadline is not None:
+            request.timeout_seconds = max(0.001, live.timings.deadline - time.monotonic())
         if live.has_tokens:
             _resume(request, live)
         live.attempts += 1

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +19,7 @@ from penstock.common.logging import get_logger
 from penstock.router.config import RouterConfig, is_address, split_target
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.session import BackendSession, SessionCall
+from penstock.router.watching import until_first, until_silent
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -88,7 +89,8 @@ class Backend:
         self._report = admin_pb2.Load()
         self._reported_in_flight = 0
         self._serving = False
-        self._heard_at = time.monotonic()
+        # Signs of life so far.
+        self._frames = 0
         self._prefixes = PrefixIndex(config.max_known_blocks)
 
     @property
@@ -157,10 +159,11 @@ class Backend:
     async def _connect_and_serve(self) -> None:
         channel = open_channel(self.key, self._channel_config)
         try:
+            # A model that is still loading has no limits and no fingerprint yet.
+            await self._wait_until_serving(channel)
             stub = model_pb2_grpc.ModelServiceStub(channel)
-            self.info = await stub.GetModelInfo(
-                model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds, wait_for_ready=True
-            )
+            request = model_pb2.GetModelInfoRequest()
+            self.info = await stub.GetModelInfo(request, timeout=self._config.connect_timeout_seconds)
             if not self._belongs_here(self.info):
                 self._set_state(BackendState.MISMATCH)
                 return
@@ -190,7 +193,6 @@ class Backend:
         session = BackendSession(cast("SessionCall", call), self.key, self._detokenizer, self._metrics, self._heard)
         self._session = session
         self._report, self._reported_in_flight, self._serving = admin_pb2.Load(), 0, False
-        self._heard()
         try:
             await until_first(
                 session.run_reader(),
@@ -225,25 +227,30 @@ class Backend:
             self._refresh_state()
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
-        stub = health_pb2_grpc.HealthStub(channel)
-        async for response in stub.Watch(health_pb2.HealthCheckRequest(service=HEALTH_NAME)):
+        async for response in self._health_updates(channel):
             self._serving = response.status == health_pb2.HealthCheckResponse.SERVING
             self._refresh_state()
+
+    async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
+        async for response in self._health_updates(channel):
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+        raise _Lost("health ended")
+
+    def _health_updates(self, channel: grpc.aio.Channel) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        updates: AsyncIterator[health_pb2.HealthCheckResponse] = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=HEALTH_NAME)
+        )
+        return updates
 
     async def _watch_silence(self) -> None:
         """Raises _Lost once a backend with work has said nothing for the stall timeout."""
         limit = self._config.stall_timeout_seconds
-        while True:
-            silence = time.monotonic() - self._heard_at
-            if self.in_flight == 0:
-                # Silence counts from the moment it has work again.
-                self._heard()
-            elif silence > limit:
-                raise _Lost(f"silent for {silence:.1f} s with {self.in_flight} requests")
-            await asyncio.sleep(max(limit / 8, min(limit - silence, limit / 4)))
+        await until_silent(limit, lambda: self._frames, lambda: self.in_flight > 0)
+        raise _Lost(f"silent for {limit:g} s with {self.in_flight} requests")
 
     def _heard(self) -> None:
-        self._heard_at = time.monotonic()
+        self._frames += 1
 
     def _refresh_state(self) -> None:
         report = self._report
@@ -258,19 +265,6 @@ class Backend:
             self.state = state
             _log.info("backend state", backend=self.key, state=state.name)
             self._on_change()
-
-
-async def until_first(*work: Coroutine[None, None, None]) -> None:
-    """Run together until the first ends; the others are cancelled. Raises what the first raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 def _named(config: RouterConfig, target: str) -> RouterConfig:

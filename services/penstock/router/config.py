@@ -56,7 +56,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     reconnect_min_seconds: float = option(0.1, "First wait before connecting again.", group=SERVICES, minimum=0.001)
     reconnect_max_seconds: float = option(
-        3.0, "Longest wait before connecting again; waits double up to this.", group=SERVICES, minimum=0.001
+        1.0, "Longest wait before connecting again; waits double up to this.", group=SERVICES, minimum=0.001
     )
 
     max_live_requests: int = option(1024, "Requests streaming at once; more wait.", group=ADMISSION, minimum=1)

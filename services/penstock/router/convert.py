@@ -122,26 +122,31 @@ def cache_salt(tenant: str, client_salt: str) -> str:
 
 
 def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:
-    """One delta of Generate."""
-    if delta.token_ids or delta.logprobs:
-        return text_pb2.GenerateTextResponse(
-            delta=text_pb2.TextDelta(
-                seq=seq, index=delta.index, text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs
-            )
-        )
-    return text_pb2.GenerateTextResponse(delta=text_pb2.TextDelta(seq=seq, index=delta.index, text=delta.text))
+    """One delta of Generate. Fields are set one by one: keyword arguments take twice as long, for every token."""
+    response = text_pb2.GenerateTextResponse()
+    message = response.delta
+    message.seq, message.index, message.text = seq, delta.index, delta.text
+    if delta.token_ids:
+        message.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(delta.logprobs)
+    return response
 
 
 def chat_delta(seq: int, delta: PendingDelta) -> text_pb2.ChatResponse:
     """One delta of Chat."""
-    message = text_pb2.ChatDelta(seq=seq, index=delta.index, text=delta.text, reasoning=delta.reasoning)
+    response = text_pb2.ChatResponse()
+    message = response.delta
+    message.seq, message.index, message.text = seq, delta.index, delta.text
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
     if delta.token_ids:
         message.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         message.logprobs.extend(delta.logprobs)
     for call in delta.tool_calls:
         message.tool_calls.add(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
-    return text_pb2.ChatResponse(delta=message)
+    return response
 
 
 EventT = TypeVar("EventT", generation_pb2.Started, generation_pb2.Finished)

@@ -40,12 +40,11 @@ class Piece:
 class Batch:
     """One message: the pieces of one engine step."""
 
-    __slots__ = ("pieces", "request", "sent_at")
+    __slots__ = ("pieces", "request")
 
     def __init__(self) -> None:
         self.request = tokenizer_pb2.DecodeStreamRequest()
         self.pieces: list[Piece] = []
-        self.sent_at = 0.0
 
 
 class DecodeCall(Protocol):
@@ -71,7 +70,8 @@ class Detokenizer:
         self._drops: list[int] = []
         self._wakeup = Wakeup()
         self._max_outstanding = max_outstanding
-        self._answered_at = time.monotonic()
+        # Messages answered so far.
+        self.answers = 0
 
     def add(
         self,
@@ -95,8 +95,6 @@ class Detokenizer:
             )
             self._fail(batch.pieces, error)
             return
-        if not self._outstanding:
-            self._answered_at = time.monotonic()
         self._outstanding.append(batch)
         self._unsent.append(batch)
         self._wakeup.set()
@@ -109,9 +107,10 @@ class Detokenizer:
                 sequence.stream_id = 0
                 self._wakeup.set()
 
-    def silence(self, now: float) -> float:
-        """Seconds for which an answer has been due; 0 when none is."""
-        return now - self._answered_at if self._outstanding else 0.0
+    @property
+    def outstanding(self) -> int:
+        """Messages without an answer."""
+        return len(self._outstanding)
 
     def fail_outstanding(self, error: PenstockError) -> None:
         """Give up what the tokenizer did not answer: its requests end with `error`."""
@@ -124,7 +123,6 @@ class Detokenizer:
         """A new DecodeStream is there: send again, in order, what the last one did not answer."""
         self._epoch += 1
         self._drops.clear()
-        self._answered_at = time.monotonic()
         for batch in self._outstanding:
             batch.request = tokenizer_pb2.DecodeStreamRequest()
             batch.pieces = [piece for piece in batch.pieces if not piece.sequence.live.closed]
@@ -145,7 +143,6 @@ class Detokenizer:
                 drops, self._drops = self._drops, []
                 for stream_id in drops:
                     batch.request.items.add(stream_id=stream_id, drop=True)
-                batch.sent_at = time.monotonic()
                 await call.write(batch.request)
             await self._wakeup.wait()
 
@@ -162,8 +159,8 @@ class Detokenizer:
         if not self._outstanding:
             raise Internal("the tokenizer answered a message that was never sent", reason="TOKENIZER_PROTOCOL")
         batch = self._outstanding.popleft()
-        now = self._answered_at = time.monotonic()
-        elapsed = now - batch.sent_at
+        self.answers += 1
+        now, seconds = time.monotonic(), response.detokenize_seconds
         pieces, results = batch.pieces, response.results
         if len(pieces) != len(results):
             raise Internal("the tokenizer did not answer every item of a message", reason="TOKENIZER_PROTOCOL")
@@ -175,7 +172,11 @@ class Detokenizer:
                 sequence.live.fail(Internal("the answer could not be turned into text", reason="DETOKENIZE_FAILED"))
             else:
                 sequence.decoded += len(piece.token_ids)
-                sequence.live.on_text(piece, result.text, elapsed, now)
+                live = sequence.live
+                if live.last_batch is not batch:
+                    live.last_batch = batch
+                    live.timings.detokenize += seconds
+                live.on_text(piece, result.text, now)
 
     def _add_item(self, batch: Batch, piece: Piece) -> None:
         sequence, result = piece.sequence, piece.result

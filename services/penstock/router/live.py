@@ -6,7 +6,6 @@ woken through `outbox.wakeup` and writes, moves the request to another backend, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +17,7 @@ from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
     from penstock.router.chat_output import ChatParser, ChatPiece
-    from penstock.router.detokenize import Detokenizer, Piece
+    from penstock.router.detokenize import Batch, Detokenizer, Piece
     from penstock.router.metrics import RouterMetrics
 
 
@@ -50,6 +49,7 @@ class Timings:
     route: float = 0.0
     detokenize: float = 0.0
     first_token_at: float | None = None
+    deadline: float | None = None
     started_at: float | None = None
 
 
@@ -93,6 +93,8 @@ class LiveRequest:
         self.lost_on: set[str] = set()
         # Pieces at the tokenizer.
         self.undecoded = 0
+        # The last message of the tokenizer that had text of this request: its time counts once.
+        self.last_batch: Batch | None = None
         self.reasoning_tokens = 0
         self.closed = False
         self._detokenizer = detokenizer
@@ -150,13 +152,12 @@ class LiveRequest:
         self.loss = loss
         self.outbox.wakeup.set()
 
-    def on_text(self, piece: Piece, text: str, elapsed: float, now: float) -> None:
-        """Text of `piece` came back `elapsed` seconds after its ids were sent. The per-token path."""
+    def on_text(self, piece: Piece, text: str, now: float) -> None:
+        """Text of `piece` came back. The per-token path."""
         self.undecoded -= 1
         if self.closed:
             return
         sequence = piece.sequence
-        self.timings.detokenize += elapsed
         last = sequence.last_text_at
         sequence.last_text_at = now
         if last is not None:
@@ -227,10 +228,6 @@ class LiveRequest:
         self.finished = self._backend_finished
         self.close()
         self.outbox.wakeup.set()
-
-    def elapsed(self) -> float:
-        """Seconds since the request was received."""
-        return time.monotonic() - self.timings.received_at
 
 
 def results_of(live: LiveRequest) -> list[common_pb2.SequenceResult]:

@@ -35,7 +35,7 @@ class SessionCall(Protocol):
 class Attempt:
     """One try of a request at one backend. Frames carry its id and epoch back."""
 
-    __slots__ = ("_session", "epoch", "expected_seq", "live", "wire_id")
+    __slots__ = ("_session", "epoch", "expected_seq", "live", "repeats_ended", "wire_id")
 
     def __init__(self, session: BackendSession, live: LiveRequest, wire_id: str, epoch: int) -> None:
         self._session = session
@@ -44,6 +44,8 @@ class Attempt:
         self.epoch = epoch
         # None: take what comes first, since a resumed attempt may go on counting or begin again.
         self.expected_seq: int | None = 0 if epoch == 0 else None
+        # Some sequence had ended before: the backend was given it again and may go on with it.
+        self.repeats_ended = any(sequence.result is not None for sequence in live.sequences.values())
 
     def abort(self) -> None:
         """Tell the backend to stop, and forget the try."""
@@ -162,12 +164,12 @@ class BackendSession:
         if delta.HasField("finished"):
             self._detokenizer.add(batch, sequence, ids, delta.logprobs, delta.finished)
             sequence.result = delta.finished
-            if attempt.epoch and live.all_sequences_ended:
-                # The backend may be busy with sequences that had ended before the move.
+            if attempt.repeats_ended and live.all_sequences_ended:
                 self.abort(attempt)
                 live.on_backend_finished(None)
         else:
-            self._detokenizer.add(batch, sequence, ids, delta.logprobs)
+            logprobs = delta.logprobs if live.spec.wants_logprobs else ()
+            self._detokenizer.add(batch, sequence, ids, logprobs)
         return len(ids)
 
     def _on_finished(self, attempt: Attempt, finished: generation_pb2.Finished, batch: Batch) -> None:

@@ -116,6 +116,7 @@ class _Call:
         self._timings = Timings(time.monotonic())
         remaining = context.time_remaining()
         self._deadline = None if remaining is None else self._timings.received_at + remaining
+        self._timings.deadline = self._deadline
 
     @property
     def is_late(self) -> bool:

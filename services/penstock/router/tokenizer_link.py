@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.channels import open_channel
 from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
-from penstock.router.backend import until_first
 from penstock.router.config import RouterConfig
 from penstock.router.detokenize import DecodeCall, Detokenizer
 from penstock.router.metrics import RouterMetrics
+from penstock.router.watching import until_first, until_silent
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HEALTH_NAME = "penstock.v1.TokenizerService"
@@ -119,9 +119,9 @@ class TokenizerLink:
         channel = open_channel(address, self._config)
         try:
             stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-            info = await stub.GetTokenizer(
-                tokenizer_pb2.GetTokenizerRequest(), timeout=self._config.connect_timeout_seconds, wait_for_ready=True
-            )
+            await self._wait_until_serving(channel)
+            request = tokenizer_pb2.GetTokenizerRequest()
+            info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
             self._check(info, address)
             self.info, self._stub = info, stub
             call = stub.DecodeStream(None)
@@ -150,6 +150,17 @@ class TokenizerLink:
             _log.error("tokenizer not used: it is not the one this router started with", tokenizer=address)
             raise _Lost("another tokenizer than before")
 
+    async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
+        """While it loads, and for as long as one connection attempt may take, wait rather than come back later."""
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_seconds):
+                async for update in stub.Watch(health_pb2.HealthCheckRequest(service=HEALTH_NAME)):
+                    if update.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+        except TimeoutError:
+            raise _Lost("it does not serve yet") from None
+
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         """Ends when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
         stub = health_pb2_grpc.HealthStub(channel)
@@ -157,12 +168,9 @@ class TokenizerLink:
             pass
 
     async def _watch_silence(self) -> None:
-        limit = self._config.tokenizer_stall_seconds
-        while True:
-            await asyncio.sleep(limit / 4)
-            silence = self._detokenizer.silence(time.monotonic())
-            if silence > limit:
-                raise _Lost(f"no answer for {silence:.1f} s")
+        limit, detokenizer = self._config.tokenizer_stall_seconds, self._detokenizer
+        await until_silent(limit, lambda: detokenizer.answers, lambda: detokenizer.outstanding > 0)
+        raise _Lost(f"no answer for {limit:g} s")
 
     async def _call(
         self,
