@@ -110,8 +110,10 @@ class ModelRunner:
         results: dict[int, tuple[PositionLogprobs, ...]] = {}
         for entry, first_row in zip(scheduled, row_starts, strict=False):
             sequence, num_top = entry.sequence, entry.sequence.params.prompt_logprobs
+            if num_top is None:
+                continue
             end = min(entry.start + entry.num_tokens, sequence.num_prompt_tokens - 1)
-            if num_top is None or end <= entry.start:
+            if end <= entry.start:
                 continue
             # Row of token i predicts token i + 1.
             targets = sequence.token_ids[entry.start + 1 : end + 1]

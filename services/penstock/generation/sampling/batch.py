@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. A row's own options
 # decide, never the other rows: the same row takes the same path in every batch.
-_CANDIDATES = ((40, 64), (96, 128), (200, 256))
+_CANDIDATES = ((20, 32), (40, 64), (96, 128), (200, 256))
 _NUCLEUS_CANDIDATES = 256
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.sampling.processors.base import Warper
+from penstock.generation.sampling.processors.base import Warper, drop_below
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -26,5 +26,6 @@ class MinP(Warper):
         if self.is_neutral:
             return
         # p < min_p * p_max is score < max + ln(min_p); ln(0) = -inf drops nothing.
-        thresholds_R1 = scores_RV.amax(-1, keepdim=True) + self.values_M1[rows_R].log().float()
-        scores_RV.masked_fill_(scores_RV < thresholds_R1, -torch.inf)
+        lowest_R1 = scores_RV.amax(-1, keepdim=True) + self.values_M1[rows_R].log().float()
+        for scores_V, lowest in zip(scores_RV, lowest_R1[:, 0], strict=True):
+            drop_below(scores_V, lowest)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.sampling.processors.base import Warper
+from penstock.generation.sampling.processors.base import Warper, drop_below
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -47,9 +47,13 @@ def _drop_outside_nucleus(scores_V: torch.Tensor, top_p: float) -> None:
     reached = int((sums_B < target).sum())
     boundary = len(sums_B) - 1 - reached
     ids_E = (bins_V == boundary).nonzero()[:, 0]
-    sorted_E, order_E = probs_V[ids_E].double().sort(descending=True, stable=True)
-    before_E = sorted_E.cumsum(0) - sorted_E
+    sorted_E, order_E = scores_V[ids_E].sort(descending=True, stable=True)
+    ids_E = ids_E[order_E]
+    probs_E = probs_V[ids_E].double()
+    before_E = probs_E.cumsum(0) - probs_E
     if reached:
         before_E += sums_B[reached - 1]
-    scores_V.masked_fill_(bins_V < boundary, -torch.inf)
-    scores_V[ids_E[order_E[before_E >= target]]] = -torch.inf
+    # A prefix, of at least one: before the first, target is not reached.
+    kept = max(int((before_E < target).sum()), 1)
+    drop_below(scores_V, sorted_E[kept - 1])
+    scores_V[ids_E[kept:]] = -torch.inf
