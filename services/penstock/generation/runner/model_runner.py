@@ -58,7 +58,8 @@ class ModelRunner:
 
         Writes into the first blocks of the pool: only before the first request, or while the pool is unused.
         """
-        num_tokens = min(num_tokens, self._kv.num_slots - 1)
+        longest = min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
+        num_tokens = max(1, min(num_tokens, longest))
         blocks_each = -(-(num_tokens + 1) // self._kv.block_size)
         num_sequences = min(num_sequences, self._kv.num_blocks // blocks_each)
         for do_sample in (False, True):
