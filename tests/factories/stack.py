@@ -111,7 +111,7 @@ class Stack:
     router: Process = field(init=False)
 
     def __enter__(self) -> Self:
-        model = ("--model", str(self.model)) if self.model else ()
+        model = (str(self.model),) if self.model else ()
         self.tokenizer = start("tokenizer", *model)
         self.generations = [start("generation", *model, *self.generation_flags) for _ in range(self.backends)]
         backends = [flag for process in self.generations for flag in ("--backend", process.address)]
