@@ -73,6 +73,15 @@ async def test_an_unreadable_file_names_its_flag(flag: str) -> None:
     assert caught.value.flag == flag
 
 
+async def test_a_file_that_is_no_certificate_is_a_startup_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("garbage\n")
+    bad = str(tmp_path / "bad.pem")
+    with pytest.raises(StartupError) as caught:
+        async with tiny(ServerConfig(tls_cert=bad, tls_key=bad)):
+            pass
+    assert caught.value.flag == "--tls-cert"
+
+
 @pytest.mark.parametrize("field", ["channel_tls_ca", "channel_token_file"])
 async def test_an_unreadable_file_of_a_channel_names_its_flag(field: str) -> None:
     with pytest.raises(StartupError) as caught:

@@ -10,6 +10,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from penstock.cli.console import say
+from penstock.common.environment import usable_cores
 from penstock.common.units import format_size
 
 PACKAGES = (
@@ -59,8 +60,7 @@ def _cpu() -> Iterator[tuple[str, str]]:
     flags = set(info.get("flags", info.get("Features", "")).split())
     yield "cpu", info.get("model name", platform.processor() or platform.machine())
     yield "cpu flags", " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none of interest"
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cores", f"{usable} usable of {os.cpu_count()}"
+    yield "cores", f"{usable_cores()} usable of {os.cpu_count()}"
 
 
 def _memory() -> Iterator[tuple[str, str]]:

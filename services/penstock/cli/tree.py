@@ -15,6 +15,7 @@ from penstock.cli.service_process import ROLES
 from penstock.cli.supervisor import Child, ChildEnded, Supervisor, first_of
 from penstock.common.checkpoint import model_name
 from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
+from penstock.common.environment import usable_cores
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
@@ -86,6 +87,7 @@ class Tree:
     given: dict[str, Any]
     config: TreeConfig
     front: ServerConfig
+    model: str
     reporter: Reporter
     began: float = field(default_factory=time.monotonic)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -108,10 +110,14 @@ class Tree:
             await supervisor.stop(self.hurry)
 
     def _signalled(self) -> None:
-        (self.hurry if self.ended.is_set() else self.ended).set()
+        if self.ended.is_set():
+            self.hurry.set()
+            return
+        self.ended.set()
+        self._say(f"stopping: live work has {self.front.drain_grace_seconds:g} s; once more stops at once")
 
     async def _start(self, supervisor: Supervisor) -> bool:
-        self._say(f"penstock {__version__}: loading {self.given.get('served_model_name') or self._model()}")
+        self._say(f"penstock {__version__}: loading {self.model}")
         tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=_front_variables())
         names = [f"generation {n + 1}" if n else "generation" for n in range(self.config.generation_replicas)]
         backends = [
@@ -129,12 +135,11 @@ class Tree:
         self._show_ready(everyone)
         return True
 
-    def _model(self) -> str:
-        return model_name(self.given.get("model"))
-
     def _inner(self, role: str) -> list[str]:
         arguments = role_arguments(role, self.given)
         arguments += ["--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", *self._quiet()]
+        if role == "generation" and self.config.generation_replicas > 1 and "threads" not in self.given:
+            arguments += ["--threads", str(max(1, usable_cores() // self.config.generation_replicas))]
         if self.front.auth_token_file is not None:
             arguments += ["--auth-token-file", self.front.auth_token_file]
         return arguments
@@ -192,8 +197,11 @@ def _front_variables() -> set[str]:
     return {bound.env for bound in options if bound.name in FRONT} | {"PENSTOCK_LOG_LEVEL"}
 
 
-def _check(given: dict[str, Any]) -> ServerConfig:
-    """The router's configuration. What would stop a service later stops the tree now: a wrong option, a taken port."""
+def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
+    """The router's configuration and the model's name.
+
+    What would stop a service later stops the tree now: a wrong option, a taken port.
+    """
     read = {
         role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
         for role, kind in ROLES.items()
@@ -202,7 +210,8 @@ def _check(given: dict[str, Any]) -> ServerConfig:
     require_free_port(front.host, front.port, "--port")
     if front.metrics_port > 0:
         require_free_port(front.host, front.metrics_port, "--metrics-port")
-    return front
+    generation: Any = read["generation"]
+    return front, generation.served_model_name or model_name(generation.model)
 
 
 def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
@@ -217,7 +226,7 @@ def run_tree(given: dict[str, Any], *, report_fd: int | None, parent_pid: int | 
     tree_names = {bound.name for bound in options_of(TreeConfig)}
     try:
         config = from_env_and_flags(TreeConfig, _only(given, tree_names))
-        front = _check(given)
-        return asyncio.run(Tree(given, config, front, reporter).run())
+        front, model = _check(given)
+        return asyncio.run(Tree(given, config, front, model, reporter).run())
     except StartupError as error:
         return reporter.give_up(error, debug=bool(given.get("debug")))

@@ -148,7 +148,7 @@ def from_env_and_flags(cls: type[C], overrides: Mapping[str, object] | None = No
 
 def is_loopback(host: str) -> bool:
     """True when only this machine can reach `host`."""
-    if host == "localhost" or host.startswith("unix:"):
+    if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

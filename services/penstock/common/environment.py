@@ -41,3 +41,8 @@ def child_environment(without: Collection[str] = ()) -> dict[str, str]:
 def current_environment() -> Mapping[str, str]:
     """What PENSTOCK_* variables are read from."""
     return os.environ
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

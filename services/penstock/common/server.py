@@ -262,8 +262,6 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) ->
 
 
 def _join(host: str, port: int) -> str:
-    if host.startswith("unix:"):
-        return host
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
@@ -287,4 +285,6 @@ def _bind_error(config: ServerConfig) -> StartupError:
         require_free_port(config.host, config.port, "--port")
     except StartupError as error:
         return error
+    if config.is_tls:
+        return StartupError("--tls-cert and --tls-key are not a certificate chain and its key (PEM)", flag="--tls-cert")
     return StartupError(f"cannot listen on {_join(config.host, config.port)}", flag="--port")
