@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -153,3 +154,28 @@ async def test_session_stays_with_its_backend() -> None:
         for index in range(6):
             await collect(router.stub.Generate(generate(f"{index} other words", session_id="s")))
         assert sorted((len(one.submitted), len(two.submitted))) == [0, 6]
+
+
+async def test_reader_that_does_not_even_take_its_status_is_disconnected() -> None:
+    async with backend(script=count_up(10**6), tokens_per_step=512) as one:
+        settings = {"max_buffered_bytes": 4096, "slow_reader_grace_seconds": 0.05}
+        async with running_router(one, **settings) as router:
+            call = router.stub.Generate(generate(output=OUTPUT(return_token_ids=True)))
+            await asyncio.wait_for(one.until(lambda: bool(one.aborted)), 20)
+            await asyncio.wait_for(router.server.calls.wait_idle(), 5)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert from_rpc_error(caught.value).reason == "SLOW_READER"
+
+
+async def test_tenants_are_told_apart_by_their_tokens(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first-token\nsecond-token\n")
+    async with backend() as one, running_router(one, auth_token_file=tokens) as router:
+        for token in ("first-token", "first-token", "second-token"):
+            await collect(router.stub.Generate(generate(), metadata=(("authorization", f"Bearer {token}"),)))
+        salts = [request.cache_salt for request in one.submitted]
+        assert salts[0] == salts[1] != salts[2]
+        code, _ = await failure(router.stub.Generate(generate()))
+        assert code is grpc.StatusCode.UNAUTHENTICATED

@@ -184,6 +184,46 @@ def test_the_first_of_equal_scores_is_the_greedy_choice() -> None:
     assert Sampler(CPU).sample(given_NV, [sequence([1], params())])[0].token_id == 40
 
 
+SELECTIONS: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1}]
+EXTREMES: list[dict[str, Any]] = [
+    # The largest and smallest positive values of the API's floats.
+    {"logit_bias": {5: 3.4e38}, "temperature": 0.9},
+    {"logit_bias": {5: 3.4e38}, "temperature": 1e-30},
+    {"logit_bias": {5: 3.4e38, 6: -3.4e38}, "repetition_penalty": 0.9},
+    {"logit_bias": dict.fromkeys(set(range(300)) - {5}, -3.4e38)},
+    {"logit_bias": {5: 3.4e38}, "repetition_penalty": 1.4e-45, "temperature": 1.4e-45},
+    {"logit_bias": {5: 3.4e38, 2: 3.4e38}, "min_new_tokens": 1, "eos_token_ids": (2,), "temperature": 3.4e38},
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_the_most_extreme_options_leave_a_distribution(extreme: dict[str, Any], selection: dict[str, Any]) -> None:
+    one = sequence([7, 8], params(do_sample=True, **extreme, **selection))
+    token = Sampler(CPU).sample(logits(1, 3, vocab=300), [one])[0]
+    if extreme.get("temperature", 1.0) < 10:
+        assert token.token_id == 5
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("penalty", [1.4e-45, 1e-20, 3.4e38])
+def test_an_extreme_repetition_penalty_leaves_a_distribution(penalty: float, selection: dict[str, Any]) -> None:
+    given_NV = logits(1, 3, vocab=300)
+    for scores_NV in (given_NV, -given_NV.abs(), torch.zeros_like(given_NV)):
+        options = params(do_sample=True, repetition_penalty=penalty, temperature=1e-30, **selection)
+        token = Sampler(CPU).sample(scores_NV.clone(), [sequence(list(range(300)), options)])[0]
+        assert 0 <= token.token_id < 300
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("vocab", [300, VOCAB])
+def test_one_nan_is_an_error_however_the_row_is_drawn(vocab: int, selection: dict[str, Any]) -> None:
+    given_NV = logits(1, 3, vocab=vocab)
+    given_NV[0, 123] = math.nan
+    with pytest.raises(FloatingPointError):
+        Sampler(CPU).sample(given_NV, [sequence([1], params(do_sample=True, **selection))])
+
+
 def test_nan_logits_are_an_error() -> None:
     for options in (params(), params(do_sample=True), params(do_sample=True, top_k=5)):
         broken = logits(2, 0)

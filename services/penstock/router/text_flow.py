@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import grpc
 
-from penstock.common.errors import DeadlineExceeded, InvalidArgument, NotFound, PenstockError
+from penstock.common.errors import DeadlineExceeded, InvalidArgument, NotFound, PenstockError, trailing_metadata
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id, new_request_id
 from penstock.router import convert
@@ -62,6 +63,8 @@ class Parts:
     detokenizer: Detokenizer
     token_texts: TokenTexts
     metrics: RouterMetrics
+    # Statuses on their way to readers that were cut off: the event loop itself would not keep these tasks.
+    hanging_up: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class TextFlow:
@@ -205,10 +208,15 @@ class _Call:
         grace: list[asyncio.TimerHandle] = []
 
         def on_close() -> None:
-            # A reader that is stuck holds neither a place nor, for longer than the grace, a call.
+            # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile, and its
+            # call no longer than the grace.
+            if live.error is None:
+                return
             place.leave()
-            if live.error is not None and handler is not None:
-                grace.append(loop.call_later(parts.config.slow_reader_grace_seconds, handler.cancel))
+            if handler is not None:
+                grace.append(
+                    loop.call_later(parts.config.slow_reader_grace_seconds, self._hang_up, live.error, handler)
+                )
 
         live.on_close = on_close
         writer = StreamWriter(live, prompt, self._kind.response, self._kind.delta, parts, self._context, self._left)
@@ -225,12 +233,25 @@ class _Call:
                 if handle is not None:
                     handle.cancel()
 
+    def _hang_up(self, error: PenstockError, handler: asyncio.Task[Any]) -> None:
+        """Queue the status behind the message that nobody reads, and give the handler up."""
+        status = asyncio.ensure_future(_abort(self._context, error))
+        self._parts.hanging_up.add(status)
+        status.add_done_callback(self._parts.hanging_up.discard)
+        asyncio.get_running_loop().call_soon(handler.cancel)
+
     async def _echo(self, prompt: Prompt) -> str:
         if not self._request.output.echo:
             return ""
         output = self._request.output
         skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
         return await self._parts.pipeline.echo_text(prompt, self._left(), skip_special_tokens=skip)
+
+
+async def _abort(context: Context, error: PenstockError) -> None:
+    # InternalError: the connection is gone, which is as good.
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
+        await context.abort(error.code, error.message, trailing_metadata(error))
 
 
 class _Place:

@@ -1,0 +1,73 @@
+"""Backends that are processes of their own, killed and stopped by signals; and what the router process itself takes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from factories import stack
+from factories.emitting_backend import count_up
+from factories.router import Answer, collect, generate, running_router, tokenizer_address, tokenizer_fingerprint
+from penstock.v1 import config_pb2
+
+TOKENS = 200
+IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
+WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
+SCRIPT = Path(__file__).parent.parent / "factories" / "emitting_backend.py"
+
+
+@contextmanager
+def backend_process() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A scripted backend that emits a token every few milliseconds."""
+    port = stack.free_port()
+    command = [sys.executable, str(SCRIPT), "--port", str(port), "--tokens", str(TOKENS), "--step-seconds", "0.005"]
+    with subprocess.Popen([*command, "--fingerprint", tokenizer_fingerprint()]) as process:
+        try:
+            stack.wait_serving(f"127.0.0.1:{port}")
+            yield process, f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_stream_outlives_its_backends_process(signal_number: signal.Signals) -> None:
+    with backend_process() as (one, first), backend_process() as (two, second):
+        async with running_router(backend=(first, second), stall_timeout_seconds=1.0) as router:
+            used = {first: one, second: two}
+
+            async def strike(answer: Answer) -> None:
+                if len(answer.ids()) >= 20 and not struck:
+                    struck.append(next(a for a in used if router.metric("backend_requests_total", backend=a)))
+                    used[struck[0]].send_signal(signal_number)
+
+            struck: list[str] = []
+            answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), strike)
+            assert answer.ids() == IDS
+            assert answer.text() == await router.decode(IDS)
+            assert answer.finished.attempts == 2
+
+
+def test_router_process_is_small_and_knows_neither_torch_nor_transformers() -> None:
+    with backend_process() as (_, backend):
+        router = stack.start("router", "--tokenizer", tokenizer_address(), "--backend", backend)
+        try:
+            stack.wait_serving(router.address, router)
+            process = psutil.Process(router.popen.pid)
+            assert process.memory_info().rss < 120e6
+            loaded = {Path(region.path).name for region in process.memory_maps()}
+            assert not [name for name in loaded if "torch" in name or "tokenizers" in name]
+            assert router.terminate() == 0
+        finally:
+            router.kill()
+
+
+def test_importing_the_router_imports_no_model_library() -> None:
+    libraries = {"torch", "transformers", "tokenizers"}
+    code = f"import sys, penstock.router.app; sys.exit(bool({libraries} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], check=True)
