@@ -45,7 +45,8 @@ def draw_from_vocabulary(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> 
 
 def _targets(cumulative_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     totals_R1 = cumulative_RC[:, -1:]
-    if not bool(totals_R1.isfinite().all()):
+    # A NaN among the scores leaves a NaN, or no weight at all where it was compared with something before.
+    if not bool(((totals_R1 > 0) & (totals_R1 < torch.inf)).all()):
         raise FloatingPointError("the model produced logits that are not numbers")
     return uniforms_R[:, None] * totals_R1
 

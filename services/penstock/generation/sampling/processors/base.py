@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
+# What an option makes of a score stays within this. The sum of two such scores over the lowest temperature is finite
+# in fp32: an infinity would turn into a NaN, and what one request asks for must not break the step of all the others.
+LARGEST_SCORE = 1e8
+
 
 class LogitsProcessor(ABC):
     """One option over the rows of a batch that use it.

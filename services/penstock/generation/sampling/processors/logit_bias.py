@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -26,7 +26,8 @@ class LogitBias(LogitsProcessor):
         lengths = [len(bias) for bias in biases]
         self._row_E = torch.from_numpy(np.array(rows, dtype=np.int64).repeat(lengths)).to(device)
         self._id_E = torch.tensor([token_id for bias in biases for token_id in bias], device=device)
-        self._bias_E = torch.tensor([value for bias in biases for value in bias.values()], device=device).float()
+        values = [min(max(value, -LARGEST_SCORE), LARGEST_SCORE) for bias in biases for value in bias.values()]
+        self._bias_E = torch.tensor(values, dtype=torch.float32, device=device)
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:

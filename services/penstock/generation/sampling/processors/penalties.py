@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -25,7 +25,9 @@ class RepetitionPenalty(LogitsProcessor):
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
         self._seen = [state.seen for state in states if state.seen is not None]
-        self._penalties = np.array([state.sequence.params.repetition_penalty for state in states], dtype=np.float32)
+        penalties = [state.sequence.params.repetition_penalty for state in states]
+        # No denormal, which some processors take for 0: 0 / 0 is not a number.
+        self._penalties = np.maximum(np.array(penalties, dtype=np.float32), np.finfo(np.float32).tiny)
         self._device = device
 
     @staticmethod
@@ -38,7 +40,8 @@ class RepetitionPenalty(LogitsProcessor):
         index_E = torch.from_numpy(places_E).to(self._device)
         flat = scores_NV.view(-1)
         scores_E = flat[index_E]
-        flat[index_E] = torch.where(scores_E < 0, scores_E * penalties_E, scores_E / penalties_E)
+        penalised_E = torch.where(scores_E < 0, scores_E * penalties_E, scores_E / penalties_E)
+        flat[index_E] = penalised_E.clamp_(-LARGEST_SCORE, LARGEST_SCORE)
 
 
 class OpenAIPenalties(LogitsProcessor):
