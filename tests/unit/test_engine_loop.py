@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from factories.engine import Answer, FakeRunner, collect, engine_config, request
-from penstock.common.errors import Cancelled, InvalidArgument, ResourceExhausted, Unavailable
+from penstock.common.errors import Cancelled, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.request import FinishReason, Request, RequestOutput
@@ -114,6 +114,38 @@ async def test_the_id_of_a_live_request_is_refused_and_free_again_after_its_end(
         await bench.end_of(again)
 
 
+def test_an_id_is_free_when_its_last_word_is_delivered() -> None:
+    class ImmediateLoop:
+        """Runs a callback before the engine's thread goes on, as an event loop that is faster than it does."""
+
+        def call_soon_threadsafe(self, call: Callable[[Any], None], argument: Any) -> None:
+            call(argument)
+
+    refusals: list[PenstockError] = []
+    ends: list[str] = []
+    over = threading.Event()
+
+    def deliver(outputs: list[RequestOutput]) -> None:
+        ends.extend(output.request.request_id for output in outputs if output.finished is not None)
+        if len(ends) == 2:
+            over.set()
+        elif ends:
+            try:
+                loop.submit(request([1], request_id="same", max_new_tokens=1))
+            except PenstockError as error:
+                refusals.append(error)
+                over.set()
+
+    config = engine_config()
+    event_loop: Any = ImmediateLoop()
+    loop = EngineLoop(Engine(config, FakeRunner(config), None), event_loop, deliver, lambda _: over.set())
+    loop.start()
+    loop.submit(request([1], request_id="same", max_new_tokens=1))
+    assert over.wait(20)
+    loop.stop()
+    assert (refusals, ends) == ([], ["same", "same"])
+
+
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
     runner = GatedRunner(engine_config(max_running_sequences=1, max_queued_requests=2))
     async with running(runner) as bench:
@@ -125,7 +157,22 @@ async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None
             bench.loop.submit(request([4]))
         assert caught.value.reason == "QUEUE_FULL"
         assert caught.value.retry_after_seconds == 1.0
-        assert bench.loop.load.waiting_requests == 2
+
+
+async def test_the_load_counts_every_accepted_request_while_a_step_runs() -> None:
+    runner = GatedRunner(engine_config())
+    async with running(runner) as bench:
+        bench.loop.submit(first := request([1], max_new_tokens=2))
+        assert runner.entered.acquire(timeout=20)
+        bench.loop.submit(second := request([2], max_new_tokens=2))
+        assert (bench.loop.load.running_requests, bench.loop.load.waiting_requests) == (0, 2)
+        runner.gate.release()
+        assert runner.entered.acquire(timeout=20)
+        assert (bench.loop.load.running_requests, bench.loop.load.waiting_requests) == (1, 1)
+        runner.open()
+        for item in (first, second):
+            await bench.end_of(item)
+        assert (bench.loop.load.running_requests, bench.loop.load.waiting_requests) == (0, 0)
 
 
 async def test_an_abort_costs_at_most_the_step_in_progress() -> None:

@@ -52,11 +52,12 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._live: set[str] = set()
         self._num_inbound = 0
+        # Accepted, but not yet in `_load`: on their way in, or added since the last step.
+        self._num_unseen = 0
+        self._load = engine.load()
         self._draining = False
         self._stopping = False
         self._idle_waiters: list[asyncio.Future[None]] = []
-        # Written by the thread, read anywhere.
-        self._load = engine.load()
         # The thread's own: commands out of the inbox, and outputs of requests that failed on their way in.
         self._commands: deque[Callable[[], None]] = deque()
         self._refused: list[RequestOutput] = []
@@ -84,6 +85,7 @@ class EngineLoop:
                 )
             self._live.add(request.request_id)
             self._num_inbound += 1
+            self._num_unseen += 1
             self._post(lambda: self._add(request))
 
     def abort(self, request_ids: Iterable[str], error: PenstockError | None = None) -> None:
@@ -107,9 +109,10 @@ class EngineLoop:
 
     @property
     def load(self) -> EngineLoad:
-        """The engine after its last step, with requests on their way in counted as waiting. Thread-safe."""
-        load, inbound = self._load, self._num_inbound
-        return load._replace(waiting_requests=load.waiting_requests + inbound) if inbound else load
+        """The engine after its last step, with what was accepted since counted as waiting. Thread-safe."""
+        with self._condition:
+            load, unseen = self._load, self._num_unseen
+        return load._replace(waiting_requests=load.waiting_requests + unseen) if unseen else load
 
     @property
     def draining(self) -> bool:
@@ -210,18 +213,19 @@ class EngineLoop:
             self._commands.popleft()()
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Hand a step's outputs to the event loop, and forget who is finished."""
+        """Forget who is finished, and hand a step's outputs to the event loop."""
         outputs += self._refused
         self._refused = []
-        self._load = self._engine.load()
+        load = self._engine.load()
         finished = [output.request.request_id for output in outputs if output.finished is not None]
-        if outputs:
-            self._call_soon(self._deliver, outputs)
-        if finished:
-            with self._condition:
-                self._live.difference_update(finished)
-                if not self._live:
-                    self._wake_idle_waiters()
+        # At once for everybody else: who reads a last word may use its id again, who finds nobody live misses nothing.
+        with self._condition:
+            self._load, self._num_unseen = load, self._num_inbound
+            self._live.difference_update(finished)
+            if outputs:
+                self._call_soon(self._deliver, outputs)
+            if finished and not self._live:
+                self._wake_idle_waiters()
 
     def _wake_idle_waiters(self) -> None:
         waiters, self._idle_waiters = self._idle_waiters, []
