@@ -65,6 +65,29 @@ def test_logprobs_travel_with_their_tokens_and_add_up() -> None:
     assert finished(answer).sequences[0].cumulative_logprob == pytest.approx(total)
 
 
+@pytest.mark.parametrize("length", [1, 2, 70])
+def test_prompt_logprobs_have_one_entry_per_prompt_token(length: int) -> None:
+    item = request([1] * length, prompt_logprobs=0, max_new_tokens=2)
+    started = run(make_engine()[0], item)[item.request_id].started
+    assert started is not None
+    assert [entry.chosen is None for entry in started.prompt_logprobs] == [True] + [False] * (length - 1)
+
+
+def test_prompt_logprobs_are_never_those_of_half_a_prompt() -> None:
+    clock = Clock()
+    engine, _ = make_engine(engine_config(max_batch_tokens=16), clock=clock)
+    item = request([1] * 60, prompt_logprobs=0, max_time=1.0)
+    engine.add(item)
+    answers: dict[str, Answer] = {}
+    while engine.has_work:
+        collect(answers, engine.step())
+        clock.now += 0.6
+    answer = answers[item.request_id]
+    assert finished(answer).sequences[0].reason is FinishReason.MAX_TIME
+    assert answer.started is not None
+    assert answer.started.prompt_logprobs == ()
+
+
 def test_timings_say_how_long_each_stage_took() -> None:
     clock = Clock()
     engine, _ = make_engine(engine_config(max_batch_tokens=16), clock=clock)

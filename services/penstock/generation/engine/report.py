@@ -66,9 +66,7 @@ class RequestReport:
         """Tell the caller; the first time, that the prompt is computed as well."""
         if not self._started:
             self._started = True
-            # Nothing is known about the first prompt token.
-            prompt = (PositionLogprobs(None), *self._prompt_logprobs) if self._prompt_logprobs else ()
-            self._new_started = StartedOutput(self._cached_tokens, prompt)
+            self._new_started = StartedOutput(self._cached_tokens, self._whole_prompt())
             self._prompt_logprobs.clear()
         for emission in (*self._settled, *emissions):
             if emission.token_ids and self._first_token_at is None:
@@ -101,6 +99,15 @@ class RequestReport:
         self._new_started = None
         self._new_deltas.clear()
         return output
+
+    def _whole_prompt(self) -> tuple[PositionLogprobs, ...]:
+        """One entry per prompt token, or none: nobody asked, or max_time was over before the prompt was computed."""
+        request = self.request
+        known = len(self._prompt_logprobs) + 1
+        if request.params.prompt_logprobs is None or known != len(request.prompt_token_ids):
+            return ()
+        # Nothing is known about the first prompt token.
+        return (PositionLogprobs(None), *self._prompt_logprobs)
 
     def _timings(self) -> RequestTimings:
         now, arrival = self._clock(), self.request.arrival_time
