@@ -25,6 +25,7 @@ from penstock.router.servicer import TextServicer
 from penstock.router.text_flow import Parts, TextFlow
 from penstock.router.token_text import TokenTexts
 from penstock.router.tokenizer_link import TokenizerLink
+from penstock.router.turnstile import Turnstile
 from penstock.router.wakeup import Wakeup
 from penstock.v1 import text_pb2_grpc
 
@@ -74,6 +75,7 @@ class RouterApp:
             detokenizer=detokenizer,
             token_texts=TokenTexts(self._link, config.max_token_texts),
             metrics=metrics,
+            turnstile=Turnstile(config.writes_per_turn),
         )
         metrics.live.set_function(lambda: self._admission.live)
         metrics.waiting.set_function(lambda: self._admission.waiting)

@@ -118,6 +118,9 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=STREAMING,
         minimum=0.0,
     )
+    writes_per_turn: int = option(
+        16, "Deltas written before backends are read again; the others are merged.", group=STREAMING, minimum=1
+    )
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
     max_token_texts: int = option(65536, "Tokens whose text is remembered for logprobs.", group=STREAMING, minimum=64)
 

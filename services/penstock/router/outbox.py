@@ -67,6 +67,11 @@ class Outbox:
         self.wakeup.set()
         return True
 
+    @property
+    def has_deltas(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._waiting)
+
     def take(self) -> list[PendingDelta]:
         """Everything that waits."""
         if not self._waiting:

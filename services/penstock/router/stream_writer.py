@@ -74,6 +74,8 @@ class StreamWriter:
                 started = True
                 await self._write_started()
                 await self._write_echo(echo)
+            if started and outbox.has_deltas:
+                await self._parts.turnstile.enter()
             deltas = outbox.take() if started else ()
             for delta in deltas:
                 await self._write_delta(delta)

@@ -31,6 +31,7 @@ from penstock.router.prefix_index import block_hashes
 from penstock.router.stream_writer import StreamWriter
 from penstock.router.token_text import TokenTexts
 from penstock.router.tokenizer_link import TokenizerLink
+from penstock.router.turnstile import Turnstile
 from penstock.v1 import model_pb2, text_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,6 +64,7 @@ class Parts:
     detokenizer: Detokenizer
     token_texts: TokenTexts
     metrics: RouterMetrics
+    turnstile: Turnstile
     # Statuses on their way to readers that were cut off: the event loop itself would not keep these tasks.
     hanging_up: set[asyncio.Task[None]] = field(default_factory=set)
 
