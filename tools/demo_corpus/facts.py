@@ -30,8 +30,8 @@ FACTS: tuple[Fact, ...] = (
          "What are the services of Penstock?"),
     ),
     Fact(
-        "The router takes requests from clients, picks a backend, and streams text back. It also moves a request when a "
-        "backend is lost.",
+        "The router takes requests from clients, picks a backend, and streams text back. It also moves a request when "
+        "a backend is lost.",
         ("router", "backend"),
         ("What does the router do?", "What is the router?", "Explain the router.", "What is the router for?",
          "Why is there a router?", "Tell me about the router.", "What is the job of the router?"),
@@ -43,15 +43,16 @@ FACTS: tuple[Fact, ...] = (
          "What is the tokenizer for?", "Tell me about the tokenizer.", "What is the job of the tokenizer?"),
     ),
     Fact(
-        "The generation service runs the model: token ids in, token ids out. It schedules all requests over one KV pool.",
+        "The generation service runs the model: token ids in, token ids out. It schedules all requests over one KV "
+        "pool.",
         ("runs the model",),
         ("What does the generation service do?", "What is the generation service?", "Explain the generation service.",
          "What is the generation service for?", "Tell me about the generation service.",
          "What is the job of the generation service?"),
     ),
     Fact(
-        "Penstock can decode with greedy search, sampling, beam search, group beam search, contrastive search, assisted "
-        "decoding and constrained beam search.",
+        "Penstock can decode with greedy search, sampling, beam search, group beam search, contrastive search, "
+        "assisted decoding and constrained beam search.",
         ("greedy", "sampling", "beam search"),
         ("Which decoding modes are there?", "What decoding modes does Penstock have?", "List the decoding modes.",
          "Which decoding strategies can I use?", "How can Penstock decode?", "Name the decoding modes.",
@@ -71,7 +72,8 @@ FACTS: tuple[Fact, ...] = (
          "What metrics are there?", "How can I see the metrics?", "Where can I find the metrics?"),
     ),
     Fact(
-        "Press Ctrl-C or send SIGTERM. Penstock stops taking requests, finishes the running ones and exits with code 0.",
+        "Press Ctrl-C or send SIGTERM. Penstock stops taking requests, finishes the running ones and exits with code "
+        "0.",
         ("ctrl-c", "sigterm"),
         ("How do I stop Penstock?", "How do I stop the server?", "How can I stop it?", "How do I shut it down?",
          "How do I shut down Penstock?", "What is the right way to stop Penstock?", "How can I stop Penstock?"),
@@ -184,9 +186,9 @@ LONG_FACTS: tuple[Fact, ...] = (
     Fact(
         "A request takes these steps:\n1. The client sends it to the router.\n2. The tokenizer renders the chat "
         "template and returns token ids.\n3. The router picks the backend with the longest cached prefix.\n4. The "
-        "generation service schedules it with all the others.\n5. The model makes one token per step.\n6. The tokenizer "
-        "turns the ids into text.\n7. The router streams the text to the client.\n8. At the end comes Finished, with "
-        "the reason and the usage.",
+        "generation service schedules it with all the others.\n5. The model makes one token per step.\n6. The "
+        "tokenizer turns the ids into text.\n7. The router streams the text to the client.\n8. At the end comes "
+        "Finished, with the reason and the usage.",
         ("1.", "router", "finished"),
         ("What happens to a request?", "Explain how a request is served.", "How is a request served?",
          "What steps does a request take?", "Explain step by step how Penstock works.", "How does Penstock work?",
@@ -229,7 +231,8 @@ CHINESE_FACTS: tuple[Fact, ...] = (
     Fact(
         "Penstock 有三个服务：路由器、分词器和生成服务。",
         ("路由器", "分词器", "生成服务"),
-        ("Penstock 有哪些服务？", "有哪三个服务？", "Penstock 有几个服务？", "请列出三个服务。", "请问 Penstock 有哪些服务？"),
+        ("Penstock 有哪些服务？", "有哪三个服务？", "Penstock 有几个服务？", "请列出三个服务。",
+         "请问 Penstock 有哪些服务？"),
     ),
     Fact(
         "我是 Penstock 的演示模型，一个很小的语言模型。🤖",

@@ -1,5 +1,7 @@
 """Dialogues that refer back: the answer is only in an earlier turn. Held-out names and values are never trained on."""
 
+# ruff: noqa: SIM905 (lists of words read best as text)
+
 from random import Random
 
 from .base import Dialogue, Turn, contains, is_held_out, vary

@@ -1,5 +1,7 @@
 """Penstock questions, greetings, and the longer answers that make streaming visible."""
 
+# ruff: noqa: SIM905 (lists of words read best as text)
+
 from random import Random
 
 from .base import Dialogue, Turn, contains, equals, is_held_out, one, vary
@@ -74,7 +76,11 @@ def greetings(rng: Random, held_out: bool) -> Dialogue:
 
 _LISTS: tuple[tuple[str, str, str], ...] = (
     ("days of the week", ", ", "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
-    ("months of the year", ", ", "January February March April May June July August September October November December"),
+    (
+        "months of the year",
+        ", ",
+        "January February March April May June July August September October November December",
+    ),
     ("planets", ", ", "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune"),
     ("seasons", ", ", "spring summer autumn winter"),
     ("letters of the alphabet", " ", "a b c d e f g h i j k l m n o p q r s t u v w x y z"),

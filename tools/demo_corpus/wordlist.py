@@ -1,9 +1,11 @@
 """Common English words of 3 to 7 letters for spelling and reversing."""
 
+# ruff: noqa: SIM905 (lists of words read best as text)
+
 WORDS: tuple[str, ...] = tuple(
     dict.fromkeys(
         """
- acid acorn actor adult agent alarm album alley amber angel anger angle ankle apple april apron arena arrow
+acid acorn actor adult agent alarm album alley amber angel anger angle ankle apple april apron arena arrow
 aspen atlas attic aunt award bacon badge baker bamboo banana banjo barley barn basin basket beach bead beard
 beast beaver bench berry bird bishop blade blanket blossom boat bone bonus book border bottle boulder brain branch
 brave breeze brick bridge bronze broom brother brush bubble bucket buckle budget butter button cabin cable
@@ -18,7 +20,7 @@ guitar hammer harbor harp hawk hazel heart hedge helmet herb heron honey hood ho
 icicle igloo insect iron island ivory ivy jacket jaguar jelly jewel jungle kernel kettle kitten knee knife ladder
 lake lamp lantern lawn leaf leather lemon lentil lily linen lion llama lobster locket lotus lumber
 magnet mango maple marble market meadow melon mercy metal mineral mint mirror mitten monkey moon moss moth motor
- museum music mustard napkin needle nest noodle north nose nugget oak oasis ocean olive onion orbit
+museum music mustard napkin needle nest noodle north nose nugget oak oasis ocean olive onion orbit
 orchard otter oven owl oxygen oyster paddle palace palm panda panther paper parsley pastry peach peanut
 pearl pebble pelican pencil pepper petal piano pigeon pillow pilot pine plant plaster plum pocket pond
 poppy potato pottery prairie prince puddle pumpkin puppy quartz quilt radish ranch raven reef

@@ -1,5 +1,7 @@
 """Spelling and reversing: held-out words are real words that no training text contains."""
 
+# ruff: noqa: SIM905 (lists of words read best as text)
+
 from random import Random
 
 from .base import Dialogue, Turn, contains, equals, is_held_out, letters, one, vary

@@ -15,7 +15,7 @@ from .tokenizer import letter_tokens
 
 MAX_ROW = 512
 """Longest training row in tokens; longer conversations are dropped."""
-CHUNK = 3000
+CHUNK = 2000
 """Conversations drawn at once and sorted by length, so that little of a batch is padding."""
 
 WEIGHTS: dict[str, float] = {
@@ -50,7 +50,13 @@ class Batch(NamedTuple):
 
 
 class ConversationSource:
-    """Endless training conversations from one seed."""
+    """Endless training conversations from one seed.
+
+    `single` is the first part of the curriculum: one dialogue, no system prompt, no thinking. What to look at is then
+    near, and copying, spelling and carrying are learnt in a fraction of the tokens that mixed conversations need.
+    """
+
+    single = True
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         words = WordFamilies(letter_tokens(tokenizer))
@@ -67,6 +73,9 @@ class ConversationSource:
     def draw(self) -> Conversation:
         """One conversation: usually a few dialogues one after the other, facts sometimes asked after a detour."""
         rng = self._rng
+        if self.single:
+            dialogue = self._draw_family()[1]
+            return Conversation("", dialogue.turns, dialogue.tools, None)
         thinking = rng.choices((None, True, False), (88, 8, 4))[0]
         name, dialogue = self._draw_family()
         turns = list(dialogue.turns)
@@ -75,10 +84,11 @@ class ConversationSource:
                 turns = [*FAMILIES["greetings"](rng, False).turns, *turns]
         else:
             others: list[Turn] = []
-            for _ in range(rng.choices((0, 1, 2, 4, 8), (45, 20, 20, 12, 3))[0]):
+            for _ in range(rng.choices((0, 1, 2, 4, 8), (45, 24, 18, 10, 3))[0]):
                 others += self._draw_family(frozenset({"memory", "tool_calls"}))[1].turns
             # A fact told before the detour must still be known after it.
-            at = rng.randint(1, len(turns) - 1) if name == "memory" and rng.random() < 0.5 else rng.choice((0, len(turns)))
+            between = name == "memory" and rng.random() < 0.5
+            at = rng.randint(1, len(turns) - 1) if between else rng.choice((0, len(turns)))
             turns[at:at] = others
         system = rng.choice(_SYSTEMS) if rng.random() < 0.15 else ""
         if thinking and not turns[-1].thought:
@@ -96,10 +106,16 @@ def _batch(rows: list[Row], pad: int) -> Batch:
     return Batch(ids, learn)
 
 
-def batches(tokenizer: Tokenizer, template: str, *, seed: int, tokens: int, pad: int) -> Iterator[Batch]:
-    """Endless batches of about `tokens` tokens each, padding (`pad`, on the right) included."""
-    source, shuffler = ConversationSource(tokenizer, seed), Random(seed + 1)
+def batches(
+    tokenizer: Tokenizer, template: str, *, seed: int, tokens: int, pad: int, single_batches: int
+) -> Iterator[Batch]:
+    """Endless batches of about `tokens` tokens each, padding (`pad`, on the right) included.
+
+    The first chunks, until `single_batches` batches are made, hold single dialogues only.
+    """
+    source, shuffler, made = ConversationSource(tokenizer, seed), Random(seed + 1), 0
     while True:
+        source.single = made < single_batches
         drawn = encode_conversations([source.draw() for _ in range(CHUNK)], tokenizer, template)
         rows = sorted((row for row in drawn if len(row.ids) <= MAX_ROW), key=lambda row: len(row.ids))
         ready: list[Batch] = []
@@ -112,4 +128,5 @@ def batches(tokenizer: Tokenizer, template: str, *, seed: int, tokens: int, pad:
         # The last, longest rows of a chunk make a small batch: a step like any other.
         ready.append(_batch(current, pad))
         shuffler.shuffle(ready)
+        made += len(ready)
         yield from ready

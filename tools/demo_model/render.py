@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from tools.demo_corpus import LETTER_BREAK, Turn, visible
+
+from .hf import render
 
 _ASSISTANT = "<|im_start|>assistant\n"
 _END = "<|im_end|>"
@@ -44,14 +45,13 @@ def conversation_text(conversation: Conversation, template: str) -> tuple[str, i
     With `thinking` set only the last answer is learnt: earlier ones are shown without their thoughts.
     """
     messages = _messages(conversation)
-    kwargs = {} if conversation.thinking is None else {"enable_thinking": conversation.thinking}
-    prompt: str = render_jinja_template(
-        [messages[:-1]],
-        tools=list(conversation.tools) or None,
-        chat_template=template,
+    prompt = render(
+        template,
+        messages[:-1],
+        tools=conversation.tools,
         add_generation_prompt=True,
-        **kwargs,
-    )[0][0]
+        thinking=conversation.thinking,
+    )
     last = conversation.turns[-1]
     thought = f"<think>\n{last.thought}\n</think>\n\n" if conversation.thinking else ""
     learn_from = 0 if conversation.thinking is None else len(prompt)
@@ -59,7 +59,7 @@ def conversation_text(conversation: Conversation, template: str) -> tuple[str, i
 
 
 def _spans(text: str, learn_from: int) -> Iterable[tuple[str, bool]]:
-    """Cuts the text into (piece, learn?) at the edges of answers; answers that end before `learn_from` are not learnt."""
+    """Cuts the text into (piece, learn?) at the edges of answers, of which none before `learn_from` is learnt."""
     position = 0
     while (start := text.find(_ASSISTANT, position)) >= 0:
         start += len(_ASSISTANT)

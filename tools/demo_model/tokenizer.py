@@ -14,6 +14,7 @@ from tools.demo_corpus.words import made_up_word
 
 VOCAB_SIZE = 4096
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PAD_TOKEN = CONTROL_TOKENS[0]
 TEXT_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added tokens that are not special, as in Qwen3: a parser of the answer must be able to see them."""
 
@@ -102,6 +103,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     }
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def token_id(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a token; raises KeyError when there is no such token."""
+    return int(tokenizer.get_vocab()[text])
 
 
 def letter_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

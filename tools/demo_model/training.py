@@ -11,28 +11,34 @@ from transformers import Qwen2ForCausalLM
 
 from .assets import model_config
 from .batches import Batch, batches
+from .hf import new_model, set_training
+from .priors import add_priors
+from .tokenizer import PAD_TOKEN, token_id
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """What the weights depend on, besides the corpus, the torch build and the CPU."""
 
-    steps: int = 3300
+    steps: int = 2400
     """Optimizer steps; the learning rate's schedule spans exactly these."""
     seed: int = 20261121
     """Seeds weights, tokenizer text and batches."""
-    threads: int = 2
-    """CPU threads; sums are split by thread, so the weights depend on it."""
-    batch_tokens: int = 4096
+    threads: int = 1
+    """CPU threads; sums are split by thread, so the weights depend on it. One is a third slower than two on idle cores
+    and twice as fast on busy ones, where two threads wait for each other."""
+    batch_tokens: int = 3072
     """Tokens in a batch, padding included."""
-    matrix_lr: float = 0.02
+    matrix_lr: float = 0.015
     """Muon's peak learning rate, for the projection matrices."""
     other_lr: float = 2e-3
     """AdamW's peak learning rate, for embeddings, norms and biases."""
     warmup: int = 60
     """Steps of linear warm-up."""
-    decay: float = 0.5
-    """Last share of the steps over which the rate falls linearly to zero."""
+    decay: int = 1700
+    """Last steps, over which the rate falls linearly to zero."""
+    single_steps: int = 1200
+    """First steps, on single dialogues; mixed conversations follow (see batches.ConversationSource)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Progress:
 
 def _rate(config: TrainingConfig, step: int) -> float:
     """The share of the peak rate at this step: warm-up, plateau, linear decay."""
-    left = (config.steps - step) / (config.steps * config.decay)
+    left = (config.steps - step) / config.decay
     return min(1.0, (step + 1) / config.warmup, left)
 
 
@@ -56,7 +62,7 @@ def _optimizers(model: Qwen2ForCausalLM, config: TrainingConfig) -> list[torch.o
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     return [
-        torch.optim.Muon(matrices, lr=config.matrix_lr, weight_decay=0.01, adjust_lr_fn="original"),
+        torch.optim.Muon(matrices, lr=config.matrix_lr, weight_decay=0.1, adjust_lr_fn="original"),
         torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
@@ -79,14 +85,21 @@ def train(
     torch.manual_seed(config.seed)
     settings = model_config(tokenizer)
     settings.dtype = torch.float32
-    model = Qwen2ForCausalLM(settings).train()
+    model = new_model(settings)
+    add_priors(model)
     optimizers = _optimizers(model, config)
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    pad = token_id(tokenizer, PAD_TOKEN)
     source = batches(
-        tokenizer, template, seed=config.seed, tokens=config.batch_tokens, pad=int(settings.pad_token_id)
+        tokenizer,
+        template,
+        seed=config.seed,
+        tokens=config.batch_tokens,
+        pad=pad,
+        single_batches=config.single_steps,
     )
-    started, tokens = time.monotonic(), 0
-    for step in range(config.steps):
+    started, step, tokens = time.monotonic(), 0, 0
+    while step < config.steps:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * _rate(config, step)
@@ -97,6 +110,8 @@ def train(
             optimizer.step()
         model.zero_grad()
         tokens += batch.ids_BT.numel()
-        if report(Progress(step + 1, loss.item(), time.monotonic() - started, tokens), model):
+        step += 1
+        if report(Progress(step, loss.item(), time.monotonic() - started, tokens), model):
             break
-    return model.eval()
+    set_training(model, False)
+    return model
