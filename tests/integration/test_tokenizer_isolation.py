@@ -23,6 +23,7 @@ from penstock.common.errors import ResourceExhausted, StartupError, from_rpc_err
 from penstock.common.server import serve_in_process
 from penstock.common.transport import channel_options
 from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.child_io import Child
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
@@ -123,6 +124,29 @@ async def test_a_template_process_that_dies_is_replaced_unnoticed(greedy: tuple[
     assert pid not in app.service.pool.pids
 
 
+async def test_a_template_process_that_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.tokenizer.template_pool.RESTART_SECONDS", 0.01)
+    spawn, tries = Child.spawn, 0
+
+    async def spawn_late(module: str, environment: dict[str, str]) -> Child:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise BlockingIOError("no process now")
+        child = await spawn(module, environment)
+        if tries == 2:
+            os.kill(child.pid, signal.SIGKILL)
+        return child
+
+    async with serving() as (stub, app, _):
+        monkeypatch.setattr(Child, "spawn", spawn_late)
+        (pid,) = app.service.pool.pids
+        os.kill(pid, signal.SIGKILL)
+        assert (await stub.ApplyChatTemplate(chat("hello"), timeout=30)).token_ids
+        assert tries == 3
+        assert len(app.service.pool.pids) == 1
+
+
 async def test_a_caller_that_gives_up_leaves_no_answer_behind(greedy: tuple[Any, TokenizerApp]) -> None:
     stub, _ = greedy
     for _ in range(5):
@@ -180,6 +204,7 @@ import psutil
 from prometheus_client import CollectorRegistry
 from penstock.common.server import serve_in_process
 from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.child_io import Child
 from penstock.tokenizer.config import TokenizerConfig
 
 async def main():

@@ -113,6 +113,9 @@ async def test_bad_input_names_its_field() -> None:
             error = await error_of(stub.ApplyChatTemplate(request))
             assert isinstance(error, InvalidArgument)
             assert error.field == field
+        call = pb.ToolCall(name="f", arguments='{"half a pair": "\\ud800"}')
+        error = await error_of(stub.ApplyChatTemplate(chat(messages=[pb.Message(role="assistant", tool_calls=[call])])))
+        assert error.field == "messages[0].tool_calls[0].arguments"
         error = await error_of(stub.Encode(pb.EncodeRequest(texts=["a"] * 3)))
         assert error.field == "texts"
         error = await error_of(stub.Encode(pb.EncodeRequest(texts=["a"], truncation_side=9)))  # type: ignore[arg-type]
@@ -120,6 +123,16 @@ async def test_bad_input_names_its_field() -> None:
         error = await error_of(stub.Decode(pb.DecodeRequest(sequences=[{"ids": [1]}, {"ids": [1 << 20]}])))
         assert error.field == "sequences[1].ids"
         assert isinstance(await error_of(stub.GetTokenizer(pb.GetTokenizerRequest(model="other"))), NotFound)
+
+
+async def test_padding_is_refused_before_it_takes_the_memory() -> None:
+    async with serving() as running:
+        for request in (
+            pb.EncodeRequest(texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**32 - 1),
+            pb.EncodeRequest(texts=["a b " * 50_000, *["a"] * 99], padding=pb.PADDING_STRATEGY_LONGEST),
+        ):
+            error = await error_of(running.stub.Encode(request, timeout=10))
+            assert (error.field, error.reason) == ("padding", "TOO_LARGE")
 
 
 async def test_decode_stream_answers_each_message_in_order() -> None:

@@ -95,6 +95,8 @@ def _tool_call(call: pb.ToolCall, path: str) -> dict[str, Any]:
         raise InvalidArgument(f"{path}.name", "is needed")
     try:
         arguments = json.loads(call.arguments or "{}")
+        if "\\u" in call.arguments:  # an escape can spell half a surrogate pair, which is JSON but no text
+            json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -14,6 +14,8 @@ from penstock.common.logging import get_logger
 from penstock.tokenizer.child_io import Child, ChildEnded
 from penstock.tokenizer.metrics import TokenizerMetrics
 
+# Before another try at starting a process that did not start; doubled each time up to the second.
+RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 _log = get_logger("penstock.tokenizer.template_pool")
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ class TemplatePool:
     async def start(self) -> None:
         """Start one process and, behind it, the others. Raises StartupError naming a template that does not compile."""
         await self._start_one()
-        self._others = [self._spawn(self._start_one()) for _ in range(1, self._limits.processes)]
+        self._others = [self._spawn(self._keep_starting()) for _ in range(1, self._limits.processes)]
 
     async def wait_complete(self) -> None:
         """Return once every process has started."""
@@ -127,7 +129,20 @@ class TemplatePool:
         if not self._closed:
             _log.warning("template process replaced", status=process.returncode)
             self._metrics.template_processes_replaced.inc()
-            self._spawn(self._start_one())
+            self._spawn(self._keep_starting())
+
+    async def _keep_starting(self) -> None:
+        """Start one process, however often it takes: a pool that shrinks ends up answering nobody."""
+        delay = RESTART_SECONDS
+        while not self._closed:
+            try:
+                await self._start_one()
+                return
+            except (StartupError, OSError) as error:  # OSError: no descriptors, no memory for another process
+                reason = error.message if isinstance(error, StartupError) else type(error).__name__
+                _log.error("template process did not start", reason=reason, retry_seconds=delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RESTART_SECONDS)
 
     async def _start_one(self) -> None:
         if self._closed:
@@ -138,6 +153,8 @@ class TemplatePool:
             async with asyncio.timeout(self._limits.start_seconds):
                 wrong = (await process.ask(self._settings))["wrong"]
         except (TimeoutError, ChildEnded) as error:
+            self._processes.discard(process)
+            await process.kill()
             raise StartupError("the chat template process did not start") from error
         if wrong:
             name, message = next(iter(wrong.items()))
@@ -151,13 +168,8 @@ class TemplatePool:
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), StartupError):
-            _log.error("template process not replaced", reason=str(task.exception()))
 
 
 def _over(what: str) -> ResourceExhausted:
