@@ -70,7 +70,13 @@ def text(table: TokenBytes, ids: list[int], *, skip_special: bool) -> str:
 KINDS = {"bytes": (BYTE_LEVEL, BYTES), "llama": (SENTENCE_PIECE, LLAMA), "gemma": (SENTENCE_PIECE, GEMMA),
          "metaspace": (SENTENCE_PIECE, METASPACE)}  # fmt: skip
 TRAILING = {"type": "Sequence", "decoders": [{"type": "Strip", "content": "_", "start": 0, "stop": 1}]}
-UNSUPPORTED = [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}, TRAILING]
+_REPLACE, _FALLBACK, _FUSE, _STRIP = LLAMA["decoders"]
+# The same steps, but Strip acts on every token, and the others on the whole text.
+REORDERED = [
+    {"type": "Sequence", "decoders": steps}
+    for steps in ([_REPLACE, _STRIP, _FUSE], [_REPLACE, _FUSE, _FALLBACK], [_FALLBACK, _FUSE, METASPACE])
+]
+UNSUPPORTED = [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}, TRAILING, _STRIP, *REORDERED]
 
 
 @pytest.fixture(params=list(KINDS.values()), ids=list(KINDS), scope="module")

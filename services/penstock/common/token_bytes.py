@@ -152,6 +152,8 @@ class _Decoder:
 
     byte_level: bool = False
     byte_fallback: bool = False
+    # Later steps see the whole text instead of each token.
+    fused: bool = False
     replacements: list[tuple[str, str]] = field(default_factory=list)
     leading: Leading = Leading.KEEP
 
@@ -213,20 +215,22 @@ def _read_decoder(document: dict[str, Any] | None) -> _Decoder:
 
 def _read_step(step: dict[str, Any], result: _Decoder) -> bool:
     """Add one decoder step; False when it does not act on each token alone or on the start of the text."""
+    if result.fused and step["type"] not in ("Fuse", "Strip"):
+        return False
     match step:
         case {"type": "ByteLevel"}:
             result.byte_level = True
         case {"type": "ByteFallback"}:
             result.byte_fallback = True
         case {"type": "Fuse"}:
-            pass
+            result.fused = True
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
             result.replacements.append((pattern, content))
         case {"type": "Metaspace", "replacement": replacement}:
             result.replacements.append((replacement, " "))
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             result.leading = Leading.KEEP if scheme == "never" else Leading.DROP_ALL
-        case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+        case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if result.fused:
             result.leading = Leading.STRIP_ONE
         case {"type": "Strip", "start": 0, "stop": 0}:
             pass
