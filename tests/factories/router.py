@@ -99,7 +99,13 @@ async def running_router(
         grpc.aio.insecure_channel(tokenizer_address()) as tokenizer_channel,
     ):
         text: Any = text_pb2_grpc.TextServiceStub(channel)
-        yield Router(server, text, tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer_channel), registry)
+        router = Router(server, text, tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer_channel), registry)
+        if resolver is None:
+            # The router is ready with its first backend; a test that has two wants both.
+            refused = {one.address for one in backends if one.fingerprint != tokenizer_fingerprint()}
+            for address in addresses:
+                await router.until("backend_up", float(address not in refused), backend=address)
+        yield router
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 from factories.emitting_backend import count_up
-from factories.router import backend, chat, collect, generate, running_router
+from factories.router import Router, backend, chat, collect, generate, running_router
 from penstock.common.errors import from_rpc_error
-from penstock.v1 import common_pb2, config_pb2, text_pb2
+from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
 CONFIG, OUTPUT = config_pb2.GenerationConfig, config_pb2.OutputConfig
 
@@ -108,9 +108,15 @@ async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
         await live
 
 
+def narrow_stub(router: Router) -> Any:
+    """A client whose connection buffers little, so that not reading is noticed soon."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    return text_pb2_grpc.TextServiceStub(grpc.aio.insecure_channel(router.server.address, options=options))
+
+
 async def test_reader_that_is_behind_gets_merged_deltas_and_everything() -> None:
     async with backend(script=count_up(3000)) as one, running_router(one) as router:
-        call = router.stub.Generate(generate(output=OUTPUT(return_token_ids=True)))
+        call = narrow_stub(router).Generate(generate(output=OUTPUT(return_token_ids=True)))
         # Unread while the backend emits everything: what does not fit the connection's window waits merged.
         await one.until(lambda: len(one.submitted) == 1 and one.running == 0)
         answer = await collect(call)
@@ -160,7 +166,7 @@ async def test_reader_that_does_not_even_take_its_status_is_disconnected() -> No
     async with backend(script=count_up(10**6), tokens_per_step=512) as one:
         settings = {"max_buffered_bytes": 4096, "slow_reader_grace_seconds": 0.05}
         async with running_router(one, **settings) as router:
-            call = router.stub.Generate(generate(output=OUTPUT(return_token_ids=True)))
+            call = narrow_stub(router).Generate(generate(output=OUTPUT(return_token_ids=True)))
             await asyncio.wait_for(one.until(lambda: bool(one.aborted)), 20)
             await asyncio.wait_for(router.server.calls.wait_idle(), 5)
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -88,7 +88,7 @@ class Backend:
         self._session: BackendSession | None = None
         self._report = admin_pb2.Load()
         self._reported_in_flight = 0
-        self._serving = False
+        self._has_report = self._serving = False
         # Signs of life so far.
         self._frames = 0
         self._prefixes = PrefixIndex(config.max_known_blocks)
@@ -192,7 +192,8 @@ class Backend:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Session(None)
         session = BackendSession(cast("SessionCall", call), self.key, self._detokenizer, self._metrics, self._heard)
         self._session = session
-        self._report, self._reported_in_flight, self._serving = admin_pb2.Load(), 0, False
+        self._report, self._reported_in_flight = admin_pb2.Load(), 0
+        self._has_report = self._serving = False
         try:
             await until_first(
                 session.run_reader(),
@@ -222,7 +223,7 @@ class Backend:
         request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
         async for response in stub.WatchLoad(request):
             self._heard()
-            self._report = response.load
+            self._report, self._has_report = response.load, True
             self._reported_in_flight = self.in_flight
             self._refresh_state()
 
@@ -255,7 +256,7 @@ class Backend:
     def _refresh_state(self) -> None:
         report = self._report
         ready = report.state in (common_pb2.MODEL_STATE_UNSPECIFIED, common_pb2.MODEL_STATE_READY)
-        if self._serving and ready and not report.draining:
+        if self._serving and self._has_report and ready and not report.draining:
             self._set_state(BackendState.READY)
         elif self.state is BackendState.READY:
             self._set_state(BackendState.DRAINING)
