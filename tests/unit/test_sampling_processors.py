@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from penstock.generation.sampling.processors import (
     TopP,
     Warper,
 )
-from penstock.generation.sampling.state import SamplingState
+from penstock.generation.sampling.state import SamplingState, TokenCounts
 from torch import Tensor
 from transformers.generation import logits_process as reference
 
@@ -74,6 +75,19 @@ def test_repetition_penalty_covers_prompt_and_output(seed: int) -> None:
             torch.tensor([one.token_ids]), before[row : row + 1]
         )
         torch.testing.assert_close(after[row], expected[0], atol=1e-5, rtol=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 300), max_size=200), max_size=4))
+def test_tokens_are_counted_alike_one_by_one_and_many_at_once(parts: list[list[int]]) -> None:
+    counts = TokenCounts()
+    for part in parts:
+        counts.extend(part)
+        for token_id in part[:3]:
+            counts.add(token_id)
+    expected = Counter(token_id for part in parts for token_id in [*part, *part[:3]])
+    assert len(counts) == len(expected)
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))

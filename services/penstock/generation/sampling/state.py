@@ -10,7 +10,7 @@ import numpy.typing as npt
 from penstock.generation.sampling.rng import stream_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence as Seq
 
     from penstock.generation.engine.sequence import Sequence
 
@@ -18,19 +18,18 @@ _FIRST_CAPACITY = 64
 
 
 class TokenCounts:
-    """Distinct token ids in order of first appearance, with counts, in arrays that grow by doubling.
+    """Distinct token ids, each once, with counts, in arrays that grow by doubling.
 
     Adding a token is O(1), so a step costs the tokens it adds, not the length of the sequence.
     """
 
     __slots__ = ("_counts", "_ids", "_index")
 
-    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, token_ids: Seq[int] = ()) -> None:
         self._ids = np.empty(_FIRST_CAPACITY, dtype=np.int64)
         self._counts = np.zeros(_FIRST_CAPACITY, dtype=np.float32)
         self._index: dict[int, int] = {}
-        for token_id in token_ids:
-            self.add(token_id)
+        self.extend(token_ids)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -44,6 +43,17 @@ class TokenCounts:
     def counts(self) -> npt.NDArray[np.float32]:
         """How often each of `ids` occurred; a view that is valid until the next `add`."""
         return self._counts[: len(self._index)]
+
+    def extend(self, token_ids: Seq[int]) -> None:
+        """Count every one of `token_ids`."""
+        if self._index or len(token_ids) < _FIRST_CAPACITY:
+            for token_id in token_ids:
+                self.add(token_id)
+            return
+        # A prompt at once: token by token it would hold up the step of everybody, once per sibling.
+        self._ids, counts = np.unique(np.array(token_ids, dtype=np.int64), return_counts=True)
+        self._counts = counts.astype(np.float32)
+        self._index = dict(zip(self._ids.tolist(), range(len(self._ids)), strict=True))
 
     def add(self, token_id: int) -> None:
         """Count one more occurrence."""
@@ -78,9 +88,7 @@ class SamplingState:
         """Count the tokens that the sequence gained since the last draw: one in a steady decode."""
         token_ids, counted = self.sequence.token_ids, self._num_counted
         if self.seen is not None:
-            for token_id in token_ids[counted:]:
-                self.seen.add(token_id)
+            self.seen.extend(token_ids[counted:])
         if self.outputs is not None:
-            for token_id in token_ids[max(counted, self.sequence.num_prompt_tokens) :]:
-                self.outputs.add(token_id)
+            self.outputs.extend(token_ids[max(counted, self.sequence.num_prompt_tokens) :])
         self._num_counted = len(token_ids)
