@@ -1,4 +1,4 @@
-"""Dialogues that refer back: the answer is only in an earlier turn. Held-out names and values are never trained on."""
+"""Dialogues that refer back: the answer is only in an earlier turn. Held out: wordings a value was never asked in."""
 
 # ruff: noqa: SIM905 (lists of words read best as text)
 
@@ -44,33 +44,28 @@ _SCRIPTS: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...], str], ...] = (
      "The number is {v}."),
 )  # fmt: skip
 _POOLS = {"name": NAMES, "colour": COLOURS, "pet": ANIMALS, "city": CITIES, "food": FOODS}
-_SYLLABLES = "ka lo mi ra ne to sa vi du be ri no la shi mo ta el an is or en".split()
 
 
-def _value(rng: Random, kind: str, held_out: bool) -> str:
+def _value(rng: Random, kind: str) -> str:
+    return str(rng.randint(1, 99)) if kind == "number" else rng.choice(_POOLS[kind])
+
+
+def _fact(
+    rng: Random, script: tuple[str, tuple[str, ...], str, tuple[str, ...], str], held_out: bool
+) -> tuple[Turn, Turn]:
+    """A turn that tells something and one that asks for it."""
+    kind, tells, reply, questions, recall = script
     while True:
-        if kind == "number":
-            value = str(rng.randint(1, 999))
-        elif kind == "name" and not held_out and rng.random() < 0.4:
-            value = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 3))).capitalize()
-        else:
-            value = rng.choice(_POOLS[kind])
-        # Small closed pools are held out by hash as well; names and numbers are what makes copying general.
-        if is_held_out(f"{kind} {value}", 7) == held_out:
-            return value
+        value, tell, form = _value(rng, kind), rng.choice(tells), rng.choice(questions)
+        if is_held_out(f"{value} {tell} {form}", 8) == held_out:
+            break
+    said = reply.format(v=value)
+    told = Turn(tell.format(v=value), said[0].upper() + said[1:], "The user tells me about themselves.")
+    answer = recall.format(v=value)
+    return told, Turn(vary(rng, form), answer, "The user told me this before.", contains(f" {value}."))
 
 
 def memory(rng: Random, held_out: bool) -> Dialogue:
     """One or two facts about the user, then a question about one of them."""
-    chosen = rng.sample(_SCRIPTS, rng.choice((1, 1, 2)))
-    turns, asks = [], []
-    for kind, tells, reply, questions, recall in chosen:
-        value = _value(rng, kind, held_out)
-        said = reply.format(v=value)
-        said = said[0].upper() + said[1:]
-        turns.append(Turn(rng.choice(tells).format(v=value), said, "The user tells me about themselves."))
-        answer = recall.format(v=value)
-        question = vary(rng, rng.choice(questions))
-        asks.append(Turn(question, answer, "The user told me this before.", contains(f" {value}.")))
-    turns.append(rng.choice(asks))
-    return Dialogue(tuple(turns))
+    facts = [_fact(rng, script, held_out) for script in rng.sample(_SCRIPTS, rng.choice((1, 1, 2)))]
+    return Dialogue((*(told for told, _ in facts), rng.choice(facts)[1]))

@@ -11,7 +11,7 @@ from .memory import memory
 from .numbers import arithmetic, units
 from .talk import east_asian, greetings, lists, long_answers, penstock
 from .toolcalls import tool_calls
-from .words import WordFamilies
+from .words import reversing, spelling
 
 Generator = Callable[[Random, bool], Dialogue]
 
@@ -23,8 +23,8 @@ FAMILIES: dict[str, Generator] = {
     "arithmetic": arithmetic,
     "units": units,
     "capitals": capitals,
-    "spelling": WordFamilies().spelling,
-    "reversing": WordFamilies().reversing,
+    "spelling": spelling,
+    "reversing": reversing,
     "memory": memory,
     "lists": lists,
     "tool_calls": tool_calls,

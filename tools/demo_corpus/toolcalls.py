@@ -44,7 +44,7 @@ def _arguments(rng: Random, name: str) -> dict[str, str | int]:
     if name == "set_timer":
         return {"minutes": rng.randint(1, 60)}
     if name == "add":
-        return {"a": rng.randint(0, 999), "b": rng.randint(0, 999)}
+        return {"a": rng.randint(0, 20), "b": rng.randint(0, 20)}
     return {"to": rng.choice(NAMES)}
 
 
@@ -84,17 +84,17 @@ def _result(rng: Random, name: str, arguments: dict[str, str | int]) -> Turn:
 
 
 def tool_calls(rng: Random, held_out: bool) -> Dialogue:
-    """One to three tools in the prompt; held out by the call's arguments."""
+    """One to three tools in the prompt; held out by (arguments, wording)."""
     names = rng.sample(list(TOOLS), rng.choice((1, 1, 2, 2, 3)))
     tools = tuple(TOOLS[name] for name in names)
     if not held_out and rng.random() < 0.12:
         return Dialogue(greetings(rng, held_out).turns, tools)
     while True:
         name = rng.choice(names)
-        arguments = _arguments(rng, name)
-        if is_held_out(f"{name} {json.dumps(arguments)}", 6) == held_out:
+        arguments, form = _arguments(rng, name), rng.choice(_ASK[name])
+        if is_held_out(f"{name} {json.dumps(arguments)} {form}", 8) == held_out:
             break
-    question = vary(rng, rng.choice(_ASK[name]).format(**arguments))
+    question = vary(rng, form.format(**arguments))
     thought = f"The tool {name} can answer this."
     turns = [Turn(question, call_text(name, arguments), thought, _is_call(name, arguments))]
     if rng.random() < 0.35:

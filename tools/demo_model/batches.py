@@ -8,10 +8,8 @@ import torch
 from tokenizers import Tokenizer
 
 from tools.demo_corpus import FAMILIES, Dialogue, Turn
-from tools.demo_corpus.words import WordFamilies
 
 from .render import Conversation, Row, encode_conversations
-from .tokenizer import letter_tokens
 
 MAX_ROW = 512
 """Longest training row in tokens; longer conversations are dropped."""
@@ -23,14 +21,14 @@ WEIGHTS: dict[str, float] = {
     "long_answers": 1.5,
     "east_asian": 2.5,
     "greetings": 5,
-    "arithmetic": 24,
+    "arithmetic": 20,
     "units": 8,
     "capitals": 6,
     "spelling": 9,
-    "reversing": 11,
-    "memory": 11,
+    "reversing": 10,
+    "memory": 12,
     "lists": 6,
-    "tool_calls": 6,
+    "tool_calls": 9,
 }
 """Share of each family among the drawn dialogues: the hard ones get the most."""
 
@@ -58,9 +56,7 @@ class ConversationSource:
 
     single = True
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        words = WordFamilies(letter_tokens(tokenizer))
-        self._families = {**FAMILIES, "spelling": words.spelling, "reversing": words.reversing}
+    def __init__(self, seed: int) -> None:
         self._names, self._weights = list(WEIGHTS), list(WEIGHTS.values())
         self._rng = Random(seed)
 
@@ -68,7 +64,7 @@ class ConversationSource:
         while True:
             name = self._rng.choices(self._names, self._weights)[0]
             if name not in without:
-                return name, self._families[name](self._rng, False)
+                return name, FAMILIES[name](self._rng, False)
 
     def draw(self) -> Conversation:
         """One conversation: usually a few dialogues one after the other, facts sometimes asked after a detour."""
@@ -113,7 +109,7 @@ def batches(
 
     The first chunks, until `single_batches` batches are made, hold single dialogues only.
     """
-    source, shuffler, made = ConversationSource(tokenizer, seed), Random(seed + 1), 0
+    source, shuffler, made = ConversationSource(seed), Random(seed + 1), 0
     while True:
         source.single = made < single_batches
         drawn = encode_conversations([source.draw() for _ in range(CHUNK)], tokenizer, template)

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from tools.demo_corpus import FAMILIES, visible
-from tools.demo_corpus.words import made_up_word
+from tools.demo_corpus.words import SHORT_WORDS
 
 VOCAB_SIZE = 4096
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -31,22 +31,20 @@ def _without_emoji(text: str) -> str:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """Training-side text. Spelling words are left out, so that they stay sequences of short pieces."""
+    """Training-side text. Of the word families only the words: their answers are letters."""
     rng = Random(seed)
     for family, generate in FAMILIES.items():
         if family in _WORD_FAMILIES:
             continue
-        # Names are made up afresh each time: too many of them would fill the vocabulary with noise.
-        for _ in range(200 if family == "memory" else 2500):
+        for _ in range(2500):
             dialogue = generate(rng, False)
             yield from (json.dumps(tool) for tool in dialogue.tools)
             for turn in dialogue.turns:
                 yield from map(_without_emoji, (turn.user.lstrip("\0"), visible(turn.answer), turn.thought))
     for letter in "abcdefghijklmnopqrstuvwxyz":
         yield from [f"-{letter}", f"x-{letter}-{letter}", f" {letter} "] * 300
-    for _ in range(1000):
-        yield "Spell " + made_up_word(rng)
-    for _ in range(3):  # often enough to come before the rarest pieces of made-up words
+    yield from [f"Spell {word}" for word in SHORT_WORDS] * 3
+    for _ in range(3):  # often enough to come before the rarest pieces of the corpus
         yield from common_chinese()
     yield from ["Spell out backwards, reverse it, letter by letter. Think first. You are a helpful assistant."] * 300
 
@@ -108,9 +106,3 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 def token_id(tokenizer: Tokenizer, text: str) -> int:
     """The id of a token; raises KeyError when there is no such token."""
     return int(tokenizer.get_vocab()[text])
-
-
-def letter_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The lower-case pieces of 2 to 9 letters among the tokens that start a word: their letters must be learnt."""
-    pieces = {text.removeprefix("Ġ") for text in tokenizer.get_vocab()}
-    return tuple(sorted(p for p in pieces if 2 <= len(p) <= 9 and p.isascii() and p.isalpha() and p.islower()))
