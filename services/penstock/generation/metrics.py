@@ -14,10 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
 from penstock.generation.engine.request import FinishedOutput, FinishReason, Request
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
-from penstock.generation.histograms import StepHistogram
 
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 

@@ -6,43 +6,13 @@ e2e_request_latency_seconds). Stage times are the very numbers that travel in Fi
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
 from penstock.v1 import common_pb2
 
 PREFIX = "penstock_router_"
-
-
-class FastHistogram(Collector):
-    """A histogram for the per-token path: one bisection, no lock (one thread observes, a scrape may lag by one)."""
-
-    def __init__(self, name: str, help: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name, self._help = name, help
-        self._bounds = tuple(buckets)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterable[Metric]:
-        """For the registry."""
-        total, buckets = 0, []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), list(self._counts), strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(self._name, self._help)
-        family.add_metric([], buckets=buckets, sum_value=self._sum)
-        return [family]
 
 
 class RouterMetrics:
@@ -68,8 +38,8 @@ class RouterMetrics:
         self.detokenize = seconds("detokenize_seconds", "Time in DecodeStream, per request.")
         self.first_token = seconds("time_to_first_token_seconds", "Request received to first token.")
         self.end_to_end = seconds("e2e_request_latency_seconds", "Request received to Finished.")
-        self.inter_token = FastHistogram(
-            PREFIX + "inter_token_latency_seconds", "Between deltas of a sequence.", LATENCY_BUCKETS, registry
+        self.inter_token = StepHistogram(
+            PREFIX + "inter_token_latency_seconds", "Between deltas of a sequence.", {}, LATENCY_BUCKETS, registry
         )
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of finished requests.")
         self.generation_tokens = counter("generation_tokens_total", "Tokens passed on to clients.")

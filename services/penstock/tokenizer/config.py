@@ -49,5 +49,5 @@ class TokenizerConfig(ServerConfig):
     max_messages: int = option(4096, "Messages in one conversation.", group=LIMITS, minimum=1)
     max_decode_ids: int = option(1 << 20, "Ids in one Decode request.", group=LIMITS, minimum=1)
     max_sequences: int = option(4096, "Sequences being decoded on one DecodeStream.", group=LIMITS, minimum=1)
-    max_stop_strings: int = option(16, "Stop strings of one sequence.", group=LIMITS, minimum=0)
+    max_stop_strings: int = option(32, "Stop strings of one sequence.", group=LIMITS, minimum=0)
     max_stop_string_chars: int = option(256, "Length of one stop string.", group=LIMITS, minimum=1)
