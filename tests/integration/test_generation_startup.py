@@ -78,6 +78,38 @@ async def test_a_broken_generation_config(folder: Path) -> None:
     assert "top_p" in error.message
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", "NaN"), ("max_new_tokens", "Infinity"), ("temperature", "1" + 400 * "0"), ("stop_strings", "5")],
+)
+async def test_a_generation_config_with_impossible_numbers(folder: Path, field: str, value: str) -> None:
+    (folder / "generation_config.json").write_text(f'{{"{field}": {value}}}')
+    error = await refusal(folder)
+    assert error.flag == "MODEL"
+    assert field in error.message
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", ["null", "[]", '"x"', 100_000 * "["])
+async def test_files_of_another_shape(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    error = await refusal(folder)
+    assert error.flag == "MODEL"
+    assert name in error.message
+
+
+async def test_a_link_to_weights_that_are_gone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+    error = await refusal(folder)
+    assert error.flag == "MODEL"
+    assert "model.safetensors" in error.message
+
+
+async def test_kv_memory_beyond_all_numbers(folder: Path) -> None:
+    assert (await refusal(folder, kv_memory=400 * "9" + "GiB")).flag == "--kv-memory"
+
+
 async def test_a_tokenizer_with_more_ids_than_the_model(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5000, "content": "<|more|>"})

@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _broken("is not readable JSON") from error
     if not isinstance(values, dict):
         raise _broken("must hold one JSON object")
@@ -101,11 +101,13 @@ def _typed(name: str, value: Any) -> Any:
         raise _broken(f"has {name} that is neither true nor false")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _broken(f"has {name} that is not a number")
-    if name in _NUMBERS:
-        return float(value)
-    if value != int(value):
+    try:
+        number = float(value) if name in _NUMBERS else int(value)
+    except (ValueError, OverflowError) as error:  # Python's JSON has NaN and Infinity, and integers of any length
+        raise _broken(f"has {name} that is not a finite number") from error
+    if name in _INTEGERS and value != number:
         raise _broken(f"has {name} that is not an integer")
-    return int(value)
+    return number
 
 
 def _eos(value: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
@@ -119,10 +121,10 @@ def _eos(value: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value or ())
-    if not all(isinstance(text, str) and text for text in strings):
+    strings = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) and text for text in strings):
         raise _broken("has stop_strings that are not non-empty strings")
-    return strings
+    return tuple(strings)
 
 
 def _special_id(value: Any, name: str) -> int | None:

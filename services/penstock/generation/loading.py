@@ -101,7 +101,7 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
     except UnsupportedTokenizer as error:
         _log.warning("stop strings are refused", cause=str(error))
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StartupError("tokenizer.json of the model is broken", flag="MODEL") from error
     if len(table) > model.vocab_size:
         raise StartupError(
@@ -114,7 +114,8 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
 
 def _check_memory(folder: Path, device: Device) -> None:
     """Refuse before the operating system kills: the weights alone must fit."""
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    # A link whose file is gone, as a cleaned-up hub cache leaves them, is the loader's to report.
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     available = device.memory().available
     if weights > available:
         raise StartupError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.common.errors import StartupError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 # Share of what is left after the weights that `auto` takes: the rest is for activations and the other processes.
 AUTO_FRACTION = 0.6
 

@@ -148,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise StartupError(f"{path.parent} has no {path.name}: not a Hugging Face model folder", flag="MODEL")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path} cannot be read as JSON: {error}", flag="MODEL") from error
     if not isinstance(value, dict):
         raise StartupError(f"{path} holds no JSON object", flag="MODEL")
