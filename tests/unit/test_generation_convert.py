@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 from google.rpc import status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.common.errors import ResourceExhausted, from_status
+from penstock.common.errors import InvalidArgument, ResourceExhausted, from_status
 from penstock.generation import convert
 from penstock.generation.engine.request import (
     DeltaOutput,
@@ -127,6 +128,20 @@ def test_an_error_travels_whole_in_a_session() -> None:
     back = from_status(status_pb2.Status.FromString(message.status_details))
     assert isinstance(back, ResourceExhausted)
     assert (back.reason, back.retry_after_seconds) == ("QUEUE_FULL", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("resumed_token_ids", {"resumed_token_ids": [common_pb2.TokenIds()] * 65}),
+        ("stop.stop_token_ids", {"stop": config_pb2.StopConfig(stop_token_ids=[common_pb2.TokenIds(ids=[1])] * 65)}),
+        ("config.logit_bias", {"config": config_pb2.GenerationConfig(logit_bias=dict.fromkeys(range(1025), 1.0))}),
+    ],
+)
+def test_long_lists_are_refused_before_they_are_converted(field: str, message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        convert.to_command(generation_pb2.GenerateRequest(**message))
+    assert refused.value.field == field
 
 
 def test_a_command_keeps_every_field() -> None:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.common.errors import PenstockError, to_status
+from penstock.common.errors import InvalidArgument, PenstockError, to_status
 from penstock.generation.engine.request import (
     DeltaOutput,
     FinishedOutput,
@@ -23,6 +23,7 @@ from penstock.generation.requested import (
     RequestedOptions,
     RequestedOutput,
     RequestedStop,
+    RequestLimits,
 )
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
@@ -61,6 +62,7 @@ _SCHEDULE = {
     config_pb2.ASSISTANT_TOKENS_SCHEDULE_UNSPECIFIED: "constant",
     config_pb2.ASSISTANT_TOKENS_SCHEDULE_CONSTANT: "constant",
 }
+_DEFAULT_LIMITS = RequestLimits()
 _TENSOR_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _DTYPES = {
     "float32": common_pb2.D_TYPE_FLOAT32,
@@ -78,8 +80,18 @@ def as_written(value: float) -> float:
     return value
 
 
-def to_command(message: generation_pb2.GenerateRequest) -> GenerateCommand:
-    """A GenerateRequest as plain data, unchecked."""
+def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = _DEFAULT_LIMITS) -> GenerateCommand:
+    """A GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
+
+    Raises InvalidArgument for one of those beyond its bound: a message has room for millions, and the loop would stall.
+    """
+    for field, entries, most in (
+        ("resumed_token_ids", message.resumed_token_ids, limits.max_return_sequences),
+        ("stop.stop_token_ids", message.stop.stop_token_ids, limits.max_stop_token_sequences),
+        ("config.logit_bias", message.config.logit_bias, limits.max_logit_bias),
+    ):
+        if len(entries) > most:
+            raise InvalidArgument(field, f"must have at most {most} entries")
     return GenerateCommand(
         request_id=message.request_id,
         attempt_epoch=message.attempt_epoch,

@@ -50,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Started, deltas, Finished, status."""
         core = self._lifecycle.accepting()
-        emitter = core.prepare(convert.to_command(request), deadline_of(context))
+        emitter = core.prepare(convert.to_command(request, core.limits), deadline_of(context))
         stream = RequestStream(emitter, core.max_pending_messages)
         core.hub.submit(emitter.request, stream)
         core.hub.attach(stream)
@@ -99,7 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         core = self._lifecycle.accepting()
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
-        emitter = core.prepare(convert.to_command(message), deadline)
+        emitter = core.prepare(convert.to_command(message, core.limits), deadline)
         core.hub.submit(emitter.request, session)
         session.add(emitter)
 
