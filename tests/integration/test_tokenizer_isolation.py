@@ -156,6 +156,12 @@ async def test_a_caller_that_gives_up_leaves_no_answer_behind(greedy: tuple[Any,
         assert (await kept).text == "kept"
 
 
+async def test_signals_to_the_terminals_group_do_not_reach_template_processes(greedy: tuple[Any, TokenizerApp]) -> None:
+    _, app = greedy
+    for pid in app.service.pool.pids:
+        assert os.getpgid(pid) != os.getpgid(0)
+
+
 async def test_closing_leaves_no_process() -> None:
     async with serving() as (_, app, _channel):
         pids = app.service.pool.pids

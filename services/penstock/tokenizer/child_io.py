@@ -61,10 +61,17 @@ class Child:
 
     @classmethod
     async def spawn(cls, module: str, environment: dict[str, str]) -> Child:
-        """Start `python -m module`: a new program, not a fork, since grpc's threads do not survive forks."""
+        """Start `python -m module`: a new program, not a fork, since grpc's threads do not survive forks.
+
+        In a session of its own: Ctrl-C and signals to the parent's group are for the parent, which still needs its
+        children to drain. They end with the parent, whatever ends it: their pipe from it ends.
+        """
         pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", module)
         return cls(
-            await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=pipe, stdout=pipe, env=environment)
+            await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True
+            )
         )
 
     @property
