@@ -23,6 +23,7 @@ from penstock.generation.engine.limits import TimeLimits
         ({"watermark": 1.0}, "watermark"),
         ({"long_prompt_share": 0.0}, "long_prompt_share"),
         ({"priority_seconds": 0.0}, "priority_seconds"),
+        ({"max_priority": -1}, "max_priority"),
     ],
 )
 def test_a_bound_that_cannot_work_is_refused_by_name(changes: dict[str, Any], field: str) -> None:

@@ -232,6 +232,8 @@ def test_stopping_tells_who_may_retry_elsewhere() -> None:
     [
         ([], {}, "prompt"),
         ([1] * 200, {}, "prompt"),
+        ([1], {"priority": 101}, "priority"),
+        ([1], {"priority": -(2**31)}, "priority"),
         ([1], {"max_new_tokens": 0}, "config.max_new_tokens"),
         ([1], {"num_return_sequences": 17}, "config.num_return_sequences"),
         ([1], {"num_return_sequences": 0}, "config.num_return_sequences"),

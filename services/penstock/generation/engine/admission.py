@@ -19,14 +19,16 @@ def output_limit(config: EngineConfig, request: Request) -> int:
 def check_request(config: EngineConfig, request: Request, *, has_stop_text: bool) -> None:
     """Raise what makes `request` impossible for this engine, however long it waited. Thread-safe.
 
-    Raises InvalidArgument (prompt, config.*, stop.*, resumed_token_ids), or ResourceExhausted EXCEEDS_KV_POOL when
-    an empty pool could not hold it to its longest end.
+    Raises InvalidArgument (prompt, priority, config.*, stop.*, resumed_token_ids), or ResourceExhausted EXCEEDS_KV_POOL
+    when an empty pool could not hold it to its longest end.
     """
     params = request.params
     if not request.prompt_token_ids:
         raise InvalidArgument("prompt", "must not be empty")
     if len(request.prompt_token_ids) >= config.max_context_tokens:
         raise InvalidArgument("prompt", f"must be shorter than the context of {config.max_context_tokens} tokens")
+    if abs(request.priority) > config.max_priority:
+        raise InvalidArgument("priority", f"must be from -{config.max_priority} to {config.max_priority}")
     if params.max_new_tokens < 1:
         raise InvalidArgument("config.max_new_tokens", "must be at least 1")
     if not 1 <= params.num_return_sequences <= config.max_running_sequences:

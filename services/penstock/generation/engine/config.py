@@ -29,6 +29,8 @@ class EngineConfig:
     long_prompt_share: float = 0.75
     # One level of priority outruns this much waiting, so no level can starve another for ever.
     priority_seconds: float = 30.0
+    # Largest priority, and smallest when negated: without a bound one request could outrun years of waiting.
+    max_priority: int = 100
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +47,8 @@ class EngineConfig:
             raise ValueError("long_prompt_share must be in (0, 1]")
         if self.priority_seconds <= 0.0:
             raise ValueError("priority_seconds must be above 0")
+        if self.max_priority < 0:
+            raise ValueError("max_priority must not be negative")
 
     @property
     def watermark_blocks(self) -> int:
