@@ -122,6 +122,11 @@ def test_eos_ids_of_the_generation_config_win(tmp_path: Path) -> None:
     assert read(tmp_path, "qwen2", generation={}, eos_token_id=1).eos_token_ids == (1,)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(..., None), (None, None), (-1, None), (0, 0), (7, 7)])
+def test_a_pad_id_of_minus_one_means_none(tmp_path: Path, given: Any, expected: int | None) -> None:
+    assert read(tmp_path, "llama", pad_token_id=given).pad_token_id == expected
+
+
 def test_dtype_is_read_under_both_names(tmp_path: Path) -> None:
     assert read(tmp_path, "llama", dtype="bfloat16").checkpoint_dtype == "bfloat16"
     assert read(tmp_path, "llama", torch_dtype="float16").checkpoint_dtype == "float16"

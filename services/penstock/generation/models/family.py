@@ -80,12 +80,16 @@ class Family:
             sliding_windows=self.sliding_windows(config, num_layers),
             eos_token_ids=self._eos(config, generation),
             bos_token_id=self._bos(config),
-            pad_token_id=config.optional_integer("pad_token_id"),
+            pad_token_id=self._pad(config),
             checkpoint_dtype=config.text("dtype", config.text("torch_dtype", "")).removeprefix("torch.") or None,
         )
 
     def _bos(self, config: ConfigReader) -> int | None:
         return config.optional_integer("bos_token_id") if "bos_token_id" in config.values else self.default_bos
+
+    def _pad(self, config: ConfigReader) -> int | None:
+        """Older Llama checkpoints say -1 where they have none."""
+        return None if config.values.get("pad_token_id") == -1 else config.optional_integer("pad_token_id")
 
     def _eos(self, config: ConfigReader, generation: ConfigReader) -> tuple[int, ...]:
         own = config.token_ids("eos_token_id") if "eos_token_id" in config.values else self.default_eos
