@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument as ServerInvalidArgument
 from penstock.common.errors import trailing_metadata
 from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
@@ -26,6 +30,7 @@ from penstock_client import (
     Unavailable,
 )
 
+ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo"
 FAST = ClientConfig(retry=RetryConfig(initial_backoff=0.001, max_backoff=0.002))
 Script = Callable[[text_pb2.ChatRequest, grpc.ServicerContext, int], Iterator[text_pb2.ChatResponse]]
 
@@ -237,3 +242,40 @@ def test_a_token_never_travels_in_the_clear_to_another_machine() -> None:
     """Refused before anything is sent."""
     with pytest.raises(ValueError, match="tls"):
         Client("penstock.example:50050", ClientConfig(token="secret"))
+
+
+@pytest.mark.parametrize("retry_after", [None, 3600.0])
+def test_retries_keep_to_the_deadline(retry_after: float | None) -> None:
+    left: list[float] = []
+
+    def script(_: Any, context: Any, __: int) -> Iterator[text_pb2.ChatResponse]:
+        left.append(context.time_remaining())
+        time.sleep(0.2)
+        error = Unavailable("not yet", reason="NO_BACKEND", retry_after_seconds=retry_after)
+        context.set_trailing_metadata(trailing_metadata(error))
+        context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
+        yield started()
+
+    with serving(script) as (address, _), Client(address, FAST) as client:
+        begin = time.monotonic()
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            client.chat("hello", timeout=2.0).result()
+        assert time.monotonic() - begin < 2.5
+    assert all(later < earlier - 0.15 for earlier, later in itertools.pairwise(left))
+    assert len(left) == (3 if retry_after is None else 1)
+
+
+@pytest.mark.parametrize(
+    "details",
+    [b"\xff\xff", status_pb2.Status(code=13, details=[any_pb2.Any(type_url=ERROR_INFO, value=b"\xff")])],
+)
+def test_details_that_cannot_be_read_leave_the_status(details: bytes | status_pb2.Status) -> None:
+    value = details if isinstance(details, bytes) else details.SerializeToString()
+
+    def script(_: Any, context: Any, __: int) -> Iterator[text_pb2.ChatResponse]:
+        context.set_trailing_metadata((("grpc-status-details-bin", value),))
+        context.abort(grpc.StatusCode.INTERNAL, "broken")
+        yield started()
+
+    with serving(script) as (address, _), Client(address, FAST) as client, pytest.raises(Internal, match="broken"):
+        client.chat("hello").result()

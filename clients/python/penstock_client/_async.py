@@ -116,8 +116,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """Complete text or token ids. `timeout` in seconds is the request's deadline."""
         request = generate_request(prompt, options)
-        limit = timeout if timeout is not None else self.config.timeouts.generate
-        return self._stream(lambda: self._stub.Generate(request, timeout=limit, metadata=self._metadata))
+        return self._stream(self._stub.Generate, request, timeout)
 
     def chat(
         self,
@@ -131,11 +130,11 @@ class AsyncClient:
     ) -> AsyncStream:
         """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message."""
         request = chat_request(messages, tools, documents, chat_template_kwargs, options)
-        limit = timeout if timeout is not None else self.config.timeouts.generate
-        return self._stream(lambda: self._stub.Chat(request, timeout=limit, metadata=self._metadata))
+        return self._stream(self._stub.Chat, request, timeout)
 
-    def _stream(self, open_call: _Open) -> AsyncStream:
-        return AsyncStream(open_call, StreamState(self.config.retry))
+    def _stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncStream:
+        state = StreamState(self.config.retry, timeout if timeout is not None else self.config.timeouts.generate)
+        return AsyncStream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata), state)
 
     async def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import grpc
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
@@ -23,13 +24,19 @@ def _logprob(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
 class StreamState:
     """Folds events into choices and checks the protocol: gapless seq, Finished exactly once and last."""
 
-    def __init__(self, retry: RetryConfig) -> None:
+    def __init__(self, retry: RetryConfig, timeout: float | None = None) -> None:
+        """`timeout` in seconds is for all tries together."""
         self.started: generation_pb2.Started | None = None
         self.finished: generation_pb2.Finished | None = None
         self.last_seq: int | None = None
         self.choices: dict[int, Choice] = {}
         self._retry = retry
         self._attempts = 1
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    def remaining(self) -> float | None:
+        """Seconds until the request's deadline: the next try's timeout."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def feed(self, event: Event) -> Delta | None:
         """Take one event; the Delta in it, if it is one. Raises Internal when the stream breaks the protocol."""
@@ -94,5 +101,9 @@ class StreamState:
             delay = mapped.retry_after_seconds
         else:
             delay = min(self._retry.initial_backoff * 2 ** (self._attempts - 1), self._retry.max_backoff)
+        delay *= random.uniform(0.5, 1.0)
+        remaining = self.remaining()
+        if remaining is not None and delay >= remaining:
+            raise mapped from error
         self._attempts += 1
-        return delay * random.uniform(0.5, 1.0)
+        return delay

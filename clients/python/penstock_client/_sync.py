@@ -111,8 +111,7 @@ class Client:
     ) -> Stream:
         """Complete text or token ids. `timeout` in seconds is the request's deadline."""
         request = generate_request(prompt, options)
-        limit = timeout if timeout is not None else self.config.timeouts.generate
-        return self._stream(lambda: self._stub.Generate(request, timeout=limit, metadata=self._metadata))
+        return self._stream(self._stub.Generate, request, timeout)
 
     def chat(
         self,
@@ -126,11 +125,11 @@ class Client:
     ) -> Stream:
         """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message."""
         request = chat_request(messages, tools, documents, chat_template_kwargs, options)
-        limit = timeout if timeout is not None else self.config.timeouts.generate
-        return self._stream(lambda: self._stub.Chat(request, timeout=limit, metadata=self._metadata))
+        return self._stream(self._stub.Chat, request, timeout)
 
-    def _stream(self, open_call: _Open) -> Stream:
-        return Stream(open_call, StreamState(self.config.retry))
+    def _stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Stream:
+        state = StreamState(self.config.retry, timeout if timeout is not None else self.config.timeouts.generate)
+        return Stream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata), state)
 
     def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""

@@ -17,11 +17,13 @@ StartupError              a process cannot start: names the flag to change
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "penstock"
@@ -201,7 +203,9 @@ def from_rpc_error(error: grpc.RpcError) -> PenstockError:
     call = cast("grpc.Call", error)  # every RpcError that a call raises is one
     for key, value in call.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            return from_status(status_pb2.Status.FromString(value))
+            # A peer that is no Penstock, or a proxy, may send anything: then the bare status has to do.
+            with contextlib.suppress(DecodeError):
+                return from_status(status_pb2.Status.FromString(value))
     return from_status(status_pb2.Status(code=call.code().value[0], message=call.details() or ""))
 
 
