@@ -103,27 +103,41 @@ def fits(config: EngineConfig, item: Request) -> bool:
     return needed <= config.num_blocks
 
 
-def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM) -> None:
-    coverage = Coverage()
+def check_together(
+    model: CausalLM, drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int], coverage: Coverage
+) -> None:
+    """Submit all that fit, with `gaps` steps in between, and compare each with what it gives alone."""
+    engine = make_engine(model, config)
+    answers: dict[str, Answer] = {}
+    submitted = [(spec, item) for spec in drawn if fits(config, item := request(**spec))]
+    for (_, item), gap in zip(submitted, gaps, strict=False):
+        engine.add(item)
+        for _ in range(gap):
+            collect(answers, engine.step())
+    run(engine, answers=answers)
+    for spec, item in submitted:
+        assert answers[item.request_id].ids == alone(model, spec).ids
+    assert engine.load().kv_blocks_used == 0
+    coverage.add(engine)
 
+
+def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM) -> None:
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-    @given(st.lists(specs(), min_size=2, max_size=7), tight, st.data())
-    def check(drawn: list[dict[str, Any]], config: EngineConfig, data: st.DataObject) -> None:
-        engine = make_engine(model, config)
-        answers: dict[str, Answer] = {}
-        submitted = [(spec, item) for spec in drawn if fits(config, item := request(**spec))]
-        for _, item in submitted:
-            engine.add(item)
-            for _ in range(data.draw(st.integers(0, 2))):
-                collect(answers, engine.step())
-        run(engine, answers=answers)
-        for spec, item in submitted:
-            assert answers[item.request_id].ids == alone(model, spec).ids
-        assert engine.load().kv_blocks_used == 0
-        coverage.add(engine)
+    @given(st.lists(specs(), min_size=2, max_size=7), tight, st.lists(st.integers(0, 2), min_size=7, max_size=7))
+    def check(drawn: list[dict[str, Any]], config: EngineConfig, gaps: list[int]) -> None:
+        check_together(model, drawn, config, gaps, Coverage())
 
     check()
-    assert min(coverage.seen[what] for what in ("preemptions", "prefix_hit_tokens", "copy_on_write_blocks")) > 0
+    # The drawn examples go through all of this often, but only a crowd that cannot help it is sure to.
+    crowd = [
+        {"prompt": [*range(10, 20), i], "max_new_tokens": 12, "num_return_sequences": 1 + 2 * (i % 2), "seed": i,
+         "do_sample": True, "temperature": 1.5}
+        for i in range(7)
+    ]  # fmt: skip
+    config = engine_config(num_blocks=34, block_size=2, max_running_sequences=8, max_batch_tokens=24, prefix_cache=True)
+    coverage = Coverage()
+    check_together(model, crowd, config, [1] * len(crowd), coverage)
+    assert min(coverage.seen[what] for what in ("preemptions", "prefix_hit_tokens", "copy_on_write_blocks")) > 0, coverage
 
 
 def test_a_resumed_request_goes_on_with_the_same_ids(model: CausalLM) -> None:
