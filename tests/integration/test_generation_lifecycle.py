@@ -269,3 +269,16 @@ async def test_a_broken_engine_ends_every_stream_internal_and_fails_the_process(
         assert isinstance(refused.error, Unavailable)
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert info.state == common_pb2.MODEL_STATE_UNAVAILABLE
+
+
+async def test_a_process_that_stops_cannot_be_resumed(folder: Path) -> None:
+    async with generation_service(folder) as client:
+        call = await started(client)
+        stopping = asyncio.create_task(client.running.service.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.admin.Resume(admin_pb2.ResumeRequest())
+        assert isinstance(from_rpc_error(refused.value), Unavailable)
+        assert isinstance((await client.generate(request())).error, Unavailable)
+        call.cancel()
+        await stopping

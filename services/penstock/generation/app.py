@@ -127,6 +127,7 @@ class GenerationApp:
 
     async def drain(self) -> None:
         """Refuse new work, wait for what is live, end the sessions."""
+        self._lifecycle.stopping = True
         self._lifecycle.start_drain()
         core = self._lifecycle.core
         if core is None:

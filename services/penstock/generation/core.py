@@ -84,6 +84,8 @@ class Lifecycle:
     state: ModelState = ModelState.LOADING
     percent_loaded: float = 0.0
     core: GenerationCore | None = None
+    # The process itself is going: this drain has no way back.
+    stopping: bool = False
     set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
 
     def loaded(self) -> GenerationCore:
@@ -112,7 +114,9 @@ class Lifecycle:
             self._changed()
 
     def resume(self) -> None:
-        """Take new work again."""
+        """Take new work again. Raises Unavailable once the process is stopping."""
+        if self.stopping:
+            raise Unavailable("this process is stopping: send new work elsewhere", reason="DRAINING")
         if self.state is ModelState.DRAINING:
             self.state = ModelState.READY
             self._changed()
