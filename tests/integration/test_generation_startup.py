@@ -80,7 +80,13 @@ async def test_a_broken_generation_config(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("top_k", "NaN"), ("max_new_tokens", "Infinity"), ("temperature", "1" + 400 * "0"), ("stop_strings", "5")],
+    [
+        ("top_k", "NaN"),
+        ("max_new_tokens", "Infinity"),
+        ("temperature", "1" + 400 * "0"),
+        ("stop_strings", "5"),
+        ("bos_token_id", "4294967296"),
+    ],
 )
 async def test_a_generation_config_with_impossible_numbers(folder: Path, field: str, value: str) -> None:
     (folder / "generation_config.json").write_text(f'{{"{field}": {value}}}')

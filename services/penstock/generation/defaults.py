@@ -128,7 +128,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _special_id(value: Any, name: str) -> int | None:
-    if value is None or type(value) is int:
+    if value is None or (type(value) is int and value < 1 << 32):  # it travels as uint32
         # Some files say -1 for "none".
         return value if value is None or value >= 0 else None
     raise _broken(f"has {name} that is not an id")
