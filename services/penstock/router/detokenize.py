@@ -140,9 +140,11 @@ class Detokenizer:
                 else:
                     batch = Batch()
                     self._outstanding.append(batch)
-                drops, self._drops = self._drops, []
-                for stream_id in drops:
-                    batch.request.items.add(stream_id=stream_id, drop=True)
+                if not self._unsent:
+                    # Behind everything: a drop that overtook the item that opens its sequence would drop nothing.
+                    drops, self._drops = self._drops, []
+                    for stream_id in drops:
+                        batch.request.items.add(stream_id=stream_id, drop=True)
                 await call.write(batch.request)
             await self._wakeup.wait()
 
