@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.router.chat_output import ChatParser, prompt_opens_reasoning
@@ -150,3 +151,29 @@ def test_thought_then_tool_call() -> None:
     answer = '<think>\nask\n</think>\n\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text, reasoning, calls, ends = parse([answer], tools=True)
     assert (text, reasoning, len(calls), ends) == ("", "ask", 1, True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"arguments": "\\ud800", "name": "f"}',
+        '{"arguments": {"a": 1e999}, "name": "f"}',
+        '{"arguments": {"a": NaN}, "name": "f"}',
+    ],
+)
+def test_call_that_no_message_can_carry_is_text(call: str) -> None:
+    answer = f"<tool_call>{call}</tool_call>"
+    assert parse([answer], tools=True) == (answer, "", [], False)
+
+
+def test_half_a_surrogate_pair_in_arguments_stays_escaped() -> None:
+    _, _, calls, ends = parse(['<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>'], tools=True)
+    assert (calls[0]["arguments"], ends) == ('{"a": "\\ud800"}', True)
+
+
+@pytest.mark.parametrize("arguments", ["{a: 1}", '{"a": [1}}', '{"a": NaN}', '{"a" 1}'])
+def test_call_whose_arguments_only_look_like_json_is_incomplete(arguments: str) -> None:
+    answer = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call>"
+    assert not parse([answer], tools=True)[3]
+    assert not parse(list(answer), tools=True)[3]

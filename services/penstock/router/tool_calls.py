@@ -55,6 +55,8 @@ class ToolCallReader:
         self._in_string = False
         self._escaped = False
         self._well_formed = False
+        # All of them so far: only as a whole do they turn out to be JSON.
+        self._arguments: list[str] = []
 
     def feed(self, text: str) -> CallResult:
         """Take more text."""
@@ -82,7 +84,7 @@ class ToolCallReader:
         close = self._buffer.find(CLOSE_TAG)
         if match is not None and not 0 <= close < match.end():
             name = _loads(match.group(1))
-            if isinstance(name, str):
+            if isinstance(name, str) and _is_text(name):
                 result.pieces.append(ToolCallPiece(self._index, self._call_id, name))
                 self._buffer = self._buffer[match.end() :]
                 self._phase = _Phase.ARGUMENTS
@@ -97,11 +99,10 @@ class ToolCallReader:
     def _read_whole(self, body: str, result: CallResult, raw: str) -> None:
         call = _loads(body)
         name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(call, dict) or not isinstance(name, str):
+        text = _argument_text(call.get("arguments", call.get("parameters", {}))) if isinstance(call, dict) else None
+        if not isinstance(name, str) or not _is_text(name) or text is None:
             result.raw = raw
             return
-        arguments = call.get("arguments", call.get("parameters", {}))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         result.pieces += [
             ToolCallPiece(self._index, self._call_id, name),
             ToolCallPiece(self._index, arguments=text),
@@ -112,10 +113,13 @@ class ToolCallReader:
         end = self._scan(self._buffer)
         taken = len(self._buffer) if end is None else end
         if taken:
-            result.pieces.append(ToolCallPiece(self._index, arguments=self._buffer[:taken]))
+            self._arguments.append(self._buffer[:taken])
+            result.pieces.append(ToolCallPiece(self._index, arguments=self._arguments[-1]))
         self._buffer = self._buffer[taken:]
         if end is not None:
             self._phase = _Phase.TAIL
+            self._well_formed = isinstance(_loads("".join(self._arguments)), dict)
+            self._arguments.clear()
 
     def _scan(self, text: str) -> int | None:
         """Where the arguments' object ends, if it does in `text`."""
@@ -134,7 +138,6 @@ class ToolCallReader:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._well_formed = True
                     return position + 1
             elif char == "<":
                 # Not JSON: the closing tag came before the last brace.
@@ -153,7 +156,33 @@ class ToolCallReader:
 
 def _loads(text: str) -> object:
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     return value
+
+
+def _refuse(constant: str) -> object:
+    """NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(constant)
+
+
+def _argument_text(arguments: object) -> str | None:
+    """JSON text of arguments, or None when there is none that a message could carry."""
+    if isinstance(arguments, str):
+        return arguments if _is_text(arguments) else None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return text if _is_text(text) else json.dumps(arguments, allow_nan=False)
+    except (ValueError, RecursionError):
+        # A number too large for a float.
+        return None
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
