@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.server import RunningServer, serve_in_process
 from penstock.tokenizer.app import TokenizerApp
 from penstock.tokenizer.config import TokenizerConfig
+from penstock.tokenizer.decode_stream import DecodeSession
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -208,6 +210,27 @@ async def test_drain_refuses_new_calls_and_waits_for_live_sequences() -> None:
         await call.read()
         await asyncio.wait_for(draining, 5)
         call.cancel()
+
+
+async def test_a_stream_cancelled_while_its_message_is_decoded_leaves_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, cancelled = threading.Event(), threading.Event()
+
+    def process(session: DecodeSession, request: pb.DecodeStreamRequest, _: object) -> pb.DecodeStreamResponse:
+        response = session.process(request)
+        opened.set()
+        cancelled.wait(10)
+        return response
+
+    monkeypatch.setattr("penstock.tokenizer.servicer._process", process)
+    async with serving(inline_decode_bytes=0) as running:
+        call = running.stub.DecodeStream()
+        await call.write(pb.DecodeStreamRequest(items=[pb.DecodeStreamItem(stream_id=1, open=pb.DecodeStreamOpen())]))
+        await asyncio.to_thread(opened.wait, 10)
+        call.cancel()
+        await running.server.calls.wait_idle()
+        cancelled.set()
+        assert running.registry.get_sample_value("penstock_tokenizer_sequences") == 0
+        await asyncio.wait_for(running.app.drain(), 5)
 
 
 async def test_a_full_queue_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

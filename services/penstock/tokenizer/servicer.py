@@ -108,18 +108,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         session = service.decode_session()
         inline = service.config.inline_decode_bytes if service.detokenizers.kind != "window" else -1
         self._metrics.streams.inc()
+        # As counted: a call cancelled while a thread works on its message leaves a session that still changes.
+        live = 0
         try:
             async for request in request_iterator:
-                before = len(session)
                 if request.ByteSize() <= inline:
                     response = session.process(request)
                 else:
                     response = await service.workers.run(0, partial(_process, session, request))
-                self._count_step(session, len(session) - before, response.detokenize_seconds)
+                change, live = len(session) - live, len(session)
+                self._count_step(session, change, response.detokenize_seconds)
                 yield response
         finally:
             self._metrics.streams.dec()
-            self._live(-len(session))
+            self._live(-live)
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
         service = self._ready(request.model)
