@@ -11,7 +11,14 @@ import pytest
 from factories.tiny_service import NAME, SERVING, TinyService, health_of, tiny
 from penstock.common.channels import open_channel
 from penstock.common.config import ServerConfig
-from penstock.common.errors import InvalidArgument, StartupError, from_rpc_error
+from penstock.common.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    StartupError,
+    Unavailable,
+    from_rpc_error,
+    trailing_metadata,
+)
 from penstock.common.request_context import REQUEST_ID_KEY
 from penstock.common.server import RunningServer
 from penstock.v1 import tokenizer_pb2 as pb
@@ -46,6 +53,12 @@ async def test_a_streaming_handler_raises_like_any_other_and_pushback_is_sent() 
         assert from_rpc_error(caught.value).retry_after_seconds == 0.25
         assert ("grpc-retry-pushback-ms", "250") in tuple(await call.trailing_metadata())
         await asyncio.wait_for(service.servicer.closed.wait(), 5)
+
+
+def test_what_waiting_cannot_help_is_not_to_be_tried_again() -> None:
+    trailers = dict(trailing_metadata(ResourceExhausted("too large", reason="RESPONSE_TOO_LARGE")))
+    assert trailers["grpc-retry-pushback-ms"] == "-1"
+    assert "grpc-retry-pushback-ms" not in dict(trailing_metadata(Unavailable("not yet", reason="STARTING")))
 
 
 async def test_a_cancelled_stream_runs_the_handlers_cleanup_at_once() -> None:

@@ -214,4 +214,7 @@ def trailing_metadata(error: PenstockError) -> tuple[tuple[str, str | bytes], ..
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", to_status(error).SerializeToString())]
     if error.retry_after_seconds is not None:
         trailers.append(("grpc-retry-pushback-ms", str(int(error.retry_after_seconds * 1000))))
+    elif isinstance(error, ResourceExhausted):
+        # gRPC's word for "not again": what was too large or too slow will be so the next time.
+        trailers.append(("grpc-retry-pushback-ms", "-1"))
     return tuple(trailers)
