@@ -137,7 +137,8 @@ def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM
     config = engine_config(num_blocks=34, block_size=2, max_running_sequences=8, max_batch_tokens=24, prefix_cache=True)
     coverage = Coverage()
     check_together(model, crowd, config, [1] * len(crowd), coverage)
-    assert min(coverage.seen[what] for what in ("preemptions", "prefix_hit_tokens", "copy_on_write_blocks")) > 0, coverage
+    wanted = ("preemptions", "prefix_hit_tokens", "copy_on_write_blocks")
+    assert min(coverage.seen[what] for what in wanted) > 0, coverage
 
 
 def test_a_resumed_request_goes_on_with_the_same_ids(model: CausalLM) -> None:
@@ -174,3 +175,25 @@ def test_a_stop_string_ends_on_the_very_token_that_completes_it(model: CausalLM)
         assert answer.finished.completion_tokens == tokens
         assert answer.finished.sequences[0].reason is FinishReason.STOP_STRING
         assert answer.finished.sequences[0].stop_string == stop
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3}, {"do_sample": True, "top_p": 0.9, "seed": 3}])
+def test_a_model_that_gives_no_numbers_fails_only_the_request_concerned(
+    model: CausalLM, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    well = [{"prompt": [5, 6, 7 + i], "max_new_tokens": 10} | sampling for i in range(3)]
+    expected = [alone(model, spec).ids for spec in well]
+    embedding = model._embedding.clone()
+    embedding[31] = float("nan")
+    monkeypatch.setattr(model, "_embedding", embedding)
+    engine = make_engine(model, ROOMY)
+    items = [request(**spec) for spec in well]
+    sick = request(
+        **({"prompt": [5, 6, 31], "max_new_tokens": 10, "num_return_sequences": 1 + 2 * bool(sampling)} | sampling)
+    )
+    answers = run(engine, items[0], sick, *items[1:])
+    error = answers[sick.request_id].finished.error  # type: ignore[union-attr]
+    assert error is not None
+    assert error.reason == "MODEL_OUTPUT_NAN"
+    assert [answers[item.request_id].ids for item in items] == expected
+    assert engine.load().kv_blocks_used == 0

@@ -47,7 +47,7 @@ class Bench:
         self.changed = asyncio.Condition()
         self.loop = EngineLoop(self.engine, asyncio.get_running_loop(), self._deliver, self._fail)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, step: int, outputs: list[RequestOutput]) -> None:
         self.deliveries += 1
         collect(self.answers, outputs)
         self._notification = asyncio.ensure_future(self._notify())
@@ -118,14 +118,14 @@ def test_an_id_is_free_when_its_last_word_is_delivered() -> None:
     class ImmediateLoop:
         """Runs a callback before the engine's thread goes on, as an event loop that is faster than it does."""
 
-        def call_soon_threadsafe(self, call: Callable[[Any], None], argument: Any) -> None:
-            call(argument)
+        def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
+            call(*arguments)
 
     refusals: list[PenstockError] = []
     ends: list[str] = []
     over = threading.Event()
 
-    def deliver(outputs: list[RequestOutput]) -> None:
+    def deliver(_: int, outputs: list[RequestOutput]) -> None:
         ends.extend(output.request.request_id for output in outputs if output.finished is not None)
         if len(ends) == 2:
             over.set()

@@ -83,7 +83,7 @@ class Harness:
 
     def step(self, *outputs: tuple[str, dict[str, Any]]) -> None:
         blank: dict[str, Any] = {"started": None, "deltas": (), "finished": None}
-        self.hub.deliver([RequestOutput(self.requests[name], **{**blank, **what}) for name, what in outputs])
+        self.hub.deliver(7, [RequestOutput(self.requests[name], **{**blank, **what}) for name, what in outputs])
 
 
 def emitter_of(name: str, interval: int = 1) -> Emitter:

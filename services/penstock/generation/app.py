@@ -94,10 +94,10 @@ class GenerationApp:
         engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes)
         stats, metrics = engine.stats, self._metrics
 
-        def deliver(outputs: list[RequestOutput]) -> None:
+        def deliver(step: int, outputs: list[RequestOutput]) -> None:
             for sample in stats.drain_steps():
                 metrics.step(sample)
-            hub.deliver(outputs)
+            hub.deliver(step, outputs)
 
         loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed)
         hub = OutputHub(loop, metrics, lambda: stats.steps)

@@ -131,8 +131,8 @@ class OutputHub:
         """Return when no stream is open."""
         await self._all_closed.wait()
 
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        """One engine step's outputs, each stream's share in one call."""
+    def deliver(self, step: int, outputs: list[RequestOutput]) -> None:
+        """One engine step's number and outputs, each stream's share in one call."""
         now = time.monotonic()
         shares: dict[Sink, list[RequestOutput]] = {}
         # When the step before these tokens was -> tokens: in steady state one entry, observed once a step.
@@ -148,7 +148,6 @@ class OutputHub:
                 shares.setdefault(live.sink, []).append(output)
         for token_at, count in earlier.items():
             self._metrics.next_tokens(now - token_at, count)
-        step = self._step()
         for sink, share in shares.items():
             if not sink.deliver(step, share):
                 self._metrics.slow_reader()

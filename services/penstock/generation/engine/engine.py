@@ -120,7 +120,7 @@ class Engine:
             result = self._runner.execute(output)
             executed = self._clock()
             for group, sampled in self._scheduler.update(output, result):
-                self._advance(group, sampled)
+                self._advance(group, sampled, result.failed)
             self._record(output, started, scheduled, executed)
         return self._take_news()
 
@@ -178,7 +178,11 @@ class Engine:
             if max_time is not None and scheduled_at is not None:
                 self._max_times.set(group, scheduled_at + max_time)
 
-    def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken]) -> None:
+    def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], failed: frozenset[int]) -> None:
+        if failed and any(sequence.seq_id in failed for sequence in group.sequences):
+            _log.error("the model gave no numbers", request_id=group.request.request_id)
+            self._cut_off(group, Internal("the model's output is not a number", reason="MODEL_OUTPUT_NAN"))
+            return
         try:
             decision = group.strategy.advance(sampled)
         except Exception:  # one request's strategy failed: the others go on, and it gets its end

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.logging import get_logger
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 Result = TypeVar("Result")
-Argument = TypeVar("Argument")
+Arguments = TypeVarTuple("Arguments")
 
 
 class EngineLoop:
@@ -38,11 +38,14 @@ class EngineLoop:
         self,
         engine: Engine,
         loop: asyncio.AbstractEventLoop,
-        deliver: Callable[[list[RequestOutput]], None],
+        deliver: Callable[[int, list[RequestOutput]], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`deliver` and `on_failure` run on `loop`. After `on_failure` the engine is dead: every live request has
-        had its FinishedOutput with INTERNAL, and the process should exit."""
+        """`deliver` (engine steps so far, the last one's outputs) and `on_failure` run on `loop`.
+
+        After `on_failure` the engine is dead: every live request has had its FinishedOutput with INTERNAL, and the
+        process should exit.
+        """
         self._engine = engine
         self._loop = loop
         self._deliver = deliver
@@ -223,7 +226,7 @@ class EngineLoop:
             self._load, self._num_unseen = load, self._num_inbound
             self._live.difference_update(finished)
             if outputs:
-                self._call_soon(self._deliver, outputs)
+                self._call_soon(self._deliver, load.step, outputs)
             if finished and not self._live:
                 self._wake_idle_waiters()
 
@@ -240,9 +243,9 @@ class EngineLoop:
         self._run_commands()
         self._publish(self._engine.fail_all(error))
 
-    def _call_soon(self, call: Callable[[Argument], None], argument: Argument) -> None:
+    def _call_soon(self, call: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         try:
-            self._loop.call_soon_threadsafe(call, argument)
+            self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
             # Raised only when the event loop is closed: nobody is left to be told.
             _log.warning("engine outputs after the event loop was closed", exc_info=True)

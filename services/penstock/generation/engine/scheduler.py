@@ -78,7 +78,10 @@ class Scheduler:
         return output
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[Progress]:
-        """The step has run: count what is computed, fork what waited for a prompt; who drew which token."""
+        """The step has run: count what is computed, fork what waited for a prompt; who drew which token.
+
+        Sequences that failed are left out: a group with one of them has fewer tokens than drawers.
+        """
         progress: dict[SequenceGroup, dict[Sequence, SampledToken]] = {}
         for group, entry in zip(self._plan.groups, output.scheduled, strict=True):
             sequence = entry.sequence
@@ -94,7 +97,8 @@ class Scheduler:
             if entry.sample:
                 sampled = progress.setdefault(group, {})
                 for drawer in entry.sample:
-                    sampled[drawer] = result.sampled[drawer.seq_id]
+                    if drawer.seq_id not in result.failed:
+                        sampled[drawer] = result.sampled[drawer.seq_id]
         return list(progress.items())
 
     def apply(self, group: SequenceGroup, decision: Decision) -> None:

@@ -57,6 +57,8 @@ class RunnerOutput:
     sampled: dict[int, SampledToken]
     # seq_id -> logprobs of the prompt tokens whose predecessor was computed in this step, in order.
     prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]]
+    # seq_ids of some `sample` that have no token, since the model's output for them is not a number.
+    failed: frozenset[int] = frozenset()
 
 
 class Runner(Protocol):

@@ -39,7 +39,7 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Run one step. Mutates only the KV pool and the runner's own buffers.
 
-        Raises FloatingPointError when the model produced NaN logits for a row that samples.
+        Sequences whose logits hold a NaN are in `failed`: they end alone.
         """
         self._inputs.release(output.released)
         self._sampler.release(output.released)
@@ -48,10 +48,9 @@ class ModelRunner:
             return RunnerOutput({}, {})
         inputs = self._inputs.build(output.scheduled)
         hidden_TI = self._model.forward(inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv)
-        return RunnerOutput(
-            sampled=self._sample(output.scheduled, hidden_TI, inputs.row_starts),
-            prompt_logprobs=self._prompt_logprobs(output.scheduled, hidden_TI, inputs.row_starts),
-        )
+        sampled, failed = self._sample(output.scheduled, hidden_TI, inputs.row_starts)
+        prompt_logprobs = self._prompt_logprobs(output.scheduled, hidden_TI, inputs.row_starts)
+        return RunnerOutput(sampled, prompt_logprobs, failed)
 
     def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 64) -> None:
         """Run a prompt and a decode step, so that the first request finds memory, threads and kernels ready.
@@ -85,8 +84,8 @@ class ModelRunner:
 
     def _sample(
         self, scheduled: Seq[ScheduledSequence], hidden_TI: torch.Tensor, row_starts: list[int]
-    ) -> dict[int, SampledToken]:
-        """Tokens of every sequence in some `sample`; siblings draw from copies of one row of logits."""
+    ) -> tuple[dict[int, SampledToken], frozenset[int]]:
+        """Tokens of every sequence in some `sample`, and who has none; siblings draw from copies of one row."""
         rows: list[int] = []
         repeats: list[int] = []
         sequences: list[Sequence] = []
@@ -96,14 +95,32 @@ class ModelRunner:
                 repeats.append(len(entry.sample))
                 sequences.extend(entry.sample)
         if not rows:
-            return {}
+            return {}, frozenset()
         if len(rows) < hidden_TI.shape[0]:
             hidden_TI = hidden_TI[self._index(rows)]
-        logits_NV = self._model.compute_logits(hidden_TI)
-        if len(sequences) > len(rows):
-            logits_NV = logits_NV.repeat_interleave(self._index(repeats), dim=0)
-        tokens = self._sampler.sample(logits_NV, sequences)
-        return {sequence.seq_id: token for sequence, token in zip(sequences, tokens, strict=True)}
+        if len(sequences) == len(rows):
+            repeats = []
+        try:
+            tokens = self._sampler.sample(self._logits(hidden_TI, repeats), sequences)
+        except FloatingPointError:
+            return self._sample_numbers(self._logits(hidden_TI, repeats), sequences)
+        return {sequence.seq_id: token for sequence, token in zip(sequences, tokens, strict=True)}, frozenset()
+
+    def _logits(self, hidden_NI: torch.Tensor, repeats: list[int]) -> torch.Tensor:
+        """Logits of the rows, each as often as `repeats` says; once when it is empty."""
+        logits_NV = self._model.compute_logits(hidden_NI)
+        return logits_NV.repeat_interleave(self._index(repeats), dim=0) if repeats else logits_NV
+
+    def _sample_numbers(
+        self, logits_NV: torch.Tensor, sequences: list[Sequence]
+    ) -> tuple[dict[int, SampledToken], frozenset[int]]:
+        """As `_sample`, leaving out the rows with a NaN: looked for only here, since it costs a pass over them all."""
+        is_bad = logits_NV.isnan().any(dim=-1).tolist()
+        good = [row for row, bad in enumerate(is_bad) if not bad]
+        kept = [sequences[row] for row in good]
+        tokens = self._sampler.sample(logits_NV[self._index(good)], kept) if kept else []
+        failed = frozenset(sequence.seq_id for sequence, bad in zip(sequences, is_bad, strict=True) if bad)
+        return {sequence.seq_id: token for sequence, token in zip(kept, tokens, strict=True)}, failed
 
     def _prompt_logprobs(
         self, scheduled: Seq[ScheduledSequence], hidden_TI: torch.Tensor, row_starts: list[int]
