@@ -208,7 +208,9 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """Log-probability of one token at one position. Natural logarithm, after the logits processors."""
+    """Log-probability of one token at one position. Natural logarithm; of output tokens after the logits processors, of
+    prompt tokens by the model alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
