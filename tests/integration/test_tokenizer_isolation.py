@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -201,6 +202,23 @@ async def test_a_folder_without_a_tokenizer_says_which_file_is_missing(tmp_path:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"tokenizer\.json is missing"):
         async with serving(model=str(tmp_path)):
+            pass
+
+
+async def test_a_vocabulary_with_holes_is_served(tmp_path: Path) -> None:
+    tokenizer = json.loads((demo_folder() / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[next(text for text, index in vocabulary.items() if index == 4000)] = 9000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 5, 1e3]}')
+    async with serving(model=str(tmp_path)) as (stub, _, _channel):
+        assert (await stub.Decode(pb.DecodeRequest(sequences=[{"ids": [9000]}]))).texts[0]
+        assert 5 in (await stub.GetTokenizer(pb.GetTokenizerRequest())).eos_token_ids
+
+
+async def test_a_vocabulary_beyond_all_memory_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="3000000000 ids"):
+        async with serving(model=str(broken(tmp_path / "broken", "config.json", '{"vocab_size": 3000000000}'))):
             pass
 
 

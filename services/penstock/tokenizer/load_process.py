@@ -16,6 +16,9 @@ from typing import Any
 from penstock.tokenizer import child_io
 from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle
 
+# Every id has a place in the decoding tables: a wrong number in a file must not take all memory.
+MAX_IDS = 1 << 24
+
 
 def load(folder: Path) -> TokenizerBundle:
     """The folder's tokenizer. Raises what transformers raises, TypeError for one that has no fast backend."""
@@ -39,9 +42,17 @@ def load(folder: Path) -> TokenizerBundle:
         pad_token_type_id=tokenizer.pad_token_type_id,
         clean_up_tokenization_spaces=_cleans_up(tokenizer, backend),
         split_special_tokens=bool(tokenizer.split_special_tokens),
-        id_limit=max(len(tokenizer), _embedding_rows(folder)),
+        id_limit=_id_limit(tokenizer, folder),
         generation_eos_token_ids=_generation_eos(folder),
     )
+
+
+def _id_limit(tokenizer: Any, folder: Path) -> int:
+    """Raises ValueError past MAX_IDS. A vocabulary with holes has ids beyond its length."""
+    limit: int = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0), _embedding_rows(folder))
+    if limit > MAX_IDS:
+        raise ValueError(f"tokenizer.json or config.json speaks of {limit} ids, and at most {MAX_IDS} are served")
+    return limit
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
@@ -57,13 +68,14 @@ def _json(path: Path) -> dict[str, Any]:
 def _embedding_rows(folder: Path) -> int:
     """Rows of the model's embedding, which may be padded beyond the tokenizer's entries; 0 when unknown."""
     config = _json(folder / "config.json")
-    rows = config.get("vocab_size", config.get("text_config", {}).get("vocab_size", 0))
+    rows = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size", 0))
     return rows if isinstance(rows, int) else 0
 
 
 def _generation_eos(folder: Path) -> list[int]:
     eos = _json(folder / "generation_config.json").get("eos_token_id", [])
-    return [eos] if isinstance(eos, int) else [index for index in eos or [] if isinstance(index, int)]
+    found = eos if isinstance(eos, list) else [eos]
+    return [index for index in found if isinstance(index, int) and 0 <= index < MAX_IDS]
 
 
 def main() -> None:
