@@ -186,6 +186,7 @@ def broken(folder: Path, name: str, content: str) -> Path:
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json"),
         ("chat_template.jinja", "{% if %}", "chat template 'default'"),
+        ("chat_template.jinja", "{{ " + 5000 * "(" + "1" + 5000 * ")" + " }}", "nested too deeply"),
     ],
 )
 async def test_a_broken_folder_is_one_clear_line(tmp_path: Path, name: str, content: str, says: str) -> None:

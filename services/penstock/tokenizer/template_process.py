@@ -39,6 +39,8 @@ class Renderer:
                 wrong[name] = str(error).partition("\n")[0]
             except MemoryError:  # Jinja computes constant expressions while it compiles
                 wrong[name] = "it takes more memory than allowed"
+            except RecursionError:
+                wrong[name] = "it is nested too deeply"
         return wrong
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
