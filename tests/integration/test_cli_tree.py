@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -144,3 +145,17 @@ async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
     for address in addresses:
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address.split(":"))
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
+def test_a_service_told_to_stop_while_it_imports_exits_0(role: str) -> None:
+    """SIGTERM as soon as Python runs our code, long before the service could drain."""
+    hook = "import signal, sys\nfrom penstock.cli import main\nrun = main._run\n"
+    hook += "main._run = lambda debug: (print('begun', flush=True), run(debug))[1]\nmain.main()"
+    command = [sys.executable, "-c", hook, "serve", role, "--port", "0", "--metrics-port", "-1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.wait(30) == 0, process.stderr.read()

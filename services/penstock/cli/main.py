@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 from penstock.common.environment import prepare_environment
 
@@ -16,7 +18,14 @@ def main() -> None:
 
         sys.stdout.write(f"penstock {__version__}\n")
         sys.exit(0)
+    if sys.argv[1:2] == ["serve"]:
+        # Until the service takes over, there is nothing to drain: a stop while torch is imported is a clean one.
+        signal.signal(signal.SIGTERM, _stop)
     sys.exit(_run("--debug" in sys.argv))
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 def _run(debug: bool) -> int:
