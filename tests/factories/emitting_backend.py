@@ -69,7 +69,7 @@ class EmittingBackend:
     # Steps that may still be taken; None: any number.
     allowance: int | None = None
     refuse: PenstockError | None = None
-    # Reports itself as loaded as this.
+    # Reports this many waiting requests that are not ours.
     extra_load: int = 0
     draining: bool = False
     # Changes a message before it is sent; what it returns is sent.
@@ -168,7 +168,8 @@ class EmittingBackend:
     def load(self) -> admin_pb2.Load:
         """What WatchLoad says."""
         return admin_pb2.Load(
-            running_requests=self.running + self.extra_load,
+            running_requests=self.running,
+            waiting_requests=self.extra_load,
             kv_blocks_total=self.kv_blocks,
             kv_blocks_free=self.kv_blocks,
             step=self.steps,

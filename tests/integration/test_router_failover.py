@@ -275,6 +275,30 @@ async def test_refusals_pass_through_and_say_nothing_about_health(refusal: Any, 
         assert (await collect(router.stub.Generate(generate(output=WANT_IDS)))).ids() == IDS
 
 
+async def test_stream_waits_for_room_at_the_backend_that_is_left() -> None:
+    full = {"max_queued": 1, "extra_load": 1}
+    async with held(allowance=5) as one, held(allowance=None, **full) as two, running_router(one, two) as router:
+
+        async def kill() -> None:
+            await one.stop()
+            await router.until("backend_up", 0, backend=one.address)
+            two.extra_load = 0
+            await two.notify()
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, kill))
+        assert answer.ids() == IDS
+
+
+async def test_stream_that_has_begun_is_not_shed_by_the_backend_it_moves_to() -> None:
+    async with held(allowance=5) as one, held(extra_load=100) as two, running_router(one, two) as router:
+        two.refuse = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=2)
+        call = router.stub.Generate(generate(output=WANT_IDS))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call, stop_after(5, one.stop))
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        assert from_rpc_error(caught.value).metadata["last_seq"]
+
+
 async def test_retries_keep_to_their_budget() -> None:
     async with held() as one, running_router(one, retry_budget_burst=1) as router:
         one.refuse = Unavailable("draining", reason="DRAINING")

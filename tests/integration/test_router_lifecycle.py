@@ -166,6 +166,31 @@ def test_bad_addresses_name_the_flag(targets: tuple[str, ...]) -> None:
     assert caught.value.flag == "--backend"
 
 
+async def test_model_must_be_named_when_there_are_several() -> None:
+    async with backend(model="a") as one, backend(model="b") as two, running_router(one, two) as router:
+        assert await code_of(router.stub.Generate(generate())) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        answer = await collect(router.stub.Generate(generate(model="b")))
+        assert (answer.started.model, len(one.submitted)) == ("b", 0)
+
+
+async def test_stream_is_never_moved_to_another_model() -> None:
+    async with backend(model="a", script=count_up(20), allowance=2) as one, backend(model="b") as two:
+        known = [one]
+
+        async def resolver(targets: Iterable[str]) -> dict[str, set[BackendAddress]]:
+            return {target: {BackendAddress(one.address, target) for one in known} for target in targets}
+
+        settings = {"backend": ("generation:50052",), "resolve_interval_seconds": 0.05, "failover_wait_seconds": 0.2}
+        async with running_router(resolver=resolver, **settings) as router:
+            code = asyncio.ensure_future(code_of(router.stub.Generate(generate())))
+            await one.until(lambda: one.allowance == 0)
+            known.append(two)
+            await router.until("backend_up", 2, backend="generation:50052")
+            await one.stop()
+            assert (await code)[0] in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
+            assert not two.submitted
+
+
 def test_defaults_are_valid() -> None:
     RouterConfig().validate()
 

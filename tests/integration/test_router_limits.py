@@ -99,13 +99,38 @@ async def test_full_queue_is_refused_at_once_with_pushback() -> None:
 
 
 async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
-    async with backend(max_queued=1, script=count_up(10), allowance=1) as one, running_router(one) as router:
-        live = asyncio.ensure_future(collect(router.stub.Generate(generate())))
-        await one.until(lambda: one.running == 1)
+    async with backend(max_queued=1, extra_load=1) as one, running_router(one) as router:
         code, error = await failure(router.stub.Generate(generate()))
         assert (code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert not one.submitted
+
+
+async def test_running_requests_are_not_in_a_backends_queue() -> None:
+    async with backend(max_queued=1, script=count_up(10), allowance=1) as one, running_router(one) as router:
+        live = []
+        for count in (1, 2, 3):
+            live.append(asyncio.ensure_future(collect(router.stub.Generate(generate()))))
+            await one.until(lambda count=count: one.running == count)  # type: ignore[misc]
+            await one.allow(1)
+            # Its report says that they all run.
+            await asyncio.sleep(0.1)
         await one.allow(None)
-        await live
+        await asyncio.gather(*live)
+
+
+async def test_more_sequences_than_the_tokenizer_decodes_are_shed() -> None:
+    async with backend(script=count_up(3), allowance=0) as one, running_router(one) as router:
+        config = config_pb2.GenerationConfig(num_return_sequences=64, do_sample=True)
+        calls = [router.stub.Generate(generate(config=config)) for _ in range(4096 // 64 + 1)]
+        answers = [asyncio.ensure_future(collect(call)) for call in calls]
+        await one.until(lambda: one.running == len(calls))
+        await one.allow(None)
+        failed = [error for error in await asyncio.gather(*answers, return_exceptions=True) if error is not None]
+        errors = [from_rpc_error(error) for error in failed if isinstance(error, grpc.aio.AioRpcError)]
+        assert [(error.code, error.reason) for error in errors] == [
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_SEQUENCES")
+        ]
+        assert (await collect(router.stub.Generate(generate(config=config)))).finished
 
 
 def narrow_stub(router: Router) -> Any:
@@ -140,6 +165,20 @@ async def test_reader_too_far_behind_is_cut_off_and_its_request_aborted() -> Non
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert from_rpc_error(caught.value).reason == "SLOW_READER"
         assert router.metric("slow_readers_total") == 1
+
+
+async def test_finished_stream_that_nobody_reads_gives_its_place_back() -> None:
+    script = count_up(30000)
+    async with backend(script=script, tokens_per_step=256) as one:
+        settings = {"max_live_requests": 1, "max_waiting_requests": 0, "slow_reader_grace_seconds": 0.2}
+        async with running_router(one, **settings) as router:
+            call = narrow_stub(router).Generate(generate(output=OUTPUT(return_token_ids=True)))
+            await one.until(lambda: len(one.submitted) == 1 and one.running == 0)
+            await router.until("num_requests_running", 0)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert from_rpc_error(caught.value).reason == "SLOW_READER"
 
 
 async def test_same_prefix_goes_to_the_same_backend_until_it_is_busy() -> None:

@@ -112,8 +112,9 @@ class Backend:
     @property
     def is_full(self) -> bool:
         """Another request would be refused."""
-        limit = self._report.max_queued_requests
-        return limit > 0 and self.load >= limit
+        limit, report = self._report.max_queued_requests, self._report
+        # What came since the report waits until the next one says otherwise; running requests are not in the queue.
+        return 0 < limit <= report.waiting_requests + self.in_flight - self._reported_in_flight
 
     @property
     def kv_pressure(self) -> float:
@@ -223,9 +224,13 @@ class Backend:
         request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
         async for response in stub.WatchLoad(request):
             self._heard()
+            was_full = self.is_full
             self._report, self._has_report = response.load, True
             self._reported_in_flight = self.in_flight
             self._refresh_state()
+            if was_full and not self.is_full:
+                # Streams that lost their backend may wait for the room.
+                self._on_change()
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         async for response in self._health_updates(channel):

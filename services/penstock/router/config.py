@@ -114,7 +114,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     slow_reader_grace_seconds: float = option(
         30.0,
-        "A reader that was cut off and does not even take its status is disconnected.",
+        "A reader that takes no message for this long once its request is over is disconnected.",
         group=STREAMING,
         minimum=0.0,
     )

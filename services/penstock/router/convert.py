@@ -74,7 +74,7 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
 
 
 def to_template(
-    request: PublicRequest, prompt: Prompt, *, salt: str, fingerprint: str
+    request: PublicRequest, prompt: Prompt, *, model: str, salt: str, fingerprint: str
 ) -> generation_pb2.GenerateRequest:
     """What is sent to any backend, less the fields of an attempt. `seed` is always set."""
     template = generation_pb2.GenerateRequest(
@@ -86,7 +86,7 @@ def to_template(
         adapter=request.adapter,
         priority=request.priority,
         tokenizer_fingerprint=fingerprint,
-        model=request.model,
+        model=model,
     )
     template.config.CopyFrom(request.config)
     if request.HasField("output"):

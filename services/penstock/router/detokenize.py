@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
-from penstock.common.errors import Internal, PenstockError, Unavailable
+from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
 from penstock.router.end import END
 from penstock.router.sequence import ReturnedSequence
 from penstock.router.wakeup import Wakeup
@@ -171,7 +171,7 @@ class Detokenizer:
             if result.HasField("error"):
                 sequence.stream_id = 0
                 sequence.live.undecoded -= 1
-                sequence.live.fail(Internal("the answer could not be turned into text", reason="DETOKENIZE_FAILED"))
+                sequence.live.fail(_refused(result.error))
             else:
                 sequence.decoded += len(piece.token_ids)
                 live = sequence.live
@@ -199,3 +199,14 @@ class Detokenizer:
         for piece in pieces:
             piece.sequence.live.undecoded -= 1
             piece.sequence.live.fail(error)
+
+
+def _refused(error: str) -> PenstockError:
+    """What a request ends with when the tokenizer answers an item with `error`, a code and its explanation."""
+    if error.startswith("TOO_MANY_SEQUENCES"):
+        return ResourceExhausted(
+            "the tokenizer decodes as many sequences as it may (its --max-sequences)",
+            reason="TOO_MANY_SEQUENCES",
+            retry_after_seconds=1.0,
+        )
+    return Internal("the answer could not be turned into text", reason="DETOKENIZE_FAILED")

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from google.rpc import status_pb2
 
-from penstock.common.errors import Internal, PenstockError, Unavailable, from_status
+from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable, from_status
 from penstock.router.detokenize import Batch, Detokenizer
 from penstock.router.end import END
 from penstock.router.live import LiveRequest, Loss
@@ -194,7 +194,9 @@ class BackendSession:
         if error.status_details:
             status = status_pb2.Status.FromString(error.status_details)
         failure = from_status(status)
-        if isinstance(failure, Unavailable):
+        # A stream that has begun cannot be shed: a backend without room for it is one that it cannot be moved to.
+        is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.live.has_tokens
+        if isinstance(failure, Unavailable) or is_elsewhere:
             attempt.live.on_lost(Loss(failure, None, self._backend))
         else:
             attempt.live.fail(failure)

@@ -48,6 +48,8 @@ class StreamWriter:
         self._write = context.write
         self._time_left = time_left
         self._next_seq = 0
+        # Messages that the reader took.
+        self.num_written = 0
 
     async def run(self, echo: str) -> None:
         """Write until Finished. Raises how the stream failed: never Unavailable once a delta was written."""
@@ -97,6 +99,7 @@ class StreamWriter:
         seq = self._next_seq
         self._next_seq = seq + 1
         await self._write(self._make_delta(seq, delta))
+        self.num_written += 1
 
     async def _write_started(self) -> None:
         spec = self._live.spec

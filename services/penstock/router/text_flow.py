@@ -13,7 +13,14 @@ from typing import Any
 
 import grpc
 
-from penstock.common.errors import DeadlineExceeded, InvalidArgument, NotFound, PenstockError, trailing_metadata
+from penstock.common.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    trailing_metadata,
+)
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id, new_request_id
 from penstock.router import convert
@@ -118,6 +125,7 @@ class _Call:
         self._kind = kind
         self._context = context
         self._parts = parts
+        self._model = ""
         self._timings = Timings(time.monotonic())
         remaining = context.time_remaining()
         self._deadline = None if remaining is None else self._timings.received_at + remaining
@@ -134,8 +142,8 @@ class _Call:
     async def serve(self, request_id: str) -> None:
         """Admission, then the stream."""
         parts = self._parts
-        self._check_model()
-        parts.attempts.check_capacity(self._request.model)
+        self._model = self._chosen_model()
+        parts.attempts.check_capacity(self._model)
         tenant = self._tenant()
         await parts.admission.enter(tenant, self._left())
         place = _Place(parts.admission)
@@ -147,10 +155,15 @@ class _Call:
         finally:
             place.leave()
 
-    def _check_model(self) -> None:
-        models = self._parts.pool.models
-        if self._request.model and models and self._request.model not in models:
+    def _chosen_model(self) -> str:
+        """Settled once: a stream must not be moved to another model. Raises NotFound, InvalidArgument."""
+        pool, asked = self._parts.pool, self._request.model
+        if asked and pool.models and asked not in pool.models:
             raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
+        served = [asked] if asked else [name for name in pool.models if pool.ready(name)] or list(pool.models)
+        if len(served) > 1:
+            raise InvalidArgument("model", "must be set: several models are served (ListModels names them)")
+        return next(iter(served), "")
 
     def _tenant(self) -> str:
         """Who asks, as a hash of the credentials; a constant while nobody has to authenticate."""
@@ -160,8 +173,7 @@ class _Call:
         return hashlib.sha256(str(metadata.get("authorization", "")).encode()).hexdigest()
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
-        models = self._parts.pool.models
-        return models.get(self._request.model) if self._request.model else next(iter(models.values()), None)
+        return self._parts.pool.models.get(self._model)
 
     async def _prompt(self) -> Prompt:
         request, pipeline = self._request, self._parts.pipeline
@@ -180,13 +192,15 @@ class _Call:
         block_size = info.kv.block_size if info is not None else 0
         spec = RequestSpec(
             request_id=request_id,
-            template=convert.to_template(request, prompt, salt=salt, fingerprint=parts.link.fingerprint),
+            template=convert.to_template(
+                request, prompt, model=self._model, salt=salt, fingerprint=parts.link.fingerprint
+            ),
             num_sequences=convert.num_sequences(request, info),
             decode_options=convert.to_decode_options(request, prompt),
             make_parser=self._parser(prompt),
             wants_token_ids=request.output.return_token_ids,
             wants_logprobs=request.output.HasField("top_logprobs"),
-            model=request.model,
+            model=self._model,
             session=f"{tenant}:{request.session_id}" if request.session_id else "",
             prefix_hashes=block_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
             if block_size
@@ -206,22 +220,16 @@ class _Call:
         echo = await self._echo(prompt)
         left = self._left()
         timer = None if left is None else loop.call_later(left, live.fail, _late())
-        handler = asyncio.current_task()
-        grace: list[asyncio.TimerHandle] = []
+        writer = StreamWriter(live, prompt, self._kind.response, self._kind.delta, parts, self._context, self._left)
+        last_wait = _LastWait(live, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
 
         def on_close() -> None:
-            # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile, and its
-            # call no longer than the grace.
-            if live.error is None:
-                return
-            place.leave()
-            if handler is not None:
-                grace.append(
-                    loop.call_later(parts.config.slow_reader_grace_seconds, self._hang_up, live.error, handler)
-                )
+            # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile.
+            if live.error is not None:
+                place.leave()
+            last_wait.begin()
 
         live.on_close = on_close
-        writer = StreamWriter(live, prompt, self._kind.response, self._kind.delta, parts, self._context, self._left)
         try:
             begin = time.monotonic()
             parts.attempts.place(live)
@@ -231,12 +239,15 @@ class _Call:
             raise convert.public_error(error, self._request) from error
         finally:
             live.close()
-            for handle in (timer, *grace):
-                if handle is not None:
-                    handle.cancel()
+            last_wait.end()
+            if timer is not None:
+                timer.cancel()
 
-    def _hang_up(self, error: PenstockError, handler: asyncio.Task[Any]) -> None:
+    def _hang_up(self, error: PenstockError | None, handler: asyncio.Task[Any]) -> None:
         """Queue the status behind the message that nobody reads, and give the handler up."""
+        if error is None:
+            self._parts.metrics.slow_readers.inc()
+            error = ResourceExhausted("the reader of this stream does not take its end", reason="SLOW_READER")
         status = asyncio.ensure_future(_abort(self._context, error))
         self._parts.hanging_up.add(status)
         status.add_done_callback(self._parts.hanging_up.discard)
@@ -267,6 +278,40 @@ class _Place:
         admission, self._admission = self._admission, None
         if admission is not None:
             admission.leave()
+
+
+class _LastWait:
+    """How long a handler may still be stuck in a write once its request is over: the grace, for each message."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        writer: StreamWriter,
+        grace_seconds: float,
+        hang_up: Callable[[PenstockError | None, asyncio.Task[Any]], None],
+    ) -> None:
+        self._live = live
+        self._writer = writer
+        self._grace_seconds = grace_seconds
+        self._hang_up = hang_up
+        self._handler = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """The request is over."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._grace_seconds, self._look, self._writer.num_written)
+
+    def end(self) -> None:
+        """So is the handler."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, num_written: int) -> None:
+        if self._live.error is None and self._writer.num_written > num_written:
+            self.begin()
+        elif self._handler is not None:
+            self._hang_up(self._live.error, self._handler)
 
 
 def _late() -> DeadlineExceeded:
