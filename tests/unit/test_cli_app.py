@@ -81,6 +81,11 @@ def test_help_of_a_service_has_all_of_its_options(role: str) -> None:
         (("serve", "--tls-cert", "x.pem"), "--tls-key"),
         (("complete", "x", "--temperature", "hot"), "--temperature"),
         (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
+        (("complete", "x", "--tls-ca", "/no/such.pem"), " --tls-ca"),
+        (("complete", "x", "--tls-ca", __file__, "--client-cert", __file__, "--client-key", "/no.pem"), "--client-key"),
+        (("complete", "x", "--client-cert", "/no/such.pem"), "--client-key"),
+        (("complete", "x", "--token-file", "/dev/null"), "no token"),
+        (("health", "127.0.0.1:1", "--tls-ca", "/no/such.pem"), " --tls-ca"),
     ],
 )
 def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str, ...], names: str) -> None:
@@ -88,6 +93,7 @@ def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str,
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert names in done.stderr
+    assert "(change" not in done.stderr or names in done.stderr.partition("(change")[2]
     assert "Traceback" not in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.common.options import option
@@ -30,8 +31,6 @@ class ConnectionConfig:
 
 def open_client(config: ConnectionConfig) -> Client:
     """A connected client. Raises StartupError for unreadable files, Unavailable when nobody answers."""
-    from pathlib import Path
-
     from penstock_client import Client, ClientConfig, TimeoutConfig, TLSConfig
 
     from penstock.common.errors import StartupError, Unavailable
@@ -39,15 +38,22 @@ def open_client(config: ConnectionConfig) -> Client:
     def path(name: str | None) -> Path | None:
         return Path(name).expanduser() if name else None
 
+    if bool(config.client_cert) != bool(config.client_key):
+        raise StartupError("--client-cert and --client-key go together", flag="--client-cert")
     tls = None
     if config.tls or config.tls_ca or config.client_cert:
         tls = TLSConfig(path(config.tls_ca), path(config.client_cert), path(config.client_key), config.server_name)
     try:
         token = Path(config.token_file).expanduser().read_text().split()[0] if config.token_file else None
+    except (OSError, UnicodeDecodeError, IndexError) as error:
+        why = error.strerror if isinstance(error, OSError) else "there is no token in it"
+        raise StartupError(f"--token-file {config.token_file}: {why}", flag="--token-file") from error
+    try:
         timeouts = TimeoutConfig(connect=config.connect_timeout_seconds)
         client = Client(config.address, ClientConfig(tls=tls, token=token, timeouts=timeouts))
-    except (OSError, IndexError) as error:
-        raise StartupError(f"cannot read a TLS or token file: {error}", flag="--token-file") from error
+    except OSError as error:
+        flag = _flag_of(config, error.filename)
+        raise StartupError(f"{flag} {error.filename}: {error.strerror}", flag=flag) from error
     except ValueError as error:
         raise StartupError(str(error), flag="--tls-ca") from error
     try:
@@ -58,3 +64,10 @@ def open_client(config: ConnectionConfig) -> Client:
             f"nobody answers at {config.address}; is `penstock serve` running?", flag="--address"
         ) from None
     return client
+
+
+def _flag_of(config: ConnectionConfig, file: object) -> str:
+    """The flag that named a TLS file."""
+    files = {"--client-cert": config.client_cert, "--client-key": config.client_key}
+    named = (flag for flag, name in files.items() if name and str(Path(name).expanduser()) == str(file))
+    return next(named, "--tls-ca")

@@ -10,13 +10,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.cli.console import say
 from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig
+from penstock.common.errors import StartupError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def run_health(addresses: list[str], timeout: float, tls_ca: str | None) -> int:
-    """One line per address; 0 when all are SERVING, else 1."""
-    return asyncio.run(_check_all(addresses, timeout, ChannelConfig(channel_tls_ca=tls_ca)))
+    """One line per address; 0 when all are SERVING, else 1. Raises StartupError for an unreadable file."""
+    try:
+        return asyncio.run(_check_all(addresses, timeout, ChannelConfig(channel_tls_ca=tls_ca)))
+    except StartupError as error:
+        # Services have this flag under a longer name.
+        raise StartupError(error.message.replace("--channel-tls-ca", "--tls-ca"), flag="--tls-ca") from error
 
 
 async def _check_all(addresses: list[str], timeout: float, config: ChannelConfig) -> int:
