@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import StartupError, from_rpc_error
 from penstock.router.backend import BackendAddress
 from penstock.router.config import RouterConfig
+from penstock.router.discovery import resolve
 from penstock.v1 import common_pb2, text_pb2
 
 SERVICE = "penstock.v1.TextService"
@@ -189,6 +190,11 @@ async def test_stream_is_never_moved_to_another_model() -> None:
             await one.stop()
             assert (await code)[0] in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
             assert not two.submitted
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a..b", "."])
+async def test_name_that_dns_cannot_hold_is_a_name_not_resolved(host: str) -> None:
+    assert await resolve([f"{host}:50052"]) == {}
 
 
 def test_defaults_are_valid() -> None:

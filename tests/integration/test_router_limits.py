@@ -11,7 +11,7 @@ import grpc
 import pytest
 from factories.emitting_backend import count_up
 from factories.router import Router, backend, chat, collect, generate, running_router
-from penstock.common.errors import from_rpc_error
+from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
 CONFIG, OUTPUT = config_pb2.GenerationConfig, config_pb2.OutputConfig
@@ -50,6 +50,13 @@ async def test_bad_field_is_named(request_message: Any, field: str) -> None:
         code, error = await failure(method(request_message))
         assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
         assert not one.submitted
+
+
+async def test_backends_complaint_names_the_field_that_the_client_set() -> None:
+    async with backend() as one, running_router(one) as router:
+        one.refuse = InvalidArgument("config.negative_prompt_ids", "is not available", reason="UNSUPPORTED_FIELD")
+        _, error = await failure(router.stub.Generate(generate(config=CONFIG(negative_prompt_text="no"))))
+        assert error.field == "config.negative_prompt_text"
 
 
 async def test_unknown_model_is_not_found() -> None:

@@ -70,6 +70,8 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
     field = _FIELDS.get(error.field or "", error.field or "request")
     if field == "prompt":
         field = prompt_field(request)
+    elif field == "config.negative_prompt_ids" and request.config.HasField("negative_prompt_text"):
+        field = "config.negative_prompt_text"
     return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
 
 

@@ -31,8 +31,9 @@ async def _addresses(target: str) -> list[str]:
         return [target]
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        _log.warning("cannot resolve a backend name", backend=target, errno=error.errno)
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: no name that DNS could hold.
+        _log.warning("cannot resolve a backend name", backend=target, errno=getattr(error, "errno", None))
         return []
     # A name that has both families usually names the same process twice: keep one family.
     families = {info[0] for info in infos}
