@@ -14,7 +14,7 @@ TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types stubs docs bench venv clean
+.PHONY: help demo test slow lint types stubs docs bench compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -39,13 +39,18 @@ types: $(VENV)/.dev  ## mypy, strict
 stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
 	@$(BIN)/python protos/generate.py --check
 
-docs: $(VENV)/.dev  ## rewrite docs/configuration.md from the code
+docs: $(VENV)/.dev  ## rewrite from the code: docs/configuration.md, docs/metrics.md, the dashboard
 	@$(BIN)/python -m penstock.cli.reference > docs/configuration.md
+	@$(BIN)/python tools/metrics_table.py
+	@$(BIN)/python tools/make_dashboard.py
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/engine_overhead.py
+
+compose: $(VENV)/.runtime  ## run the compose stack for real; needs a Docker engine, see docs/deployment.md
+	@$(BIN)/python deploy/docker/check_stack.py --out docs/compose-run.md
 
 venv: $(VENV)/.dev  ## the environment for development, in .venv
 
