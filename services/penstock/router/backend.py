@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -112,9 +113,15 @@ class Backend:
     @property
     def is_full(self) -> bool:
         """Another request would be refused."""
-        limit, report = self._report.max_queued_requests, self._report
+        return self.room <= 0
+
+    @property
+    def room(self) -> float:
+        """Requests that its queue would still take; infinite when it tells no bound."""
+        report = self._report
         # What came since the report waits until the next one says otherwise; running requests are not in the queue.
-        return 0 < limit <= report.waiting_requests + self.in_flight - self._reported_in_flight
+        waiting = report.waiting_requests + self.in_flight - self._reported_in_flight
+        return report.max_queued_requests - waiting if report.max_queued_requests else math.inf
 
     @property
     def kv_pressure(self) -> float:

@@ -148,10 +148,12 @@ class _Call:
         await parts.admission.enter(tenant, self._left())
         place = _Place(parts.admission)
         try:
-            self._timings.route = time.monotonic() - self._timings.received_at
-            prompt = await self._prompt()
-            live = self._live(request_id, tenant, prompt)
-            await self._stream(live, prompt, place)
+            with contextlib.ExitStack() as room:
+                room.callback(parts.attempts.prepare(self._model))
+                self._timings.route = time.monotonic() - self._timings.received_at
+                prompt = await self._prompt()
+                live = self._live(request_id, tenant, prompt)
+                await self._stream(live, prompt, place, room)
         finally:
             place.leave()
 
@@ -214,7 +216,7 @@ class _Call:
             return None
         return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
 
-    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place) -> None:
+    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: contextlib.ExitStack) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(live.spec.template.config, self._left())
         echo = await self._echo(prompt)
@@ -232,6 +234,8 @@ class _Call:
         live.on_close = on_close
         try:
             begin = time.monotonic()
+            # Placed or not, from here on the backends' own figures count it.
+            room.close()
             parts.attempts.place(live)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
