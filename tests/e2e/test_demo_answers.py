@@ -1,0 +1,109 @@
+"""The embedded model answers through the whole stack: held-out prompts, tool calls, thinking, text of many bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories.stack import Stack
+from penstock_client import AsyncClient, Choice, Client, Completion
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.demo_corpus import HeldOutPrompt, held_out_prompts, held_out_thinking_prompts
+
+WANTED = 0.9
+
+
+def visible(choice: Choice) -> str:
+    """The answer as the corpus writes it: tool calls as Hermes text, thoughts left out."""
+    calls = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in choice.tool_calls]
+    return choice.text.strip() + "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+async def ask(client: AsyncClient, prompt: HeldOutPrompt, thinking: bool) -> Completion:
+    """One greedy answer."""
+    options: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}} if thinking else {}
+    messages = [{k: _plain(v) for k, v in message.items()} for message in prompt.messages]
+    return await client.chat(messages, tools=prompt.tools or (), max_new_tokens=200, **options).result()
+
+
+def _plain(value: Any) -> Any:
+    """Tool calls as the API has them: arguments are JSON text."""
+    if not isinstance(value, list):
+        return value
+    calls = [call["function"] for call in value]
+    return [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in calls]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+async def test_nine_in_ten_held_out_prompts_are_answered_rightly(stack: Stack, thinking: bool) -> None:
+    """All at once over both backends; with thinking the thoughts arrive apart from the answer."""
+    prompts = held_out_thinking_prompts() if thinking else held_out_prompts()
+    async with AsyncClient(stack.address) as client:
+        completions = await asyncio.gather(*(ask(client, prompt, thinking) for prompt in prompts))
+    answers = [visible(completion.choices[0]) for completion in completions]
+    wrong = [(p, a) for p, a in zip(prompts, answers, strict=True) if not p.checker(a)]
+    print(Counter(p.family for p, _ in wrong))
+    shown = "\n".join(f"{p.family}: {p.messages[-1]['content']!r} -> {a!r}" for p, a in wrong)
+    assert 1 - len(wrong) / len(prompts) >= WANTED, shown
+    if thinking:
+        assert all(completion.choices[0].reasoning for completion in completions)
+        assert all(completion.usage.reasoning_tokens > 0 for completion in completions)
+
+
+def test_a_tool_call_arrives_parsed(stack: Stack) -> None:
+    """Name and JSON arguments instead of text, and the finish reason says so."""
+    [prompt] = [p for p in held_out_prompts() if p.tools and p.messages[-1]["role"] == "user"][:1]
+    with Client(stack.address) as client:
+        answer = client.chat(prompt.messages, tools=prompt.tools or (), max_new_tokens=100).result()
+    [choice] = answer.choices
+    assert choice.finish_reason == "TOOL_CALLS"
+    assert choice.tool_calls[0].name in {tool["function"]["name"] for tool in prompt.tools or ()}
+    assert isinstance(json.loads(choice.tool_calls[0].arguments), dict)
+
+
+def test_text_of_many_bytes_streams_in_whole_characters(stack: Stack) -> None:
+    """Every delta is valid text, and together they are the decoded ids."""
+    with Client(stack.address) as client:
+        stream = client.chat("你好!", max_new_tokens=80, return_token_ids=True)
+        deltas = list(stream)
+        [choice] = stream.result().choices
+    assert "".join(delta.text for delta in deltas) == choice.text
+    assert any(ord(character) > 0x3000 for character in choice.text)
+    assert "\ufffd" not in choice.text
+
+
+def test_the_time_of_every_stage_is_told(stack: Stack) -> None:
+    """All stages ran, and they fit into the total."""
+    with Client(stack.address) as client:
+        timings = client.chat("What is Penstock?", max_new_tokens=32).result().timings
+    stages = (
+        "template",
+        "tokenize",
+        "route",
+        "queue",
+        "prefill",
+        "decode",
+        "detokenize",
+        "time_to_first_token",
+        "total",
+    )
+    assert all(timings.HasField(f"{stage}_seconds") for stage in stages)  # type: ignore[arg-type]
+    parts = timings.template_seconds + timings.tokenize_seconds + timings.queue_seconds + timings.prefill_seconds
+    assert parts <= timings.time_to_first_token_seconds <= timings.total_seconds
+
+
+def test_a_seed_repeats_an_answer_and_is_told_when_nobody_chose_it(stack: Stack) -> None:
+    """Sampling at a high temperature: the seed from Started gives the same text again."""
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "ignore_eos": True}
+    with Client(stack.address) as client:
+        first = client.chat("Hello!", **options).result()
+        again = client.chat("Hello!", seed=first.started.seed, **options).result()
+        other = client.chat("Hello!", seed=first.started.seed ^ 1, **options).result()
+    assert first.text == again.text != other.text
