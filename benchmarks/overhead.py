@@ -38,10 +38,11 @@ PROMPTS = [f"Tell me about Penstock, number {i}." for i in range(64)]
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds to the first token, and between tokens."""
+    """Seconds to the first token, between deltas, and per token of a decode (where merged deltas cannot hide)."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    per_token: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
         """p50 and p99 in milliseconds."""
@@ -50,12 +51,15 @@ class Samples:
             "ttft_p99_ms": percentile(self.first, 0.99) * 1e3,
             "itl_p50_ms": percentile(self.between, 0.50) * 1e3,
             "itl_p99_ms": percentile(self.between, 0.99) * 1e3,
+            "tpot_p50_ms": percentile(self.per_token, 0.50) * 1e3,
+            "tpot_p99_ms": percentile(self.per_token, 0.99) * 1e3,
             "requests": len(self.first),
+            "deltas": len(self.first) + len(self.between),
         }
 
 
-async def _consume(call: AsyncIterator[Any], samples: Samples) -> None:
-    start = last = time.perf_counter()
+async def _consume(call: AsyncIterator[Any], samples: Samples, tokens: int) -> None:
+    start = last = begun = time.perf_counter()
     seen = 0
     async for message in call:
         if message.WhichOneof("event") != "delta":
@@ -63,9 +67,11 @@ async def _consume(call: AsyncIterator[Any], samples: Samples) -> None:
         now = time.perf_counter()
         if seen == 0:
             samples.first.append(now - start)
+            begun = now
         else:
             samples.between.append(now - last)
         last, seen = now, seen + 1
+    samples.per_token.append((last - begun) / (tokens - 1))
 
 
 def _config(tokens: int) -> config_pb2.GenerationConfig:
@@ -101,7 +107,7 @@ class Bench:
         request = generation_pb2.GenerateRequest(
             prompt_token_ids=self.ids[prompt], config=_config(self.tokens), stop=stop
         )
-        await _consume(self.generation.Generate(request), samples)
+        await _consume(self.generation.Generate(request), samples, self.tokens)
 
     async def routed(self, prompt: str, samples: Samples) -> None:
         """The same request through router and tokenizer. Ids are asked for, so that every token has its delta."""
@@ -111,7 +117,7 @@ class Bench:
             stop=config_pb2.StopConfig(ignore_eos=True),
             output=config_pb2.OutputConfig(return_token_ids=True),
         )
-        await _consume(self.text.Chat(request), samples)
+        await _consume(self.text.Chat(request), samples, self.tokens)
 
     async def round(self, kind: Any, streams: int, per_stream: int, samples: Samples) -> None:
         """`streams` concurrent callers of `per_stream` requests each."""
