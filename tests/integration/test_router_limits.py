@@ -109,6 +109,14 @@ async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
         assert not one.submitted
 
 
+async def room_for(router: Router, requests: int) -> None:
+    """Wait until the router knows that the backend's queue has room."""
+    service: Any = router.server.service
+    async with asyncio.timeout(5):
+        while service._pool.ready("")[0].room < requests:  # noqa: ASYNC110 (nobody announces a report that changes no state)
+            await asyncio.sleep(0)
+
+
 async def test_running_requests_are_not_in_a_backends_queue() -> None:
     async with backend(max_queued=1, script=count_up(10), allowance=1) as one, running_router(one) as router:
         live = []
@@ -117,7 +125,7 @@ async def test_running_requests_are_not_in_a_backends_queue() -> None:
             await one.until(lambda count=count: one.running == count)  # type: ignore[misc]
             await one.allow(1)
             # Its report says that they all run.
-            await asyncio.sleep(0.1)
+            await room_for(router, 1)
         await one.allow(None)
         await asyncio.gather(*live)
 
