@@ -148,4 +148,4 @@ def test_configurations_import_light() -> None:
 
 def test_no_name_of_this_machine_is_in_a_file() -> None:
     texts = (path for path in EVERYTHING if path != Path(__file__))
-    assert not {inside(path) for path in texts if "/work/" + "main" in path.read_text()}
+    assert not {inside(path) for path in texts if str(ROOT) in path.read_text()}
