@@ -8,8 +8,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 # By name only, so that a CPU build that pip is configured to find is taken.
 TORCH := torch==2.13.0
-# protoc looks for its plugins there.
-export PATH := $(abspath $(BIN)):$(PATH)
 TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker
 

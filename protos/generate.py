@@ -24,7 +24,10 @@ def generate(out: Path) -> dict[str, str]:
     well_known = resources.files("grpc_tools") / "_proto"
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("penstock/v1/*.proto"))
     flags = [f"--{plugin}={out}" for plugin in ("python_out", "grpc_python_out")]
-    flags += [f"--{plugin}=quiet:{out}" for plugin in ("mypy_out", "mypy_grpc_out")]
+    # Named, since an environment that is not activated has its programs on no PATH.
+    for plugin in ("mypy", "mypy_grpc"):
+        program = Path(sys.executable).parent / f"protoc-gen-{plugin}"
+        flags += [f"--plugin=protoc-gen-{plugin}={program}", f"--{plugin}_out=quiet:{out}"]
     if protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *flags, *sources]) != 0:
         raise RuntimeError("protoc failed; its messages are above")
     produced = out / "penstock" / "v1"
