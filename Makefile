@@ -12,10 +12,13 @@ TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types stubs docs bench compose venv clean
+.PHONY: help kernels demo test slow lint types stubs docs bench compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+kernels: $(VENV)/.runtime  ## compile the optional C++ kernels (needs g++)
+	@$(BIN)/penstock build-kernels
 
 demo: $(VENV)/.runtime  ## start the stack on the embedded model, stream one answer, show its timings
 	@$(BIN)/penstock demo

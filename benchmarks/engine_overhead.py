@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class NullRunner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         token = SampledToken(TOKEN)
         return RunnerOutput({drawer.seq_id: token for entry in output.scheduled for drawer in entry.sample}, {})
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Keeps nothing."""
 
 
 def measure(num_sequences: int, context: int, steps: int, queued: int, *, stop_strings: bool) -> dict[str, Any]:

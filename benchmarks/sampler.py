@@ -11,6 +11,7 @@ median CPU time of the process, which other load on the machine hardly changes (
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,12 +20,16 @@ from typing import Any
 
 import torch
 from _report import write
+from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.step import Fork
+from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
 from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.sampler import Sampler
 from transformers.generation import logits_process as hf
 
 PROMPT = 512
+BEAMS = 4
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, repetition 1.05": {"repetition_penalty": 1.05},
@@ -48,6 +53,16 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k 50": {"do_sample": True, "top_k": 50},
     "top_p 0.8": {"do_sample": True, "top_p": 0.8},
     "min_p 0.05": {"do_sample": True, "min_p": 0.05},
+    "top_h 0.7": {"do_sample": True, "top_h": 0.7},
+    "typical_p 0.9": {"do_sample": True, "typical_p": 0.9},
+    "epsilon_cutoff 3e-4": {"do_sample": True, "epsilon_cutoff": 3e-4},
+    "eta_cutoff 2e-3": {"do_sample": True, "eta_cutoff": 2e-3},
+    "greedy, no_repeat_ngram_size 3": {"no_repeat_ngram_size": 3},
+    "greedy, 200 bad words": {"bad_words_ids": tuple((i, i + 1, i + 2) for i in range(200))},
+    "greedy, watermark": {"watermark": WatermarkOptions()},
+    "beams of 4": {"beams": BeamOptions(4)},
+    "beams of 4, repetition 1.05": {"beams": BeamOptions(4), "repetition_penalty": 1.05},
+    "beams of 4, sampled, top_k 50": {"beams": BeamOptions(4), "do_sample": True, "top_k": 50},
 }
 
 
@@ -75,32 +90,91 @@ class Ours:
             sequence.token_ids.append(token.token_id)
 
 
+class OurBeams:
+    """Requests of four beams, of which two go on in each step and two are forked anew."""
+
+    def __init__(self, options: dict[str, Any], rows: int, vocab: int) -> None:
+        self.params = SamplingParams(1 << 20, **options)
+        self.sampler = Sampler(torch.device("cpu"))
+        self.next_id = itertools.count()
+        self.requests = []
+        for _ in range(rows // BEAMS):
+            prompt = torch.randint(0, vocab, (PROMPT,)).tolist()
+            self.requests.append([self._beam(prompt, slot) for slot in range(BEAMS)])
+
+    def step(self, logits_NV: torch.Tensor) -> None:
+        """Draw candidates, fork, and drop."""
+        tokens = iter(self.sampler.sample(logits_NV, [beam for beams in self.requests for beam in beams]))
+        forks, dropped = [], []
+        for place, beams in enumerate(self.requests):
+            found = [token.candidates for token in itertools.islice(tokens, BEAMS)]
+            kept = beams[: BEAMS // 2]
+            children = [self._beam(beam.token_ids, BEAMS // 2 + slot) for slot, beam in enumerate(kept)]
+            forks += [
+                Fork(beam.seq_id, child.seq_id, beam.num_tokens) for beam, child in zip(kept, children, strict=True)
+            ]
+            dropped += [beam.seq_id for beam in beams[BEAMS // 2 :]]
+            self.requests[place] = [*kept, *children]
+            for beam, candidates in zip(self.requests[place], found, strict=True):
+                beam.token_ids.append(candidates.token_ids[0] if candidates is not None else 0)
+        self.sampler.fork(forks)
+        self.sampler.release(dropped)
+
+    def _beam(self, token_ids: list[int], slot: int) -> Sequence:
+        spec = DrawSpec(DrawKind.CANDIDATES, 2 * BEAMS, log_softmax=True)
+        if self.params.do_sample:
+            spec.gumbel_slot = slot
+        return Sequence(next(self.next_id), 0, self.params, 0, list(token_ids), PROMPT, draw=spec)
+
+
 class Transformers:
     """What generate() does with the same options: its processors, softmax, multinomial."""
 
     def __init__(self, options: dict[str, Any], rows: int, vocab: int) -> None:
         self.ids = torch.randint(0, vocab, (rows, PROMPT))
         self.sampled = bool(options.get("do_sample"))
+        self.beams = "beams" in options
         kinds: list[tuple[str, Callable[[Any], hf.LogitsProcessor]]] = [
             ("repetition_penalty", hf.RepetitionPenaltyLogitsProcessor),
+            ("no_repeat_ngram_size", hf.NoRepeatNGramLogitsProcessor),
+            ("bad_words_ids", lambda words: hf.NoBadWordsLogitsProcessor([list(word) for word in words])),
             ("temperature", hf.TemperatureLogitsWarper),
+            ("top_h", hf.TopHLogitsWarper),
             ("top_k", hf.TopKLogitsWarper),
             ("top_p", hf.TopPLogitsWarper),
             ("min_p", hf.MinPLogitsWarper),
+            ("typical_p", hf.TypicalLogitsWarper),
+            ("epsilon_cutoff", hf.EpsilonLogitsWarper),
+            ("eta_cutoff", hf.EtaLogitsWarper),
+            ("watermark", lambda mark: hf.WatermarkLogitsProcessor(vocab, "cpu", mark.greenlist_ratio, mark.bias)),
         ]
         self.processors = hf.LogitsProcessorList([kind(options[name]) for name, kind in kinds if name in options])
 
     def step(self, logits_NV: torch.Tensor) -> None:
-        """One token per row."""
-        scores = self.processors(self.ids, logits_NV)
-        drawn = torch.multinomial(scores.softmax(-1), 1) if self.sampled else scores.argmax(-1, keepdim=True)
+        """One token per row, or the candidates of each request's beams."""
+        scores = self.processors(self.ids, logits_NV.log_softmax(-1) if self.beams else logits_NV)
+        if self.beams:
+            drawn = self._of_beams(scores)
+        elif self.sampled:
+            drawn = torch.multinomial(scores.softmax(-1), 1)
+        else:
+            drawn = scores.argmax(-1, keepdim=True)
         self.ids = torch.cat([self.ids, drawn], dim=1)
+
+    def _of_beams(self, scores_NV: torch.Tensor) -> torch.Tensor:
+        flat = scores_NV.reshape(-1, BEAMS * scores_NV.shape[1])
+        picked = torch.multinomial(flat.softmax(-1), 2 * BEAMS) if self.sampled else flat.topk(2 * BEAMS, dim=1).indices
+        return (picked[:, :BEAMS] % scores_NV.shape[1]).reshape(-1, 1)
+
+
+Contender = Ours | OurBeams | Transformers
 
 
 @torch.inference_mode()
 def measure(options: dict[str, Any], given: torch.Tensor, repeats: int) -> dict[str, dict[str, float]]:
     """ms per step of both, taken in turns; the copy of the logits that is consumed is not counted."""
-    contenders = {"penstock": Ours(options, *given.shape), "transformers": Transformers(options, *given.shape)}
+    ours = (OurBeams if "beams" in options else Ours)(options, *given.shape)
+    contenders: dict[str, Contender] = {"penstock": ours, "transformers": Transformers(options, *given.shape)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):
         for name, contender in contenders.items():

@@ -32,7 +32,7 @@ def rate(metric: str, legend: str, by: str = "") -> tuple[str, str]:
     return f"sum{f' by ({by})' if by else ''} (rate({metric}[{RATE}]))", legend
 
 
-ROUTER, TOKENIZER = "penstock_router_", "penstock_tokenizer_"
+ROUTER, TOKENIZER, DRAFTS = "penstock_router_", "penstock_tokenizer_", "penstock_generation_"
 ERRORS = f'sum by (grpc_service, grpc_code) (rate(grpc_server_handled_total{{grpc_code!="OK"}}[{RATE}]))'
 # Row title -> panels: (title, unit, queries)
 ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
@@ -59,7 +59,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (
             "Mean time of an engine step",
             "s",
-            [mean(f"penstock_engine_{stage}_seconds", stage) for stage in ("schedule", "execute", "update")],
+            [mean(f"penstock_engine_{stage}_seconds", stage) for stage in ("schedule", "execute", "update", "draft")],
         ),
         ("Queue time", "s", quantiles("penstock_request_queue_time_seconds")),
         ("Waiting for a tokenizer worker", "s", quantiles(TOKENIZER + "queue_seconds")),
@@ -85,6 +85,29 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
             "reqps",
             [rate("penstock_request_success_total", "{{finished_reason}}", "finished_reason")],
         ),
+    ],
+    "Assisted generation": [
+        (
+            "Draft tokens verified",
+            "short",
+            [
+                rate(f"{DRAFTS}accepted_draft_tokens_total", "accepted"),
+                rate(f"{DRAFTS}rejected_draft_tokens_total", "rejected"),
+            ],
+        ),
+        (
+            "Acceptance",
+            "percentunit",
+            [
+                (
+                    f"sum(rate({DRAFTS}accepted_draft_tokens_total[{RATE}])) / "
+                    f"(sum(rate({DRAFTS}accepted_draft_tokens_total[{RATE}])) + "
+                    f"sum(rate({DRAFTS}rejected_draft_tokens_total[{RATE}])))",
+                    "accepted",
+                )
+            ],
+        ),
+        ("Draft model in a step", "s", quantiles("penstock_engine_draft_seconds")),
     ],
     "KV pool": [
         ("Usage", "percentunit", [("penstock_kv_cache_usage_perc", "{{instance}}")]),

@@ -2,12 +2,14 @@
 //
 //   npm install
 //   node chat.mjs [--address localhost:50050] [--max-new-tokens 64] "What is Penstock?"
+//   node chat.mjs --options '{"num_beams": 4, "choice": ["yes", "no"]}' "Is water wet?"
 //
 // Written from protos/penstock/v1 alone. Exits 1 with the server's status and field when the call fails.
 import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
+import { toRequest } from "./options.mjs";
 
 const protos = fileURLToPath(new URL("../../protos", import.meta.url));
 
@@ -39,6 +41,13 @@ export async function* chat(client, request, { deadlineSeconds = 60 } = {}) {
   if (!finished) throw new Error("the stream ended without Finished");
 }
 
+// The server's status and what it says of the field, on stderr.
+export function reportFailure(error) {
+  const status = Object.keys(grpc.status).find((name) => grpc.status[name] === error.code);
+  console.error(`${status ?? "ERROR"}: ${error.details ?? error.message}`);
+  process.exit(1);
+}
+
 async function main() {
   const { values, positionals } = parseArgs({
     allowPositionals: true,
@@ -46,12 +55,18 @@ async function main() {
       address: { type: "string", default: "localhost:50050" },
       "max-new-tokens": { type: "string", default: "64" },
       seed: { type: "string" },
+      // JSON of any options of a request, by Hugging Face's names.
+      options: { type: "string", default: "{}" },
     },
   });
   const client = connect(values.address);
   const request = {
     messages: [{ role: "user", content: positionals.join(" ") || "What is Penstock?" }],
-    config: { max_new_tokens: Number(values["max-new-tokens"]), ...(values.seed && { seed: values.seed }) },
+    ...toRequest({
+      max_new_tokens: Number(values["max-new-tokens"]),
+      seed: values.seed,
+      ...JSON.parse(values.options),
+    }),
   };
   for await (const message of chat(client, request)) {
     if (message.event === "delta") process.stdout.write(message.delta.text);
@@ -65,9 +80,5 @@ async function main() {
 }
 
 if (process.argv[1] === fileURLToPath(import.meta.url)) {
-  main().catch((error) => {
-    const status = Object.keys(grpc.status).find((name) => grpc.status[name] === error.code);
-    console.error(`${status ?? "ERROR"}: ${error.details ?? error.message}`);
-    process.exit(1);
-  });
+  main().catch(reportFailure);
 }

@@ -6,10 +6,14 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories.stack import Stack
-from penstock_client import Client
+from google.protobuf import json_format
+from penstock.v1 import text_pb2
+from penstock_client import Client, GenerationOptions
+from penstock_client._options import chat_request
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = "What is Penstock?"
@@ -28,9 +32,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, script: str = "chat.mjs") -> subprocess.CompletedProcess[str]:
     """Run the example with node."""
-    return subprocess.run(["node", "chat.mjs", *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["node", script, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 def test_node_streams_the_same_chat_as_python(example: Path, stack: Stack) -> None:
@@ -51,3 +55,79 @@ def test_node_is_told_the_status_and_field_of_a_bad_request(example: Path, stack
     assert done.returncode == 1
     assert "INVALID_ARGUMENT" in done.stderr
     assert "config.max_new_tokens" in done.stderr
+
+
+def test_node_scores_as_python_does(example: Path, stack: Stack) -> None:
+    prompt, continuations = "The capital of France is", [" Rome", " Paris", " bananas"]
+    done = run(example, "--address", stack.address, prompt, *continuations, script="score.mjs")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    with Client(stack.address) as client:
+        scores = client.score([(prompt, continuation) for continuation in continuations]).scores
+    expected = {text: score.logprob for text, score in zip(continuations, scores, strict=True)}
+    assert [row["continuation"] for row in rows] == sorted(expected, key=lambda text: -expected[text])
+    assert {row["continuation"]: row["logprob"] for row in rows} == pytest.approx(expected, abs=0.05)
+
+
+def test_node_is_told_what_is_wrong_with_an_item(example: Path, stack: Stack) -> None:
+    done = run(example, "--address", stack.address, "The capital of France is", " Rome", "", script="score.mjs")
+    assert done.returncode == 1
+    assert "items[1].continuation" in done.stderr
+
+
+OPTIONS = {
+    "early_stopping": "never",
+    "num_assistant_tokens_schedule": "heuristic",
+    "dola_layers": [1, 2],
+    "negative_prompt": "no",
+    "bad_words_ids": [[1], [2, 3]],
+    "force_words_ids": [[1, 2], [[3], [4, 5]]],
+    "forced_eos_token_id": 7,
+    "exponential_decay_length_penalty": [5, 1.5],
+    "sequence_bias": [[[1, 2], -0.5]],
+    "watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"},
+    "allowed_token_trie": [[1, 2], [3]],
+    "temperature": 0.5,
+    "top_k": 0,
+    "suppress_tokens": [1],
+    "stop_strings": "end",
+    "stop_token_ids": [1, [2, 3]],
+    "output_scores": True,
+    "tensor_steps": [0],
+    "json_schema": {"type": "object"},
+}
+
+
+def test_node_makes_the_same_request_of_options_as_python(example: Path) -> None:
+    """Both speak Hugging Face's names; every field of the wire has one."""
+    made = json_of(example, f"toRequest({json.dumps(OPTIONS)})")
+    expected = text_pb2.ChatRequest()
+    json_format.ParseDict({**made, "messages": []}, expected)
+    request = chat_request([], (), (), None, OPTIONS)
+    assert json.loads(made["constraint"]["json_schema"]) == json.loads(request.constraint.json_schema)
+    expected.ClearField("constraint")
+    request.ClearField("constraint")
+    assert expected == request
+
+
+def test_every_option_of_python_is_one_of_node(example: Path) -> None:
+    """A field that is added to the protos must be added to options.mjs."""
+    mine = {"config", "model", "adapter", "request_id", "session_id", "priority", "cache_salt", "negative_prompt_ids"}
+    names = sorted(set(GenerationOptions.__annotations__) - mine)
+    unknown = f"{json.dumps(names)}.filter((name) => {{ try {{ toRequest({{[name]: true}}); return false; }} "
+    refused = json_of(example, unknown + "catch (error) { return error.message.startsWith('unknown option'); } })")
+    assert refused == []
+
+
+def json_of(folder: Path, expression: str) -> Any:
+    """What `expression` is in node, with options.mjs imported."""
+    script = f'import {{ toRequest }} from "./options.mjs"; console.log(JSON.stringify({expression}));'
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return json.loads(done.stdout)

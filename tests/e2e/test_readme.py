@@ -91,14 +91,16 @@ def test_command(command: str, served: Process, tmp_path: Path) -> None:
     assert expected in done.stdout + done.stderr
 
 
-def test_the_python_example(served: Process) -> None:
-    """The block runs as it stands."""
-    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize(("number", "expected"), [(0, "completion_tokens"), (1, '"age"')], ids=["chat", "options"])
+def test_the_python_examples(served: Process, number: int, expected: str) -> None:
+    """The blocks run as they stand."""
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 2
     done = subprocess.run(
-        [sys.executable, "-c", local(example, served)], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [sys.executable, "-c", local(examples[number], served)], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert "completion_tokens" in done.stdout
+    assert expected in done.stdout
 
 
 def documents() -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
 
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.draw import Candidates, DrawKind
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.request import (
     DeltaOutput,
@@ -20,7 +22,7 @@ from penstock.generation.engine.request import (
     StartedOutput,
 )
 from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
+from penstock.generation.engine.step import DraftOrder, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.sampling.params import SamplingParams
 
 _ids = itertools.count()
@@ -30,7 +32,8 @@ class FakeRunner:
     """Draws a pure function of (seed, all tokens before), read back from the KV that the block tables point at.
 
     `kv[block][offset]` holds (token, position). A step fails when a sequence's context is not what its tokens say,
-    when two sequences write the same slot, or when a draw is asked of a row that is not the drawer's last.
+    when two sequences write the same slot, when a draw is asked of a row that is not the drawer's last, or when a
+    sequence draws without its guide (whose tokens its draw then depends on, too).
     """
 
     def __init__(self, config: EngineConfig, *, vocab_size: int = 50, script: dict[int, int] | None = None) -> None:
@@ -40,9 +43,16 @@ class FakeRunner:
         self.kv: list[list[tuple[int, int] | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.steps: list[SchedulerOutput] = []
         self.fail_at_step: int | None = None
+        # seq_ids that were computed and not released since.
+        self.known: set[int] = set()
+
+    def release(self, seq_ids: Items[int]) -> None:
+        self.known.difference_update(seq_ids)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         self.steps.append(output)
+        self.release(output.released)
+        self.known.update(entry.sequence.seq_id for entry in output.scheduled)
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("device lost")
         assert 0 < output.num_tokens <= self.config.max_batch_tokens
@@ -55,14 +65,24 @@ class FakeRunner:
         self._write(output)
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
+        guides = {one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_guide(one)}
         for entry in output.scheduled:
             context = self._read(entry.sequence, entry.start + entry.num_tokens)
             for drawer in entry.sample:
                 assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
-                sampled[drawer.seq_id] = self.draw(drawer, context)
-            if entry.sequence.params.prompt_logprobs is not None:
-                last = min(entry.start + entry.num_tokens, entry.sequence.num_prompt_tokens - 1)
-                ids = entry.sequence.token_ids[entry.start + 1 : last + 1]
+                if is_guide(drawer):
+                    continue
+                guide = drawer.guide
+                assert guide is None or guide.seq_id in guides, "drawn without its guide"
+                beside = [] if guide is None else [-1, *guides[guide.seq_id]]
+                sampled[drawer.seq_id] = self.draw(drawer, [*context, *beside])
+            for row, probe in entry.probes:
+                before = context[: entry.start + row + 1]
+                assert probe.token_ids == before, "a probe draws from a row that is not its last"
+                assert probe.origin is entry.sequence
+                sampled[probe.seq_id] = self.draw(probe, before)
+            ids = prompt_targets(entry)
+            if ids:
                 prompt_logprobs[entry.sequence.seq_id] = tuple(
                     PositionLogprobs(Logprob(token_id, -1.0, 1)) for token_id in ids
                 )
@@ -72,6 +92,8 @@ class FakeRunner:
         if sequence.num_output_tokens in self.script:
             return SampledToken(self.script[sequence.num_output_tokens], logprob=-0.5)
         seed = sequence.seed if sequence.params.do_sample else 0
+        if sequence.draw.kind is DrawKind.CANDIDATES:
+            return candidates(sequence, seed, context, self.vocab_size)
         ranked = ranking(seed, context, self.vocab_size)
         wants = sequence.params.top_logprobs
         top = tuple(Logprob(token, score, rank) for rank, (token, score) in enumerate(ranked[: wants or 0], 1))
@@ -101,11 +123,85 @@ class FakeRunner:
         return context
 
 
+class FakeDrafter:
+    """Drafts that the runner of the same vocabulary would draw, each with probability `quality`, else others."""
+
+    def __init__(self, quality: float, *, vocab_size: int = 50, lengths: Items[int] = (99,)) -> None:
+        """`lengths`: how many tokens the answers have at most, in turns."""
+        self.quality = quality
+        self.vocab_size = vocab_size
+        self.calls: list[list[DraftOrder]] = []
+        self.released: list[int] = []
+        self._lengths = itertools.cycle(lengths)
+
+    def draft(self, orders: Items[DraftOrder]) -> list[list[int]]:
+        self.calls.append(list(orders))
+        assert all(order.num_tokens > 0 for order in orders)
+        assert all(order.sequence.num_draft_tokens == 0 for order in orders), "drafts upon drafts"
+        return [self._answer(order.sequence, min(order.num_tokens, next(self._lengths))) for order in orders]
+
+    def release(self, seq_ids: Items[int]) -> None:
+        self.released.extend(seq_ids)
+
+    def _answer(self, sequence: Sequence, count: int) -> list[int]:
+        seed = sequence.seed if sequence.params.do_sample else 0
+        context = list(sequence.token_ids)
+        for _ in range(count):
+            token = ranking(seed, context, self.vocab_size)[0][0]
+            is_right = hashlib.blake2b(repr(context).encode()).digest()[0] < 256 * self.quality
+            context.append(token if is_right else (token + 1) % self.vocab_size)
+        return context[sequence.num_tokens :]
+
+
+def prompt_targets(entry: ScheduledSequence) -> list[int]:
+    """Prompt tokens whose log-probability the entry's rows tell."""
+    sequence = entry.sequence
+    if sequence.first_logprob_row is None:
+        return []
+    known = sequence.token_ids[: sequence.num_prompt_tokens]
+    if sequence.next_token_id is not None:
+        known = [*known, sequence.next_token_id]
+    first = max(entry.start, sequence.first_logprob_row)
+    return known[first + 1 : entry.start + entry.num_tokens + 1]
+
+
+def is_guide(sequence: Sequence) -> bool:
+    """Whether only other sequences' draws need its row."""
+    return sequence.draw.kind is DrawKind.GUIDE
+
+
 def ranking(seed: int, context: Items[int], vocab_size: int) -> list[tuple[int, float]]:
     """Some (token, logprob), best first: a pure function."""
     digest = hashlib.blake2b(repr((seed, list(context))).encode(), digest_size=32).digest()
     tokens = dict.fromkeys(byte % vocab_size for byte in digest)
     return [(token, -0.5 - 0.25 * rank - digest[0] / 1000) for rank, token in enumerate(tokens)]
+
+
+def candidates(sequence: Sequence, seed: int, context: Items[int], vocab_size: int) -> SampledToken:
+    """The best of `ranking`, after a penalty of 1 for each time that a token is taken. Other tokens score -20."""
+    spec, listed = sequence.draw, sequence.params.top_logprobs
+    scores = {token: score - spec.taken_ids.count(token) for token, score in ranking(0, context, vocab_size)}
+    slot = spec.gumbel_slot
+    keys = scores if slot is None else {t: score + _noise((seed, len(context), slot, t)) for t, score in scores.items()}
+    best = sorted(keys, key=lambda token: (-keys[token], token))[: spec.num_candidates]
+    by_score = sorted(scores, key=lambda token: -scores[token])
+    found = Candidates(
+        token_ids=tuple(best),
+        scores=tuple(scores[token] for token in best),
+        keys=tuple(keys[token] for token in best),
+        extra_scores=tuple(scores.get(token, -20.0) for token in spec.extra_ids),
+        ranks=() if listed is None else tuple(by_score.index(token) + 1 for token in best),
+    )
+    if listed is None:
+        return SampledToken(-1, candidates=found)
+    top = tuple(Logprob(token, scores[token], rank) for rank, token in enumerate(by_score[:listed], 1))
+    return SampledToken(-1, candidates=found, logprobs=PositionLogprobs(None, top))
+
+
+def _noise(what: tuple[int, ...]) -> float:
+    """Gumbel noise: a pure function."""
+    number = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=6).digest(), "big")
+    return -math.log(-math.log((number + 0.5) / 2.0**48))
 
 
 def engine_config(**changes: Any) -> EngineConfig:
@@ -172,6 +268,8 @@ def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = 
         engine.add(item)
     for _ in range(10_000):
         if not engine.has_work:
+            if isinstance(engine._runner, FakeRunner):
+                assert not engine._runner.known, "the idle runner was not told who is gone"
             return answers
         collect(answers, engine.step())
         engine.check_integrity()

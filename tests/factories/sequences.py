@@ -24,4 +24,5 @@ def sequence(
         seed=options.seed,
         token_ids=[*prompt, *(output or [])],
         num_prompt_tokens=len(prompt),
+        first_logprob_row=None if options.prompt_logprobs is None else 0,
     )

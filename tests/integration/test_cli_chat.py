@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument, trailing_metadata
-from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, text_pb2_grpc
 
 
 class Script(text_pb2_grpc.TextServiceServicer):
@@ -20,6 +22,7 @@ class Script(text_pb2_grpc.TextServiceServicer):
     def __init__(self) -> None:
         self.chats: list[text_pb2.ChatRequest] = []
         self.texts: list[text_pb2.GenerateTextRequest] = []
+        self.warnings: list[str] = []
 
     async def Chat(self, request: text_pb2.ChatRequest, context: Any) -> None:
         self.chats.append(request)
@@ -34,7 +37,14 @@ class Script(text_pb2_grpc.TextServiceServicer):
 
     async def Generate(self, request: text_pb2.GenerateTextRequest, context: Any) -> None:
         self.texts.append(request)
-        await context.write(text_pb2.GenerateTextResponse(started=generation_pb2.Started(request_id="r")))
+        started = generation_pb2.Started(request_id="r", warnings=self.warnings)
+        await context.write(text_pb2.GenerateTextResponse(started=started))
+        if request.config.num_return_sequences > 1:
+            for seq, (index, text) in enumerate(((1, "se"), (0, "fir"), (1, "cond"), (0, "st"))):
+                delta = text_pb2.TextDelta(seq=seq, index=index, text=text)
+                await context.write(text_pb2.GenerateTextResponse(delta=delta))
+            await context.write(text_pb2.GenerateTextResponse(finished=finished(4)))
+            return
         await context.write(text_pb2.GenerateTextResponse(delta=text_pb2.TextDelta(text="héllo 👋🏽")))
         await context.write(text_pb2.GenerateTextResponse(finished=finished(1)))
 
@@ -104,3 +114,68 @@ async def test_complete_reads_a_pipe_and_sends_the_options_that_were_given() -> 
     assert (request.config.temperature, request.config.max_new_tokens) == (0.0, 7)
     assert list(request.stop.stop_strings) == ["a,b", "\n"]
     assert not request.config.HasField("seed")
+
+
+async def test_flags_reach_their_fields(tmp_path: Path) -> None:
+    schema = tmp_path / "person.json"
+    schema.write_text('{"type": "object"}')
+    flags = [
+        *("--num-beams", "4", "--early-stopping", "never", "--length-penalty", "0.5", "--dola-layers", "0,2"),
+        *("--prompt-lookup-num-tokens", "3", "--guidance-scale", "1.5", "--negative-prompt", "sad", "--do-sample"),
+        *("--json-schema", f"@{schema}", "--option", "bad_words_ids=[[5], [6, 7]]", "--option", "top_h=0.5"),
+    ]
+    async with scripted() as (script, address):
+        for arguments in (("complete", "Hi"), ("chat",)):
+            code, _, stderr = await penstock(*arguments, "--address", address, *flags, stdin="Hi\n")
+            assert (code, stderr) == (0, "")
+    for request in (script.texts[0], script.chats[0]):
+        config = request.config
+        assert (config.num_beams, config.length_penalty, config.top_h, config.do_sample) == (4, 0.5, 0.5, True)
+        assert config.early_stopping == config_pb2.EARLY_STOPPING_NEVER
+        assert list(config.dola_layers.indices.indices) == [0, 2]
+        assert [list(word.ids) for word in config.bad_words_ids] == [[5], [6, 7]]
+        assert (config.negative_prompt_text, config.prompt_lookup_num_tokens) == ("sad", 3)
+        assert request.constraint.json_schema == '{"type": "object"}'
+
+
+async def test_several_sequences_come_one_after_the_other() -> None:
+    async with scripted() as (_, address):
+        flags = ("--option", "num_return_sequences=2", "--do-sample")
+        _, stdout, _ = await penstock("complete", "Hi", "--address", address, *flags)
+    assert stdout == "first\nsecond\n"
+
+
+async def test_choices_repeat() -> None:
+    async with scripted() as (script, address):
+        await penstock("complete", "Hi", "--address", address, "--choice", "yes, sir", "--choice", "no")
+    assert list(script.texts[0].constraint.choice.values) == ["yes, sir", "no"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--option", "num_beeps=3"), "num_beeps"),
+        (("--option", "top_k"), "NAME=JSON"),
+        (("--option", "top_k=x"), "JSON"),
+        (("--option", "top_k=-3"), "top_k"),
+        (("--regex", "a", "--choice", "b"), "'regex' and 'choice' do not go together (change --regex)"),
+        (("--seed", "9" * 20), "(change --seed)"),
+        (("--option", "seed=-1"), "(change --option)"),
+        (("--option", "top_logprobs=[]"), "option 'top_logprobs'"),
+        (("--early-stopping", "maybe"), "true, false or never"),
+        (("--dola-layers", "middle"), "low, high or numbers"),
+        (("--json-schema", "@/nowhere/at/all"), "cannot be read"),
+    ],
+)
+async def test_a_wrong_flag_is_told_before_anything_is_asked(flags: tuple[str, ...], told: str) -> None:
+    async with scripted() as (script, address):
+        code, stdout, stderr = await penstock("complete", "Hi", "--address", address, *flags)
+    assert (code, stdout, script.texts) == (2, "", [])
+    assert told in stderr
+
+
+async def test_warnings_are_shown_with_the_statistics() -> None:
+    async with scripted() as (script, address):
+        script.warnings = ["config.top_k has no effect"]
+        _, _, stderr = await penstock("complete", "Hi", "--address", address, "--stats")
+    assert "warning: config.top_k has no effect" in stderr

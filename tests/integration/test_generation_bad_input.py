@@ -22,7 +22,6 @@ from penstock.v1 import admin_pb2, config_pb2, generation_pb2, model_pb2, model_
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAN, INF = float("nan"), float("inf")
-HEURISTIC = config_pb2.ASSISTANT_TOKENS_SCHEDULE_HEURISTIC
 BAD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("max_new_tokens", {"max_new_tokens": 0}),
     ("max_length", {"max_new_tokens": None, "max_length": 3}),
@@ -45,50 +44,6 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {1: NAN}}),
     ("early_stopping", {"early_stopping": 9}),
     ("length_penalty", {"length_penalty": NAN}),
-]
-LATER_CONFIGS: list[tuple[str, dict[str, Any]]] = [
-    ("num_beams", {"num_beams": 4}),
-    ("num_beam_groups", {"num_beam_groups": 2}),
-    ("diversity_penalty", {"diversity_penalty": 0.5}),
-    ("penalty_alpha", {"penalty_alpha": 0.6}),
-    ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
-    ("max_matching_ngram_size", {"max_matching_ngram_size": 2}),
-    ("assistant_model", {"assistant_model": "draft"}),
-    ("num_assistant_tokens", {"num_assistant_tokens": 5}),
-    (
-        "num_assistant_tokens_schedule",
-        {"num_assistant_tokens_schedule": config_pb2.ASSISTANT_TOKENS_SCHEDULE_HEURISTIC},
-    ),
-    ("assistant_confidence_threshold", {"assistant_confidence_threshold": 0.9}),
-    ("dola_layers", {"dola_layers": config_pb2.DolaLayers(preset="low")}),
-    ("guidance_scale", {"guidance_scale": 1.5}),
-    ("negative_prompt_text", {"negative_prompt_text": "x"}),
-    ("negative_prompt_ids", {"negative_prompt_ids": token_ids(1)}),
-    ("top_h", {"top_h": 0.5}),
-    ("typical_p", {"typical_p": 0.9}),
-    ("epsilon_cutoff", {"epsilon_cutoff": 0.1}),
-    ("eta_cutoff", {"eta_cutoff": 0.1}),
-    ("encoder_repetition_penalty", {"encoder_repetition_penalty": 1.1}),
-    ("no_repeat_ngram_size", {"no_repeat_ngram_size": 2}),
-    ("encoder_no_repeat_ngram_size", {"encoder_no_repeat_ngram_size": 2}),
-    ("bad_words_ids", {"bad_words_ids": [token_ids(1)]}),
-    ("force_words_ids", {"force_words_ids": [config_pb2.WordAlternatives(alternatives=[token_ids(1)])]}),
-    ("constraints", {"constraints": [config_pb2.DecodingConstraint(phrasal=token_ids(1))]}),
-    ("renormalize_logits", {"renormalize_logits": True}),
-    ("remove_invalid_values", {"remove_invalid_values": True}),
-    ("forced_bos_token_id", {"forced_bos_token_id": 0}),
-    ("forced_eos_token_id", {"forced_eos_token_id": [0]}),
-    (
-        "exponential_decay_length_penalty",
-        {"exponential_decay_length_penalty": config_pb2.ExponentialDecayLengthPenalty(start_index=1, decay_factor=2)},
-    ),
-    ("suppress_tokens", {"suppress_tokens": [1]}),
-    ("begin_suppress_tokens", {"begin_suppress_tokens": [1]}),
-    ("sequence_bias", {"sequence_bias": [config_pb2.SequenceBias(token_ids=[1], bias=1)]}),
-    ("watermarking_config", {"watermarking_config": config_pb2.WatermarkingConfig()}),
-    ("token_healing", {"token_healing": True}),
-    ("allowed_token_ids", {"allowed_token_ids": [1]}),
-    ("allowed_token_trie", {"allowed_token_trie": config_pb2.AllowedTokenTrie(sequences=[token_ids(1)])}),
 ]
 
 
@@ -115,12 +70,6 @@ async def test_an_impossible_option(client: Client, name: str, config: dict[str,
     assert error.field == f"config.{name}"
 
 
-@pytest.mark.parametrize(("name", "config"), LATER_CONFIGS, ids=lambda value: str(value)[:40])
-async def test_an_option_of_a_later_release(client: Client, name: str, config: dict[str, Any]) -> None:
-    error = await refused(client, request(config=config), InvalidArgument)
-    assert (error.field, error.reason) == (f"config.{name}", "UNSUPPORTED_FIELD")
-
-
 @pytest.mark.parametrize(
     ("kind", "field", "message"),
     [
@@ -137,12 +86,11 @@ async def test_an_option_of_a_later_release(client: Client, name: str, config: d
         (InvalidArgument, "output.top_logprobs", request(output={"top_logprobs": 21})),
         (InvalidArgument, "output.prompt_logprobs", request(output={"prompt_logprobs": 21})),
         (InvalidArgument, "output.stream_interval", request(output={"stream_interval": 0})),
-        (InvalidArgument, "output.output_hidden_states", request(output={"output_hidden_states": True})),
         (InvalidArgument, "resumed_token_ids", request(resumed_token_ids=[token_ids(1), token_ids(1)])),
         (InvalidArgument, "seed", request(seed=2**64 - 1)),
         (InvalidArgument, "timeout_seconds", request(timeout_seconds=-1)),
         (InvalidArgument, "request_id", request(request_id="x" * 1000)),
-        (InvalidArgument, "constraint", request(constraint=config_pb2.Constraint(json_object=True))),
+        (InvalidArgument, "constraint", request(constraint=config_pb2.Constraint())),
         (NotFound, "model", request(model="another")),
         (NotFound, "adapter", request(adapter="mine")),
         (FailedPrecondition, "tokenizer_fingerprint", request(tokenizer_fingerprint="0" * 64)),
@@ -190,8 +138,6 @@ async def test_garbage_inside_a_session_ends_that_session_only(client: Client) -
 
 async def test_rpcs_of_later_releases_say_so(client: Client) -> None:
     calls = [
-        client.generation.Score(generation_pb2.ScoreRequest()),
-        client.generation.Embed(generation_pb2.EmbedRequest()),
         client.model.Sample(model_pb2.SampleRequest()),
         client.model.AllocateTensors(model_pb2.AllocateTensorsRequest()),
         client.model.FreeTensors(model_pb2.FreeTensorsRequest()),

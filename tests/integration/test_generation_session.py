@@ -11,6 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from factories.generation import Client, generation_service, request, text_checkpoint
+from factories.sessions import Session
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument, from_status
 from penstock.v1 import common_pb2, generation_pb2
@@ -23,41 +24,6 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clie
     folder = text_checkpoint(tmp_path_factory.mktemp("model"))
     async with generation_service(folder) as running:
         yield running
-
-
-class Session:
-    """A session from the caller's side."""
-
-    def __init__(self, client: Client) -> None:
-        self.call: Any = client.generation.Session()
-        self.messages: list[generation_pb2.SessionResponse] = []
-
-    async def submit(self, message: generation_pb2.GenerateRequest) -> None:
-        await self.call.write(generation_pb2.SessionRequest(submit=message))
-
-    async def abort(self, request_id: str, attempt_epoch: int = 0) -> None:
-        abort = generation_pb2.SessionAbort(request_id=request_id, attempt_epoch=attempt_epoch)
-        await self.call.write(generation_pb2.SessionRequest(abort=abort))
-
-    async def next(self) -> generation_pb2.SessionResponse:
-        message: generation_pb2.SessionResponse = await self.call.read()
-        self.messages.append(message)
-        return message
-
-    async def rest(self) -> None:
-        """Half-close and read to the end."""
-        await self.call.done_writing()
-        async for message in self.call:
-            self.messages.append(message)
-
-    def events(self, request_id: str) -> list[generation_pb2.SessionEvent]:
-        return [event for message in self.messages for event in message.events if event.request_id == request_id]
-
-    def kinds(self, request_id: str) -> list[str | None]:
-        return [event.WhichOneof("event") for event in self.events(request_id)]
-
-    def ids(self, request_id: str) -> list[int]:
-        return [token for event in self.events(request_id) for token in event.delta.token_ids]
 
 
 def long(**fields: Any) -> generation_pb2.GenerateRequest:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.emitting_backend import EmittingBackend, count_up
-from factories.router import Answer, backend, collect, generate, running_router
+from factories.router import Answer, backend, collect, generate, running_router, tokenizer_address
 from factories.tcp_proxy import TcpProxy
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable, from_rpc_error
 from penstock.v1 import config_pb2, generation_pb2
@@ -246,6 +246,64 @@ async def test_request_that_kills_two_backends_is_not_tried_a_third_time() -> No
         code, error = await failing
         assert (code, error.reason) == (grpc.StatusCode.INTERNAL, "POISON")
         assert not backends[0].submitted
+
+
+async def test_what_no_backend_can_go_on_with_is_aborted() -> None:
+    """Ids that were cut off within a beam's answer, say: resumed_token_ids is no field of the client's."""
+    refusal = InvalidArgument("resumed_token_ids", "beam modes return whole sequences only")
+    first, second = held(allowance=3), held(extra_load=100, refuse=refusal)
+    async with first as one, second as two, running_router(one, two) as router:
+        last_seq = -1
+
+        async def cut_off(answer: Answer) -> None:
+            nonlocal last_seq
+            last_seq = answer.deltas[-1].seq
+            if sum(len(delta.token_ids) for delta in answer.deltas) == 3:
+                await one.stop()
+
+        # Only when the client has them all: ids that the router still holds are no begun stream.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(generate(output=WANT_IDS)), cut_off)
+        error = from_rpc_error(caught.value)
+        assert (caught.value.code(), error.reason) == (grpc.StatusCode.ABORTED, "BACKEND_LOST")
+        assert error.metadata["last_seq"] == str(last_seq)
+
+
+async def test_what_was_lost_before_the_client_saw_any_of_it_is_unavailable() -> None:
+    """The router had ids, but had not written them: the client may simply ask again."""
+    refusal = InvalidArgument("resumed_token_ids", "beam modes return whole sequences only")
+    first, second = held(allowance=0), held(extra_load=100, refuse=refusal)
+    async with first as one, second as two, TcpProxy(tokenizer_address()) as proxy:
+        async with running_router(one, two, tokenizer=proxy.address) as router:
+            failing = asyncio.ensure_future(status_of(router.stub.Generate(generate(output=WANT_IDS))))
+            await one.until(lambda: one.running == 1)
+            proxy.freeze()
+            await one.allow(3)
+            await one.until(lambda: one.allowance == 0)
+            await one.stop()
+            code, error = await failing
+        assert (code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BACKEND_LOST")
+
+
+async def test_backends_that_were_told_to_go_are_no_deaths() -> None:
+    """A rolling restart whose grace is shorter than the stream: every backend that ran it went, and it is no poison."""
+    async with held() as one, held() as two, held() as three, running_router(one, two, three) as router:
+        backends = [one, two, three]
+        answering = asyncio.ensure_future(collect(router.stub.Generate(generate(output=WANT_IDS))))
+        for _ in range(2):
+            leaving = await first_owner(*backends)
+            await leaving.allow(5)
+            await leaving.until(lambda leaving=leaving: leaving.allowance == 0)  # type: ignore[misc]
+            backends.remove(leaving)
+            # Its load report alone says so: health may be heard of before it.
+            leaving.draining = True
+            await leaving.notify()
+            await router.until("backend_up", 0, backend=leaving.address)
+            await leaving.stop()
+        await backends[0].allow(None)
+        answer = await answering
+        assert answer.ids() == IDS
+        assert answer.finished.attempts == 3
 
 
 async def test_backend_that_refuses_as_unavailable_is_passed_over() -> None:

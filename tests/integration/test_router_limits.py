@@ -10,6 +10,7 @@ import grpc
 import pytest
 from factories.emitting_backend import count_up
 from factories.router import Router, backend, chat, collect, generate, running_router
+from google.protobuf import struct_pb2
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
@@ -58,11 +59,51 @@ async def test_backends_complaint_names_the_field_that_the_client_set() -> None:
         assert error.field == "config.negative_prompt_text"
 
 
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"constraint": config_pb2.Constraint(choice=config_pb2.Choices(values=[""] * 40_000))}, "constraint"),
+        ({"stop": config_pb2.StopConfig(stop_strings=[""] * 40_000)}, "stop"),
+        ({"config": CONFIG(bad_words_ids=[common_pb2.TokenIds()] * 40_000)}, "config"),
+        ({"output": OUTPUT(tensor_steps=range(40_000))}, "output"),
+    ],
+)
+async def test_options_beyond_their_bound_are_refused_before_they_are_copied(options: Any, field: str) -> None:
+    """Millions of tiny entries fit a message, and each costs every stream of the router its time."""
+    async with backend() as one, running_router(one, max_options_bytes=64 << 10) as router:
+        for message in (generate(**options), chat(**options)):
+            method = router.stub.Chat if isinstance(message, text_pb2.ChatRequest) else router.stub.Generate
+            code, error = await failure(method(message))
+            assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+            assert "--max-options-bytes" in error.message
+        assert not one.submitted
+
+
+async def test_a_negative_prompt_is_no_option_to_be_bounded() -> None:
+    long = CONFIG(negative_prompt_ids=common_pb2.TokenIds(ids=[300] * 2000))
+    async with backend() as one, running_router(one, max_options_bytes=1024) as router:
+        assert (await collect(router.stub.Generate(generate(config=long)))).finished
+        text = CONFIG(negative_prompt_text="word " * 1000)
+        assert (await collect(router.stub.Generate(generate(config=text)))).finished
+
+
 async def test_unknown_model_is_not_found() -> None:
     async with backend() as one, running_router(one) as router:
         code, error = await failure(router.stub.Generate(generate(model="other")))
         assert (code, error.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
         assert (await collect(router.stub.Generate(generate(model="penstock-demo")))).finished
+
+
+@pytest.mark.parametrize("make", [generate, chat])
+async def test_metadata_that_nothing_reads_is_warned_about(make: Any) -> None:
+    metadata = struct_pb2.Struct()
+    metadata.update({"user": "me"})
+    async with backend() as one, running_router(one) as router:
+        for fields, warnings in (({"metadata": metadata}, 1), ({}, 0)):
+            message = make(**fields)
+            method = router.stub.Chat if isinstance(message, text_pb2.ChatRequest) else router.stub.Generate
+            answer = await collect(method(message))
+            assert ["metadata" in warning for warning in answer.started.warnings] == [True] * warnings
 
 
 async def test_live_request_id_cannot_be_used_twice() -> None:
@@ -78,9 +119,12 @@ async def test_live_request_id_cannot_be_used_twice() -> None:
 
 
 @pytest.mark.parametrize("method", ["Embed", "Score"])
-async def test_later_methods_are_unimplemented(method: str) -> None:
+async def test_methods_that_a_backend_does_not_have_are_unimplemented(method: str) -> None:
     async with backend() as one, running_router(one) as router:
-        message = text_pb2.EmbedTextRequest() if method == "Embed" else text_pb2.ScoreTextRequest()
+        items = [text_pb2.ScoreTextItem(prompt="Hello", continuation=" world")]
+        message = (
+            text_pb2.EmbedTextRequest(texts=["Hello"]) if method == "Embed" else text_pb2.ScoreTextRequest(items=items)
+        )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await getattr(router.stub, method)(message)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

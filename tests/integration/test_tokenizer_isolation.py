@@ -19,12 +19,12 @@ import pytest_asyncio
 from factories.tokenizer_folders import byte_fallback_tokenizer, write_folder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.checkpoint import demo_folder
+from penstock.common.child_io import Child
 from penstock.common.config import TransportConfig
 from penstock.common.errors import ResourceExhausted, StartupError, from_rpc_error
 from penstock.common.server import serve_in_process
 from penstock.common.transport import channel_options
 from penstock.tokenizer.app import TokenizerApp
-from penstock.tokenizer.child_io import Child
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
@@ -229,7 +229,7 @@ import psutil
 from prometheus_client import CollectorRegistry
 from penstock.common.server import serve_in_process
 from penstock.tokenizer.app import TokenizerApp
-from penstock.tokenizer.child_io import Child
+from penstock.common.child_io import Child
 from penstock.tokenizer.config import TokenizerConfig
 
 async def main():

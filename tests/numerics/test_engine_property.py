@@ -197,3 +197,18 @@ def test_a_model_that_gives_no_numbers_fails_only_the_request_concerned(
     assert error.reason == "MODEL_OUTPUT_NAN"
     assert [answers[item.request_id].ids for item in items] == expected
     assert engine.load().kv_blocks_used == 0
+
+
+def test_options_that_leave_no_token_end_their_request_alone_and_by_its_own_fault(model: CausalLM) -> None:
+    others = [request([7, 8, 9], max_new_tokens=6), request([5, 6], max_new_tokens=6, do_sample=True, seed=3)]
+    expected = [run(make_engine(model, ROOMY), item)[item.request_id].ids for item in others]
+    # What the trie allows at the second position is forbidden there and everywhere.
+    trie = ((40, 41),)
+    stuck = request([11, 12], max_new_tokens=6, eos_token_ids=(1,), allowed_token_trie=trie, suppress_tokens=(41,))
+    answers = run(make_engine(model, ROOMY), others[0], stuck, others[1])
+    finished = answers[stuck.request_id].finished
+    assert finished is not None
+    assert finished.error is not None
+    assert (finished.error.code.name, finished.error.reason) == ("INVALID_ARGUMENT", "NO_TOKEN_LEFT")
+    assert answers[stuck.request_id].ids[0] == [40]
+    assert [answers[item.request_id].ids for item in others] == expected

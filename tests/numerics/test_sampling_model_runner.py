@@ -182,3 +182,16 @@ def test_warm_up_leaves_no_trace_in_later_results(model: CausalLM, reference: Pr
     while one.num_output_tokens < 8:
         driver.step(driver.entry(one))
     assert one.token_ids == expected_greedy(reference, [9, 8, 7], 8)
+
+
+def test_a_row_whose_options_leave_no_token_fails_alone(model: CausalLM, reference: PreTrainedModel) -> None:
+    driver = Driver(model)
+    everything = tuple(range(VOCAB_SIZE))
+    dead = [
+        sequence([4, 5], params(suppress_tokens=everything, do_sample=sampled), seq_id=seq_id)
+        for seq_id, sampled in ((1, False), (2, True))
+    ]
+    alive = sequence([9, 8, 7], params(), seq_id=0)
+    output = driver.runner.execute(SchedulerOutput(tuple(driver.entry(one) for one in (dead[0], alive, dead[1]))))
+    assert (output.failed, output.exhausted) == (frozenset(), {1, 2})
+    assert [9, 8, 7, output.sampled[0].token_id] == expected_greedy(reference, [9, 8, 7], 1)

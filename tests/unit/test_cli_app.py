@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from penstock import __version__
+from penstock.cli import app, serve_commands
 from penstock.cli.reference import configuration_markdown
 from penstock.cli.service_process import ROLES
 from penstock.cli.tree import role_arguments, tree_options
@@ -38,6 +40,17 @@ def test_help_lists_the_commands_with_examples() -> None:
     assert done.returncode == 0
     for word in ("serve", "chat", "complete", "health", "env", "Examples"):
         assert word in done.stdout
+
+
+def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
+    epilogs = (app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, serve_commands.EPILOG)
+    lines = [line for epilog in epilogs for line in epilog.splitlines()]
+    commands = [line.strip() for line in lines if line.startswith("  ")]
+    assert len(commands) > 12
+    for command in commands:
+        lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        assert not {";", "&", "<", ">", "("} & set(lexer), command
 
 
 def test_help_imports_neither_grpc_nor_torch() -> None:

@@ -9,7 +9,9 @@ import pytest
 from factories.engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.generation.engine.decoding.footprint import blocks_needed, most_output_tokens
 from penstock.generation.engine.limits import TimeLimits
+from penstock.generation.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -34,14 +36,16 @@ def test_a_bound_that_cannot_work_is_refused_by_name(changes: dict[str, Any], fi
 @given(st.integers(1, 50), st.integers(1, 9), st.integers(1, 60), st.integers(1, 5))
 def test_the_longest_output_is_the_longest_whose_blocks_fit(blocks: int, size: int, prompt: int, n: int) -> None:
     config = engine_config(num_blocks=blocks, block_size=size, max_context_tokens=10_000)
-    longest = config.max_output_tokens(prompt, n)
+    params = SamplingParams(1, num_return_sequences=n)
+    longest = most_output_tokens(config, params, prompt)
     if longest >= 1:
-        assert config.blocks_needed(prompt, longest, n) <= blocks
-    assert config.blocks_needed(prompt, max(longest + 1, 1), n) > blocks
+        assert blocks_needed(config, params, prompt, longest) <= blocks
+    assert blocks_needed(config, params, prompt, longest + 1) > blocks
 
 
 def test_the_context_bounds_the_output_too() -> None:
-    assert engine_config(num_blocks=1000, max_context_tokens=50).max_output_tokens(20) == 30
+    config = engine_config(num_blocks=1000, max_context_tokens=50)
+    assert most_output_tokens(config, SamplingParams(1), 20) == 30
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=40))

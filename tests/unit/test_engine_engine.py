@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from factories.engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
 from penstock.common.errors import Aborted, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.token_bytes import TokenBytes
-from penstock.generation.engine.decoding.base import Decision
+from penstock.generation.engine.decoding.assisted import AssistedGeneration
+from penstock.generation.engine.decoding.base import Decision, Emission
+from penstock.generation.engine.decoding.footprint import most_output_tokens
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
 from penstock.generation.engine.request import FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import SampledToken
+from penstock.generation.engine.step import DraftOrder, SampledToken
+from penstock.generation.sampling.modes import AssistanceOptions
+from penstock.generation.sampling.params import SamplingParams
 
 
 class Clock:
@@ -189,6 +193,49 @@ class Stumbling(ParallelSampling):
         return super().advance(sampled)
 
 
+class Unsteady(AssistedGeneration):
+    """Where the first prompt token is a method's number here, that method fails."""
+
+    METHODS = ("draft_orders", "take_drafts", "end")
+
+    def draft_orders(self) -> list[DraftOrder]:
+        self._stumble("draft_orders")
+        return super().draft_orders()
+
+    def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
+        self._stumble("take_drafts")
+        super().take_drafts(drafts)
+
+    def end(self, reason: FinishReason) -> list[Emission]:
+        if reason is FinishReason.MAX_TIME:
+            self._stumble("end")
+        return super().end(reason)
+
+    def _stumble(self, name: str) -> None:
+        if self.METHODS.index(name) == self._request.prompt_token_ids[0]:
+            raise RuntimeError("stumbled")
+
+
+@pytest.mark.parametrize("method", Unsteady.METHODS)
+def test_whatever_a_strategy_is_asked_only_its_own_request_fails(method: str) -> None:
+    clock = Clock()
+    engine, _ = make_engine(strategy=Unsteady, drafter=FakeDrafter(0.5), clock=clock)
+    options: dict[str, Any] = {"max_new_tokens": 20, "assistance": AssistanceOptions(num_assistant_tokens=2)}
+    bad = request([Unsteady.METHODS.index(method), 1], max_time=1.0, **options)
+    good = request([9, 1], **options)
+    answers: dict[str, Answer] = {}
+    engine.add(bad)
+    engine.add(good)
+    collect(answers, engine.step())
+    clock.now = 2.0
+    run(engine, answers=answers)
+    assert error_of(answers[bad.request_id]).reason == "DECODING_FAILED"
+    assert finished(answers[good.request_id]).error is None
+    assert len(answers[good.request_id].ids[0]) == 20
+    assert engine.load().kv_blocks_used == 0
+    engine.check_integrity()
+
+
 def test_a_request_that_fails_by_itself_ends_alone() -> None:
     engine, _ = make_engine(strategy=Stumbling)
     bad, good = request([13, 1], max_new_tokens=5), request([1, 2], max_new_tokens=5)
@@ -260,7 +307,7 @@ def test_stop_strings_without_a_table_of_token_bytes_are_refused() -> None:
 
 def test_what_an_empty_pool_could_not_hold_is_refused_and_what_it_just_holds_runs() -> None:
     config = engine_config(num_blocks=10)
-    limit = config.max_output_tokens(10, 2)
+    limit = most_output_tokens(config, SamplingParams(1, num_return_sequences=2), 10)
     engine, _ = make_engine(config)
     with pytest.raises(ResourceExhausted) as caught:
         engine.check(request([1] * 10, max_new_tokens=limit + 1, num_return_sequences=2))

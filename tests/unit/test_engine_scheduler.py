@@ -173,9 +173,11 @@ def test_the_cache_can_be_switched_off_and_cleared() -> None:
 
 def test_the_runner_is_told_which_sequences_are_gone() -> None:
     engine, runner = make_engine()
-    run(engine, request([1], max_new_tokens=1))
-    run(engine, request([2], max_new_tokens=1))
-    assert runner.steps[1].released == (runner.steps[0].scheduled[0].sequence.seq_id,)
+    run(engine, request([1], max_new_tokens=1), request([2], max_new_tokens=3))
+    gone = runner.steps[0].scheduled[0].sequence.seq_id
+    assert [step.released for step in runner.steps] == [(), (gone,), ()]
+    # Of the last one no step can tell.
+    assert not runner.known
 
 
 def test_a_context_that_is_full_ends_the_sequence_by_length() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from factories.engine import make_engine, request, run
 from hypothesis import example, given, settings
@@ -135,3 +137,54 @@ def test_the_engine_ends_on_the_very_token_and_counts_nothing_after_it(resumed: 
     assert answer.finished is not None
     assert answer.finished.sequences == (SequenceFinish(0, FinishReason.STOP_STRING, 3, stop_string="stop"),)
     assert answer.finished.completion_tokens == 3
+
+
+class Spelling:
+    """A grammar state: the output must be the beginning of `text`."""
+
+    def __init__(self, text: tuple[int, ...], place: int = 0) -> None:
+        self.text, self.place = text, place
+
+    @property
+    def is_done(self) -> bool:
+        return self.place == len(self.text)
+
+    def advance(self, token_id: int) -> bool:
+        allowed = not self.is_done and self.text[self.place] == token_id
+        self.place += allowed
+        return allowed
+
+    def copy(self) -> Spelling:
+        return Spelling(self.text, self.place)
+
+    def fill_mask(self, mask_W: npt.NDArray[np.int32]) -> None:
+        raise NotImplementedError
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=12),
+    st.lists(st.sampled_from(STRINGS), max_size=3, unique=True).map(tuple),
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    st.sampled_from([(), (0,), (3, 5)]),
+    st.booleans(),
+)
+def test_a_candidate_is_judged_as_it_would_be_once_appended_and_leaves_no_trace(
+    ids: list[int],
+    strings: tuple[str, ...],
+    stop_ids: tuple[tuple[int, ...], ...],
+    eos: tuple[int, ...],
+    has_grammar: bool,
+) -> None:
+    judge = criteria(limit=10, stop_strings=strings, stop_token_ids=stop_ids, eos_token_ids=eos)
+    sequence = Sequence(0, 0, SamplingParams(1), 0, [2, 4], 2)
+    if has_grammar:
+        sequence.grammar = Spelling(tuple(ids))
+    state = judge.new_state()
+    for token_id in ids:
+        foreseen = [judge.check_candidate(sequence, token_id, state) for _ in range(2)]
+        sequence.append(token_id)
+        stop = judge.check(sequence, state)
+        assert foreseen == [stop, stop]
+        if stop is not None:
+            return

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, ResourceExhausted, from_status
 from penstock.generation import convert
+from penstock.generation.convert_options import as_written, from_options, to_options
 from penstock.generation.engine.request import (
     DeltaOutput,
     FinishedOutput,
@@ -22,8 +23,9 @@ from penstock.generation.engine.request import (
     SequenceFinish,
     StartedOutput,
 )
-from penstock.generation.options import BEAM_ONLY, LATER
-from penstock.generation.requested import RequestedOptions
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.requested_options import GROUP_OF, RequestedOptions
+from penstock.generation.sampling.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
 from penstock.generation.sampling.params import SamplingParams
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
@@ -35,40 +37,115 @@ def float32(value: float) -> float:
 @given(st.decimals(-1000, 1000, places=4, allow_nan=False))
 def test_a_float_arrives_as_it_was_written(value: object) -> None:
     written = float(str(value))
-    assert convert.as_written(float32(written)) == pytest.approx(written, rel=1e-6)
-    assert float32(convert.as_written(float32(written))) == float32(written)
+    assert as_written(float32(written)) == pytest.approx(written, rel=1e-6)
+    assert float32(as_written(float32(written))) == float32(written)
 
 
 def test_seven_tenths_stays_seven_tenths() -> None:
     config = config_pb2.GenerationConfig(temperature=0.7, top_p=0.95, repetition_penalty=1.05)
-    options = convert.to_options(config)
-    assert (options.temperature, options.top_p, options.repetition_penalty) == (0.7, 0.95, 1.05)
+    options = to_options(config)
+    assert (options.warpers.temperature, options.warpers.top_p, options.processors.repetition_penalty) == (
+        0.7,
+        0.95,
+        1.05,
+    )
 
 
 def test_zero_is_not_unset() -> None:
-    options = convert.to_options(config_pb2.GenerationConfig(temperature=0, top_k=0, seed=0, do_sample=False))
-    assert (options.temperature, options.top_k, options.seed, options.do_sample) == (0.0, 0, 0, False)
-    assert options.top_p is None
+    options = to_options(config_pb2.GenerationConfig(temperature=0, top_k=0, seed=0, do_sample=False))
+    assert (options.warpers.temperature, options.warpers.top_k, options.seed, options.do_sample) == (0.0, 0, 0, False)
+    assert options.warpers.top_p is None
 
 
-def test_every_field_is_honoured_or_known_by_name() -> None:
-    """A field added to the proto must be put into one of the tables, never dropped."""
-    honoured = set(RequestedOptions.__slots__) - {"others"}
-    known = honoured | set(LATER) | set(BEAM_ONLY)
-    assert {field.name for field in config_pb2.GenerationConfig.DESCRIPTOR.fields} == known
+EVERY_OPTION = RequestedOptions.of(
+    max_new_tokens=7,
+    min_new_tokens=1,
+    max_length=30,
+    min_length=2,
+    max_time=1.5,
+    do_sample=True,
+    num_beams=4,
+    num_beam_groups=2,
+    diversity_penalty=0.3,
+    penalty_alpha=0.6,
+    length_penalty=-1.0,
+    early_stopping=EarlyStopping.NEVER,
+    num_return_sequences=2,
+    prompt_lookup_num_tokens=3,
+    max_matching_ngram_size=2,
+    assistant_model="draft",
+    num_assistant_tokens=5,
+    num_assistant_tokens_schedule=AssistantSchedule.HEURISTIC_TRANSIENT,
+    assistant_confidence_threshold=0.9,
+    dola_layers=(1, 3),
+    guidance_scale=1.5,
+    negative_prompt_ids=(8, 9),
+    temperature=0.7,
+    top_k=20,
+    top_p=0.8,
+    min_p=0.05,
+    top_h=0.4,
+    typical_p=0.95,
+    epsilon_cutoff=0.0003,
+    eta_cutoff=0.002,
+    repetition_penalty=1.05,
+    encoder_repetition_penalty=1.1,
+    no_repeat_ngram_size=3,
+    encoder_no_repeat_ngram_size=4,
+    bad_words_ids=((1,), (2, 3)),
+    force_words_ids=(((4,),), ((5,), (6, 7))),
+    constraints=(((10, 11),), ((12,), (13,))),
+    renormalize_logits=True,
+    remove_invalid_values=True,
+    forced_bos_token_id=0,
+    forced_eos_token_id=(1, 2),
+    exponential_decay_length_penalty=(5, 1.01),
+    suppress_tokens=(3,),
+    begin_suppress_tokens=(4, 5),
+    sequence_bias=(((1, 2), -0.5), ((3,), 2.0)),
+    watermarking_config=WatermarkOptions(0.3, 1.7, 42, "selfhash", 2),
+    token_healing=True,
+    frequency_penalty=-0.1,
+    presence_penalty=0.1,
+    logit_bias={3: -1.5},
+    allowed_token_ids=(1, 2, 3),
+    allowed_token_trie=((1, 2), (1, 3)),
+    seed=9,
+)
 
 
-def test_fields_without_a_place_go_by_name() -> None:
-    config = config_pb2.GenerationConfig(num_beams=4, early_stopping=config_pb2.EARLY_STOPPING_NEVER)
-    config.suppress_tokens.append(3)
-    others = convert.to_options(config).others
-    assert set(others) == {"num_beams", "early_stopping", "suppress_tokens"}
-    assert others["early_stopping"] == "never"
+def test_every_field_of_the_proto_has_an_option() -> None:
+    fields = {field.name for field in config_pb2.GenerationConfig.DESCRIPTOR.fields}
+    assert set(GROUP_OF) == fields - {"negative_prompt_text"}
+    assert dict(EVERY_OPTION.items()).keys() == set(GROUP_OF)
 
 
 def test_options_round_trip() -> None:
-    options = RequestedOptions(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, logit_bias={3: -1.5}, seed=9)
-    assert convert.to_options(convert.from_options(options)) == options
+    assert to_options(from_options(EVERY_OPTION)) == EVERY_OPTION
+    assert to_options(from_options(RequestedOptions())) == RequestedOptions()
+    low = RequestedOptions.of(dola_layers="low")
+    assert to_options(from_options(low)) == low
+
+
+def test_a_message_round_trips_too() -> None:
+    message = from_options(EVERY_OPTION)
+    assert from_options(to_options(message)) == message
+
+
+def test_a_phrase_is_a_constraint_with_one_alternative() -> None:
+    config = config_pb2.GenerationConfig()
+    config.constraints.add(phrasal=common_pb2.TokenIds(ids=[1, 2]))
+    assert to_options(config).beams.constraints == (((1, 2),),)
+
+
+def test_unspecified_is_unset() -> None:
+    config = config_pb2.GenerationConfig(early_stopping=config_pb2.EARLY_STOPPING_UNSPECIFIED)
+    assert to_options(config) == RequestedOptions()
+
+
+def test_a_watermark_keeps_transformers_defaults_where_it_says_nothing() -> None:
+    config = config_pb2.GenerationConfig(watermarking_config=config_pb2.WatermarkingConfig(bias=2.5))
+    assert to_options(config).processors.watermarking_config == WatermarkOptions(bias=2.5)
 
 
 def test_an_unset_output_field_is_none() -> None:
@@ -130,18 +207,83 @@ def test_an_error_travels_whole_in_a_session() -> None:
     assert (back.reason, back.retry_after_seconds) == ("QUEUE_FULL", 0.5)
 
 
+def ids(*token_ids: int) -> common_pb2.TokenIds:
+    return common_pb2.TokenIds(ids=token_ids)
+
+
+def word(*alternatives: common_pb2.TokenIds) -> config_pb2.WordAlternatives:
+    return config_pb2.WordAlternatives(alternatives=alternatives)
+
+
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("resumed_token_ids", {"resumed_token_ids": [common_pb2.TokenIds()] * 65}),
-        ("stop.stop_token_ids", {"stop": config_pb2.StopConfig(stop_token_ids=[common_pb2.TokenIds(ids=[1])] * 65)}),
-        ("config.logit_bias", {"config": config_pb2.GenerationConfig(logit_bias=dict.fromkeys(range(1025), 1.0))}),
+        ("resumed_token_ids", {"resumed_token_ids": [ids()] * 65}),
+        ("eos_token_ids", {"eos_token_ids": range(65)}),
+        ("stop.stop_token_ids", {"stop": config_pb2.StopConfig(stop_token_ids=[ids(1)] * 65)}),
+        ("output.tensor_steps", {"output": config_pb2.OutputConfig(tensor_steps=range(4097))}),
     ],
 )
 def test_long_lists_are_refused_before_they_are_converted(field: str, message: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
         convert.to_command(generation_pb2.GenerateRequest(**message))
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 1.0)}),
+        ("bad_words_ids", {"bad_words_ids": [ids(1)] * 4097}),
+        ("bad_words_ids", {"bad_words_ids": [ids(*[1] * 65)]}),
+        ("force_words_ids", {"force_words_ids": [word(ids(1))] * 65}),
+        ("force_words_ids", {"force_words_ids": [word(*[ids(1)] * 65)]}),
+        ("force_words_ids", {"force_words_ids": [word(ids(*[1] * 65))]}),
+        ("constraints", {"constraints": [config_pb2.DecodingConstraint(phrasal=ids(1))] * 65}),
+        ("constraints", {"constraints": [config_pb2.DecodingConstraint(phrasal=ids(*[1] * 65))]}),
+        ("constraints", {"constraints": [config_pb2.DecodingConstraint(disjunctive=word(*[ids(1)] * 65))]}),
+        ("forced_eos_token_id", {"forced_eos_token_id": range(65)}),
+        ("suppress_tokens", {"suppress_tokens": range(4097)}),
+        ("begin_suppress_tokens", {"begin_suppress_tokens": range(4097)}),
+        ("sequence_bias", {"sequence_bias": [config_pb2.SequenceBias(token_ids=[1])] * 4097}),
+        ("sequence_bias", {"sequence_bias": [config_pb2.SequenceBias(token_ids=[1] * 65)]}),
+        ("allowed_token_ids", {"allowed_token_ids": range(65_537)}),
+        ("allowed_token_trie", {"allowed_token_trie": config_pb2.AllowedTokenTrie(sequences=[ids(1)] * 8193)}),
+        ("allowed_token_trie", {"allowed_token_trie": config_pb2.AllowedTokenTrie(sequences=[ids(*[1] * 65_537)])}),
+        (
+            "dola_layers",
+            {"dola_layers": config_pb2.DolaLayers(indices=config_pb2.LayerIndices(indices=range(257)))},
+        ),
+        # What has no plain form.
+        ("early_stopping", {"early_stopping": 9}),
+        ("num_assistant_tokens_schedule", {"num_assistant_tokens_schedule": 9}),
+        ("constraints", {"constraints": [config_pb2.DecodingConstraint()]}),
+        ("dola_layers", {"dola_layers": config_pb2.DolaLayers()}),
+        ("negative_prompt_text", {"negative_prompt_text": "x"}),
+    ],
+)
+def test_lists_beyond_their_bounds_and_unknown_kinds_name_their_field(field: str, config: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        to_options(config_pb2.GenerationConfig(**config))
+    assert refused.value.field == f"config.{field}"
+
+
+@pytest.mark.parametrize(
+    ("message", "spec"),
+    [
+        (config_pb2.Constraint(), ConstraintSpec(None)),
+        (config_pb2.Constraint(regex="a+"), ConstraintSpec(ConstraintKind.REGEX, "a+")),
+        (config_pb2.Constraint(json_schema="{}"), ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{}")),
+        (config_pb2.Constraint(grammar="start: x"), ConstraintSpec(ConstraintKind.GRAMMAR, "start: x")),
+        (config_pb2.Constraint(json_object=False), ConstraintSpec(ConstraintKind.JSON_OBJECT, enabled=False)),
+        (
+            config_pb2.Constraint(choice=config_pb2.Choices(values=["a", "b"])),
+            ConstraintSpec(ConstraintKind.CHOICE, choices=("a", "b")),
+        ),
+    ],
+)
+def test_a_constraint_is_carried_as_it_was_sent(message: config_pb2.Constraint, spec: ConstraintSpec) -> None:
+    assert convert.to_command(generation_pb2.GenerateRequest(constraint=message)).constraint == spec
 
 
 def test_a_command_keeps_every_field() -> None:
@@ -161,4 +303,4 @@ def test_a_command_keeps_every_field() -> None:
     assert (command.request_id, command.attempt_epoch, command.seed, command.priority) == ("r", 2, 0, -1)
     assert command.resumed_token_ids == [[3]]
     assert command.stop.stop_token_ids == ((4, 5),)
-    assert not command.has_constraint
+    assert command.constraint is None

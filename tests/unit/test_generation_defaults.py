@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from penstock.common.errors import StartupError
 from penstock.generation.defaults import LoadedDefaults, load_defaults
+from penstock.generation.sampling.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
 
 
 def load(folder: Path, values: Any) -> LoadedDefaults:
@@ -32,8 +33,13 @@ def test_qwens_file_is_taken_whole(tmp_path: Path) -> None:
         },
     )
     options = loaded.defaults.options
-    assert (options.do_sample, options.temperature, options.top_k, options.top_p) == (True, 0.7, 20, 0.8)
-    assert options.repetition_penalty == 1.05
+    assert dict(options.items()) == {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.8,
+        "repetition_penalty": 1.05,
+    }
     assert loaded.defaults.eos_token_ids == (151645, 151643)
     assert loaded.defaults.pad_token_id == 151643
     assert loaded.ignored == ()
@@ -58,14 +64,55 @@ def test_end_ids_may_be_an_id_a_list_or_sequences(
 
 def test_what_is_not_honoured_is_named_unless_it_is_off(tmp_path: Path) -> None:
     values = {
-        "num_beams": 4,
-        "typical_p": 0.9,
-        "no_repeat_ngram_size": 0,
-        "forced_bos_token_id": 0,
-        "penalty_alpha": None,
+        "assistant_early_exit": 4,
+        "constraints": [{}],
+        "made_up": 0.9,
+        "speculation_type": None,
+        "use_mtp": False,
     }
-    assert load(tmp_path, values).ignored == ("forced_bos_token_id", "num_beams", "typical_p")
+    assert load(tmp_path, values).ignored == ("assistant_early_exit", "constraints", "made_up")
     assert load(tmp_path, {"num_beams": 1, "use_cache": True, "suppress_tokens": []}).ignored == ()
+
+
+def test_every_option_of_the_file_is_taken(tmp_path: Path) -> None:
+    values = {
+        "num_beams": 4,
+        "early_stopping": "never",
+        "length_penalty": 0,
+        "typical_p": 0.9,
+        "force_words_ids": [[1, 2], [[3], [4, 5]]],
+        "bad_words_ids": [[6], [7, 8]],
+        "forced_bos_token_id": 0,
+        "forced_eos_token_id": 9,
+        "exponential_decay_length_penalty": [5, 1.01],
+        "suppress_tokens": [10, 11],
+        "begin_suppress_tokens": None,
+        "sequence_bias": [[[1, 2], -1.5], [[3], 2]],
+        "watermarking_config": {"greenlist_ratio": 0.5, "seeding_scheme": "selfhash"},
+        "num_assistant_tokens_schedule": "heuristic",
+        "dola_layers": None,
+        "guidance_scale": 1.0,
+        "token_healing": False,
+    }
+    loaded = load(tmp_path, values)
+    assert dict(loaded.defaults.options.items()) == {
+        "num_beams": 4,
+        "early_stopping": EarlyStopping.NEVER,
+        "length_penalty": 0.0,
+        "typical_p": 0.9,
+        "force_words_ids": (((1, 2),), ((3,), (4, 5))),
+        "bad_words_ids": ((6,), (7, 8)),
+        "forced_bos_token_id": 0,
+        "forced_eos_token_id": (9,),
+        "exponential_decay_length_penalty": (5, 1.01),
+        "suppress_tokens": (10, 11),
+        "sequence_bias": (((1, 2), -1.5), ((3,), 2.0)),
+        "watermarking_config": WatermarkOptions(greenlist_ratio=0.5, seeding_scheme="selfhash"),
+        "num_assistant_tokens_schedule": AssistantSchedule.HEURISTIC,
+        "guidance_scale": 1.0,
+        "token_healing": False,
+    }
+    assert loaded.ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -80,6 +127,33 @@ def test_what_is_not_honoured_is_named_unless_it_is_off(tmp_path: Path) -> None:
         {"eos_token_id": "x"},
         {"eos_token_id": 200_000},
         {"stop_strings": [""]},
+        {"temperature": 10**400},
+        {"top_k": float("nan")},
+        {"num_beams": -1},
+        {"bad_words_ids": [1]},
+        {"bad_words_ids": [[]]},
+        {"suppress_tokens": [200_000]},
+        {"suppress_tokens": 5},
+        {"forced_eos_token_id": [True]},
+        {"force_words_ids": [5]},
+        {"sequence_bias": {"(1,)": 2.0}},
+        {"sequence_bias": [[[1], 2.0], [[1], 3.0]]},
+        {"exponential_decay_length_penalty": [1]},
+        {"early_stopping": "always"},
+        {"early_stopping": 1},
+        {"num_assistant_tokens_schedule": "sometimes"},
+        {"watermarking_config": {"ngram_len": 5}},
+        {"watermarking_config": {"greenlist_ratio": 2}},
+        {"dola_layers": "middle"},
+        {"dola_layers": [1]},
+        # Combinations that no request could run with.
+        {"num_beams": 4, "num_return_sequences": 5},
+        {"num_return_sequences": 2},
+        {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 0.5},
+        {"num_beams": 4, "num_beam_groups": 2},
+        {"force_words_ids": [[1]]},
+        {"suppress_tokens": [7], "forced_bos_token_id": 7},
+        {"num_beams": 2, "guidance_scale": 1.5},
     ],
 )
 def test_a_broken_file_stops_the_start_and_names_the_model(tmp_path: Path, values: Any) -> None:

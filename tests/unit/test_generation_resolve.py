@@ -9,17 +9,18 @@ from penstock.common.errors import InvalidArgument
 from penstock.generation.requested import (
     GenerateCommand,
     ModelDefaults,
-    RequestedOptions,
     RequestedOutput,
     RequestedStop,
     RequestLimits,
     ServedModel,
 )
+from penstock.generation.requested_options import RequestedOptions
 from penstock.generation.resolve import Resolved, resolve
+from penstock.generation.sampling.modes import EarlyStopping
 
 MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=100)
 QWEN = ModelDefaults(
-    options=RequestedOptions(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05),
+    options=RequestedOptions.of(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05),
     eos_token_ids=(7, 8),
     eos_sequences=((1, 2),),
 )
@@ -28,7 +29,7 @@ QWEN = ModelDefaults(
 def resolved(defaults: ModelDefaults = ModelDefaults(), model: ServedModel = MODEL, **fields: Any) -> Resolved:  # noqa: B008
     options = fields.pop("options", {})
     command = GenerateCommand(
-        prompt_token_ids=[1] * 10, options=RequestedOptions(**{"max_new_tokens": 5, **options}), **fields
+        prompt_token_ids=[1] * 10, options=RequestedOptions.of(**{"max_new_tokens": 5, **options}), **fields
     )
     return resolve(command, defaults, model, RequestLimits())
 
@@ -74,11 +75,10 @@ def test_the_files_own_sampling_values_are_no_reason_to_warn() -> None:
 
 
 def test_beam_only_fields_with_one_beam_are_warned_about() -> None:
-    others = {"length_penalty": 2.0, "early_stopping": "true"}
-    text = warnings_of(options={"others": others})
+    text = warnings_of(options={"length_penalty": 2.0, "early_stopping": EarlyStopping.TRUE})
     assert "config.length_penalty has no effect" in text
     assert "config.early_stopping has no effect" in text
-    assert warnings_of(options={"others": {"length_penalty": 1.0, "early_stopping": "false"}}) == ""
+    assert warnings_of(options={"length_penalty": 1.0, "early_stopping": EarlyStopping.FALSE}) == ""
 
 
 def test_an_unset_length_reaches_to_the_context_and_is_told() -> None:
@@ -88,7 +88,7 @@ def test_an_unset_length_reaches_to_the_context_and_is_told() -> None:
 
 
 def test_an_unset_length_is_what_the_pool_holds_where_that_is_less() -> None:
-    small = ServedModel("tiny", 100, 100, max_output_tokens=lambda prompt, n: 40 // n)
+    small = ServedModel("tiny", 100, 100, max_output_tokens=lambda params, prompt: 40 // params.num_return_sequences)
     assert resolved(model=small, options={"max_new_tokens": None}).params.max_new_tokens == 40
     assert resolved(model=small, options={"max_new_tokens": 60}).params.max_new_tokens == 60
 

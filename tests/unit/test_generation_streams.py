@@ -18,6 +18,7 @@ from penstock.generation.engine.request import (
     DeltaOutput,
     FinishedOutput,
     FinishReason,
+    Logprob,
     PositionLogprobs,
     Request,
     RequestOutput,
@@ -29,6 +30,7 @@ from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.hub import OutputHub
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.outbox import Outbox
+from penstock.generation.sampling.modes import BeamOptions
 from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.streams import RequestStream, SessionStream
 from prometheus_client import CollectorRegistry, generate_latest
@@ -154,6 +156,56 @@ async def test_prompt_logprobs_travel_in_a_message_of_their_own() -> None:
     session.outbox.close()
     messages = await drained(session.outbox)
     assert [[event.request_id for event in message.events] for message in messages] == [["a"], ["b"], ["c"]]
+
+
+def with_logprobs(num_tokens: int, *, seq: int = 0, index: int = 0) -> DeltaOutput:
+    """All tokens of a sequence at once, each with 20 alternatives."""
+    entry = Logprob(150_000, -12.5, 150_000)
+    finish = SequenceFinish(index, FinishReason.LENGTH, num_tokens)
+    return DeltaOutput(seq, index, (5,) * num_tokens, (PositionLogprobs(entry, (entry,) * 20),) * num_tokens, finish)
+
+
+async def test_many_logprobs_in_one_step_travel_in_several_messages() -> None:
+    """Whatever ends in one step: a message beyond what may be sent would end the session of all its requests."""
+    harness = Harness()
+    session = harness.session("a", "b", "c")
+    deltas = tuple(with_logprobs(3000, seq=index, index=index) for index in range(3))
+    harness.step(("a", {"deltas": deltas}), ("b", {"deltas": deltas[:1]}), ("c", {"finished": finished()}))
+    session.outbox.close()
+    messages = await drained(session.outbox)
+    assert all(message.ByteSize() < 4 << 20 for message in messages)
+    events = [event for message in messages for event in message.events]
+    assert [(event.request_id, event.delta.seq) for event in events] == [
+        ("a", 0),
+        ("a", 1),
+        ("a", 2),
+        ("b", 0),
+        ("c", 0),
+    ]
+    assert all(len(event.delta.logprobs) == 3000 for event in events[:4])
+
+
+async def test_a_burst_that_fits_no_message_is_cut_and_numbered_anew() -> None:
+    harness = Harness()
+    session = SessionStream(64)
+    params = SamplingParams(9, beams=BeamOptions(num_beams=2), num_return_sequences=2)
+    emitter = Emitter(Request("a", [1, 2], params, 0.0), "tiny", 1)
+    harness.hub.attach(session)
+    harness.hub.submit(emitter.request, session)
+    session.add(emitter)
+    harness.requests["a"] = emitter.request
+    deltas = (with_logprobs(20_000), with_logprobs(20_000, seq=1, index=1))
+    harness.step(("a", {"deltas": deltas, "finished": finished(last_seq=1)}))
+    session.half_close()
+    messages = await drained(session.outbox)
+    assert all(message.ByteSize() < 4 << 20 for message in messages)
+    *parts, last = [event for message in messages for event in message.events]
+    assert [event.delta.seq for event in parts] == list(range(len(parts)))
+    assert last.finished.last_seq == len(parts) - 1
+    for index in range(2):
+        own = [event.delta for event in parts if event.delta.index == index]
+        assert sum(len(part.token_ids) for part in own) == sum(len(part.logprobs) for part in own) == 20_000
+        assert [part.HasField("finished") for part in own] == [False] * (len(own) - 1) + [True]
 
 
 async def test_a_refusal_is_an_event_of_its_own() -> None:

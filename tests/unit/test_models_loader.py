@@ -241,12 +241,14 @@ def test_devices_are_opened_by_name() -> None:
 
 def test_the_cpu_takes_the_threads_it_is_given() -> None:
     device = open_device("cpu")
-    device.start(num_threads=1)
+    device.start(num_threads=1, kernels="torch")
     assert torch.get_num_threads() == 1
     assert device.describe() == "cpu (1 thread)"
     assert 0 < device.memory().available <= device.memory().total
     with pytest.raises(StartupError, match="--threads"):
         device.start(num_threads=0)
+    with pytest.raises(StartupError, match="--kernels"):
+        device.start(kernels="fast")
 
 
 def test_logits_are_float32_rows_over_the_vocabulary(single: Path) -> None:

@@ -25,7 +25,17 @@ TORCH_FREE = ("engine/scheduler.py", "engine/block_pool.py", "engine/decoding/")
 # A stub's message never travels further in than the file that converts it.
 STUB_IMPORTERS = {
     "tokenizer": {"app", "convert", "servicer", "decode_stream"},
-    "generation": {"app", "convert", "servicer", "admin", "model_info", "core"},
+    "generation": {
+        "app",
+        "convert",
+        "convert_given",
+        "convert_options",
+        "convert_tensors",
+        "servicer",
+        "admin",
+        "model_info",
+        "core",
+    },
     # A router is all edges, but for the parts that decide.
     "router": {path.stem for path in (PACKAGE / "router").glob("*.py")}
     - {"admission", "config", "discovery", "policy", "prefix_index", "retry_budget", "wakeup"},

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.sampling.processors import (
+    BadWords,
     LogitBias,
     LogitsProcessor,
     MinNewTokens,
@@ -24,7 +25,9 @@ from penstock.generation.sampling.processors import (
     TopP,
     Warper,
 )
-from penstock.generation.sampling.state import SamplingState, TokenCounts
+from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.state import SamplingState
+from penstock.generation.sampling.trackers import NgramFollowers, TokenCounts
 from torch import Tensor
 from transformers.generation import logits_process as reference
 
@@ -213,3 +216,46 @@ def test_min_p_drops_what_is_unlikely_beside_the_best(ps: list[float], seed: int
 def test_greedy_needs_no_warper() -> None:
     assert all(kind.is_argmax_invariant for kind in (Temperature, TopK, TopP, MinP))
     assert not any(kind.is_argmax_invariant for kind in (RepetitionPenalty, OpenAIPenalties, MinNewTokens, LogitBias))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 3),
+    prompt=st.lists(st.integers(0, 3), max_size=6),
+    moves=st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 3)), max_size=40),
+)
+def test_copies_of_ngram_followers_never_see_what_the_others_add(
+    size: int, prompt: list[int], moves: list[tuple[int, bool, int]]
+) -> None:
+    lines: list[tuple[NgramFollowers, list[int]]] = [(NgramFollowers(size, len(prompt)), list(prompt))]
+    lines[0][0].follow(prompt, 0)
+    for number, branches, token_id in moves:
+        followers, ids = lines[number % len(lines)]
+        if branches:
+            lines.append((followers.copy(), list(ids)))
+        ids.append(token_id)
+        followers.follow(ids, len(ids) - 1)
+    for followers, ids in lines:
+        ends = range(size - 1, len(ids))
+        last = ids[len(ids) - size + 1 :]
+        expected = {ids[end] for end in ends if ids[end - size + 1 : end] == last} if len(ids) >= size - 1 else set()
+        assert followers.after(ids) == expected
+
+
+def test_a_copy_of_ngram_followers_costs_no_set_per_ngram() -> None:
+    ids = list(range(100))
+    followers = NgramFollowers(2, 0)
+    followers.follow(ids, 0)
+    twin = followers.copy()
+    assert all(twin._of_output[ngram] is held for ngram, held in followers._of_output.items())
+
+
+def test_the_bias_of_many_tokens_is_held_as_arrays_once_per_request() -> None:
+    options = params(bad_words_ids=tuple((token_id,) for token_id in range(50)))
+    sampler = Sampler(CPU)
+    batch = [sequence([1], options, seq_id=row) for row in range(3)]
+    sampler.sample(scores(3, 0), batch)
+    assert len({id(state.plan) for state in sampler._states.values()}) == 1
+    ((ids_E, values_E),) = sampler._states[0].plan.prepared[BadWords].after([1])  # type: ignore[attr-defined]
+    assert ids_E.tolist() == list(range(50))
+    assert values_E.tolist() == [-math.inf] * 50

@@ -21,9 +21,10 @@ from penstock_client._exceptions import (
     Unavailable,
     Unimplemented,
 )
-from penstock_client._options import GenerationOptions
+from penstock_client._options import GenerationOptions, check_options
 from penstock_client._sync import Client, Stream
-from penstock_client._types import Choice, Completion, Delta, LogprobEntry, ToolCall
+from penstock_client._tensors import StepTensors, Tensor
+from penstock_client._types import Choice, Completion, Delta, Embeddings, LogprobEntry, Score, Scores, ToolCall
 from penstock_client.config import ClientConfig, KeepAliveConfig, RetryConfig, TimeoutConfig, TLSConfig
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Completion",
     "DeadlineExceeded",
     "Delta",
+    "Embeddings",
     "FailedPrecondition",
     "GenerationOptions",
     "Internal",
@@ -47,11 +49,16 @@ __all__ = [
     "PenstockError",
     "ResourceExhausted",
     "RetryConfig",
+    "Score",
+    "Scores",
+    "StepTensors",
     "Stream",
     "TLSConfig",
+    "Tensor",
     "TimeoutConfig",
     "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
+    "check_options",
 ]

@@ -11,9 +11,10 @@ import grpc
 from penstock.v1 import text_pb2, text_pb2_grpc
 
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
+from penstock_client._given import embed_request, embeddings_of, score_request, scores_of
 from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
 from penstock_client._state import StreamState
-from penstock_client._types import Completion, Delta
+from penstock_client._types import Completion, Delta, Embeddings, Scores
 from penstock_client.config import ClientConfig
 
 # A call object with read() and cancel(); grpc-stubs knows neither aio's EOF nor asynchronous stubs.
@@ -136,6 +137,23 @@ class AsyncClient:
         state = StreamState(self.config.retry, timeout if timeout is not None else self.config.timeouts.generate)
         return AsyncStream(lambda: method(request, timeout=state.remaining(), metadata=self._metadata), state)
 
+    async def score(
+        self,
+        items: Iterable[tuple[str, str]],
+        *,
+        top_logprobs: int | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Scores:
+        """Log-probabilities of continuations: `items` are (prompt, continuation). `timeout` in seconds."""
+        return scores_of(await self._unary(self._stub.Score, score_request(items, top_logprobs, model), timeout))
+
+    async def embed(
+        self, texts: str | Iterable[str], *, normalize: bool = False, model: str = "", timeout: float | None = None
+    ) -> Embeddings:
+        """Mean of the final hidden states of each text; of length 1 when `normalize`. `timeout` in seconds."""
+        return embeddings_of(await self._unary(self._stub.Embed, embed_request(texts, normalize, model), timeout))
+
     async def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""
         return list((await self._unary(self._stub.ListModels, text_pb2.ListModelsRequest())).models)
@@ -147,8 +165,8 @@ class AsyncClient:
         )
         return response.model
 
-    async def _unary(self, method: Callable[..., Any], request: Any) -> Any:
+    async def _unary(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
         try:
-            return await method(request, timeout=self.config.timeouts.unary, metadata=self._metadata)
+            return await method(request, timeout=timeout or self.config.timeouts.unary, metadata=self._metadata)
         except grpc.RpcError as error:
             raise stream_error(error, None) from error

@@ -9,13 +9,15 @@ import grpc
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
 from penstock_client._exceptions import Internal, PenstockError, Unavailable, stream_error, truncated_stream
+from penstock_client._tensors import step_tensors
 from penstock_client._types import Choice, Completion, Delta, LogprobEntry, ToolCall
 from penstock_client.config import RetryConfig
 
 Event = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
 
 
-def _logprob(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
+def logprob_entry(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
+    """One position as a plain value."""
     top = tuple(LogprobEntry(one.token_id, one.text, one.logprob, one.rank) for one in entry.top)
     chosen = entry.chosen
     return LogprobEntry(chosen.token_id, chosen.text, chosen.logprob, chosen.rank, top)
@@ -58,8 +60,9 @@ class StreamState:
         chat = proto if isinstance(proto, text_pb2.ChatDelta) else None
         calls = tuple(ToolCall(c.index, c.id, c.name, c.arguments) for c in chat.tool_calls) if chat else ()
         reasoning = chat.reasoning if chat else ""
-        logprobs = tuple(map(_logprob, proto.logprobs))
-        delta = Delta(proto.seq, proto.index, proto.text, reasoning, calls, tuple(proto.token_ids), logprobs)
+        logprobs = tuple(map(logprob_entry, proto.logprobs))
+        tensors = tuple(map(step_tensors, proto.tensors))
+        delta = Delta(proto.seq, proto.index, proto.text, reasoning, calls, tuple(proto.token_ids), logprobs, tensors)
         self._collect(delta)
         return delta
 
@@ -69,6 +72,7 @@ class StreamState:
         choice.reasoning += delta.reasoning
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs)
+        choice.tensors.extend(delta.tensors)
         for piece in delta.tool_calls:
             if piece.index < len(choice.tool_calls):
                 known = choice.tool_calls[piece.index]
@@ -84,7 +88,11 @@ class StreamState:
         for result in finished.sequences:
             choice = self.choices.setdefault(result.index, Choice(result.index))
             choice.finish_reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_")
-            choice.stop_string = result.stop_string if result.WhichOneof("matched_stop") == "stop_string" else None
+            matched = result.WhichOneof("matched_stop")
+            choice.stop_string = result.stop_string if matched == "stop_string" else None
+            choice.stop_token_id = result.stop_token_id if matched == "stop_token_id" else None
+            if result.HasField("cumulative_logprob"):
+                choice.cumulative_logprob = result.cumulative_logprob
 
     def completion(self) -> Completion:
         """The collected answer. Raises Internal when the stream ended without Finished."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from penstock.v1 import common_pb2, generation_pb2
 
+from penstock_client._tensors import StepTensors
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntry:
@@ -39,6 +41,36 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[LogprobEntry, ...] = ()
+    # One per token when an output_* option asks for them.
+    tensors: tuple[StepTensors, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A continuation after its prompt: the sum of its tokens' natural-log probabilities, and each of them.
+
+    `is_greedy`: every token was the most likely one.
+    """
+
+    logprob: float
+    is_greedy: bool
+    tokens: tuple[LogprobEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What `score` returns: a Score per item, in order."""
+
+    scores: tuple[Score, ...]
+    usage: common_pb2.Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """What `embed` returns: a vector per text, in order."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: common_pb2.Usage
 
 
 @dataclass(slots=True)
@@ -51,8 +83,12 @@ class Choice:
     tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    tensors: list[StepTensors] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str | None = None
+    stop_token_id: int | None = None
+    # Sum of the tokens' log-probabilities when they were asked for; the beam score in the beam modes.
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,27 @@ STAGES = (
 
 
 def stream_answer(stream: Stream) -> Completion | None:
-    """Write deltas as they come. Ctrl-C cancels the request and returns None. Raises PenstockError."""
+    """Write deltas as they come; of several sequences the first, and at the end the others, each on a line of its own.
+
+    Ctrl-C cancels the request and returns None. Raises PenstockError.
+    """
+    others: dict[int, list[Delta]] = {}
     with stream:
         try:
             for delta in stream:
-                _write(delta)
+                if delta.index:
+                    others.setdefault(delta.index, []).append(delta)
+                else:
+                    _write(delta)
         except KeyboardInterrupt:
             _end_line()
             console().print("(stopped)", style="dim")
             return None
     _end_line()
+    for _, deltas in sorted(others.items()):
+        for delta in deltas:
+            _write(delta)
+        _end_line()
     return stream.state.completion()
 
 
@@ -63,10 +74,20 @@ def stats_line(completion: Completion) -> str:
     parts = [f"{usage.prompt_tokens} prompt{cached} + {usage.completion_tokens} tokens"]
     if timings.HasField("time_to_first_token_seconds"):
         parts.append(f"first after {format_duration(timings.time_to_first_token_seconds)}")
-    if timings.HasField("decode_seconds") and timings.decode_seconds > 0 and usage.completion_tokens > 1:
+    # Beams come at their end, at once: there is no rate.
+    streamed = completion.finished.last_seq + 1 > len(completion.choices)
+    if streamed and timings.decode_seconds > 0 and usage.completion_tokens > 1:
         parts.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.0f} tok/s")
+    drafted = usage.accepted_draft_tokens + usage.rejected_draft_tokens
+    if drafted:
+        parts.append(f"{usage.accepted_draft_tokens} of {drafted} drafts accepted")
     reasons = {choice.finish_reason for choice in completion.choices if choice.finish_reason}
     return " · ".join([*parts, *sorted(reasons)])
+
+
+def warnings_of(completion: Completion) -> list[str]:
+    """What the server warned about."""
+    return [f"warning: {text}" for text in completion.started.warnings]
 
 
 def stage_timings(timings: common_pb2.StageTimings) -> list[tuple[str, str]]:

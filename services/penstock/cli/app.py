@@ -34,6 +34,8 @@ Examples:
 
   penstock chat --stats
 
+  penstock chat --do-sample --temperature 0.8 --min-p 0.05 --seed 1
+
   penstock chat --address gpu-box:50050 --tls-ca ca.pem --token-file token"""
 COMPLETE_EPILOG = f"""{ENV_NOTE}
 
@@ -41,7 +43,21 @@ Examples:
 
   penstock complete "The capital of France is" --max-new-tokens 16
 
-  git log -1 | penstock complete - --temperature 0 --stop ;"""
+  git log -1 | penstock complete - --temperature 0 --stop '.'
+
+  penstock complete "Dear" --num-beams 4 --length-penalty 0.8 --no-repeat-ngram-size 3
+
+  penstock complete "The Eiffel Tower" --penalty-alpha 0.6 --top-k 4
+
+  penstock complete "Repeat: one two three" --prompt-lookup-num-tokens 5 --stats
+
+  penstock complete "A cheerful poem:" --guidance-scale 1.5 --negative-prompt "A sad poem:"
+
+  penstock complete "A person as JSON:" --json-schema @person.json
+
+  penstock complete "Is water wet?" --choice yes --choice no
+
+  penstock complete "Once" --option 'bad_words_ids=[[5], [6, 7]]'"""
 
 app = typer.Typer(
     name="penstock",
@@ -135,6 +151,14 @@ def env() -> None:
     from penstock.cli.env import run_env
 
     run_env()
+
+
+@app.command("build-kernels")
+def build_kernels() -> None:
+    """Compile the C++ kernels for this machine, once: faster attention and small operations. Needs g++."""
+    from penstock.cli.kernels import run_build_kernels
+
+    run_build_kernels()
 
 
 @app.command()

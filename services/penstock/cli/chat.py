@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.cli.answer import allow_any_text, stats_line, stream_answer
+from penstock.cli.answer import allow_any_text, stats_line, stream_answer, warnings_of
 from penstock.cli.connection import ConnectionConfig, open_client
 from penstock.cli.console import complain, console, say
 from penstock.cli.flags import Overrides
@@ -94,4 +94,5 @@ class Conversation:
             return
         self.messages = [*asked, {"role": "assistant", "content": completion.text}]
         if self.show_stats:
-            console().print(stats_line(completion), style="dim", markup=False)
+            for text in (*warnings_of(completion), stats_line(completion)):
+                console().print(text, style="dim", markup=False)

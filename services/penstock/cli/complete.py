@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock.cli.answer import allow_any_text, stats_line, stream_answer
+from penstock.cli.answer import allow_any_text, stats_line, stream_answer, warnings_of
 from penstock.cli.chat import split_options
 from penstock.cli.connection import open_client
 from penstock.cli.console import complain
@@ -21,4 +21,5 @@ def run_complete(prompt: str, given: Overrides) -> None:
     if completion is None:
         raise KeyboardInterrupt
     if sampling.stats:
-        complain(stats_line(completion))
+        for line in (*warnings_of(completion), stats_line(completion)):
+            complain(line)

@@ -45,6 +45,12 @@ def current_environment() -> Mapping[str, str]:
     return os.environ
 
 
+def cache_folder() -> str:
+    """Where things are kept that can be made again."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "penstock")
+
+
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

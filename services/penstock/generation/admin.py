@@ -15,8 +15,8 @@ from penstock.generation import convert
 from penstock.generation.core import GenerationCore, Lifecycle
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.stats import EngineLoad
+from penstock.generation.loading import LoadedModel
 from penstock.generation.options import unsupported
-from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.servicer import later
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
@@ -86,7 +86,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         for field, _ in request.ListFields():
             raise unsupported(field.name)
         begin = time.monotonic()
-        await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: _warm_up(engine, core.loaded.runner)))
+        await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: _warm_up(engine, core.loaded)))
         return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
@@ -126,12 +126,12 @@ def _interval(request: admin_pb2.WatchLoadRequest) -> float:
     return interval
 
 
-def _warm_up(engine: Engine, runner: ModelRunner) -> None:
+def _warm_up(engine: Engine, loaded: LoadedModel) -> None:
     """On the engine's thread. The warm-up writes into blocks, so none may be in use or cached."""
     if engine.has_work:
         raise FailedPrecondition("requests are live: warm up while there are none", reason="BUSY")
     engine.clear_cache()
-    runner.warm_up()
+    loaded.warm_up()
 
 
 async def _finish(core: GenerationCore, grace: float | None) -> None:

@@ -24,6 +24,7 @@ from penstock.generation.core import GenerationCore, Lifecycle, ModelState
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.request import RequestOutput
+from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.hub import OutputHub
 from penstock.generation.loading import LoadedModel, load
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
@@ -58,6 +59,7 @@ class GenerationApp:
         self._metrics = GenerationMetrics(registry, self._lifecycle.model_name)
         self._cancelled = threading.Event()
         self._engine_loop: EngineLoop | None = None
+        self._compiler: GrammarCompiler | None = None
         self._farewell: asyncio.Task[None] | None = None
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
@@ -91,7 +93,8 @@ class GenerationApp:
         self._lifecycle.percent_loaded = percent
 
     def _start_engine(self, loaded: LoadedModel) -> GenerationCore:
-        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes)
+        drafter = None if loaded.draft is None else loaded.draft.drafter
+        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes, drafter=drafter)
         stats, metrics = engine.stats, self._metrics
 
         def deliver(step: int, outputs: list[RequestOutput]) -> None:
@@ -104,8 +107,16 @@ class GenerationApp:
         metrics.read_engine(lambda: EngineFigures(loop.load, stats))
         loop.start()
         self._engine_loop = loop
+        compiler = self._compiler = _compiler(loaded, self._config)
         return GenerationCore(
-            loaded, self._config.request_limits(), loop, hub, stats, self._config.max_pending_messages
+            loaded,
+            compiler,
+            self._config.request_limits(),
+            loop,
+            hub,
+            stats,
+            self._config.max_pending_messages,
+            self._config.max_items_in_flight,
         )
 
     def _engine_failed(self, error: BaseException) -> None:
@@ -146,6 +157,8 @@ class GenerationApp:
         self._lifecycle.state = ModelState.UNAVAILABLE
         if self._farewell is not None:
             await self._farewell
+        if self._compiler is not None:
+            await self._compiler.close()
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.stop)
 
@@ -153,3 +166,7 @@ class GenerationApp:
         """Model and pool."""
         core = self._lifecycle.core
         return core.loaded.status_lines() if core is not None else []
+
+
+def _compiler(loaded: LoadedModel, config: GenerationServiceConfig) -> GrammarCompiler:
+    return GrammarCompiler(loaded.folder, loaded.served.vocab_size, config.grammar_limits(), loaded.token_bytes)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, ServerConfig, option
 from penstock.common.errors import StartupError
 from penstock.generation.devices.memory import parse_memory
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.grammar.limits import GrammarLimits
 from penstock.generation.requested import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
+CONSTRAINTS = "Structured output"
+
+
+def _bound(name: str, help: str, *, minimum: int = 0) -> Any:
+    """A bound of RequestLimits as an option."""
+    return option(getattr(RequestLimits, name), help, group=REQUESTS, minimum=minimum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,20 @@ class GenerationServiceConfig(ServerConfig):
         None, "Threads of the model's kernels; all cores when left out.", group=MODEL, minimum=1
     )
 
+    kernels: str = option(
+        "auto",
+        "C++ kernels of `penstock build-kernels`: auto uses them if they are there, native insists, torch never.",
+        group=MODEL,
+    )
+
+    assistant_model: str | None = option(
+        None, "Folder or hub id of a draft model, for requests that ask for assisted generation by it.", group=MODEL
+    )
+
     kv_memory: str = option("auto", "Memory of the KV pool, such as 2GiB; auto: a share of what is left.", group=MEMORY)
+    assistant_kv_memory: str = option(
+        "auto", "Memory of the draft model's own KV pool; auto: for as many tokens as the other holds.", group=MEMORY
+    )
     block_size: int = option(16, "Tokens of one KV block.", group=MEMORY, minimum=1, maximum=1024)
     max_context: int | None = option(
         None, "Longest prompt and output together; by default the model's.", group=MEMORY, minimum=2
@@ -48,6 +69,12 @@ class GenerationServiceConfig(ServerConfig):
     )
     max_running_sequences: int = option(
         EngineConfig.max_running_sequences, "Sequences computed in one engine step.", group=BATCHING, minimum=1
+    )
+    max_draft_rows: int = option(
+        EngineConfig.max_draft_rows,
+        "Decoding sequences and draft tokens of one engine step together, up to which drafts are verified; 0: none.",
+        group=BATCHING,
+        minimum=0,
     )
     max_queued_requests: int = option(
         EngineConfig.max_queued_requests,
@@ -76,10 +103,83 @@ class GenerationServiceConfig(ServerConfig):
     )
     max_logit_bias: int = option(RequestLimits.max_logit_bias, "Most entries of logit_bias.", group=REQUESTS, minimum=0)
 
+    max_score_items: int = option(
+        RequestLimits.max_score_items, "Most prompts with a continuation in one Score.", group=REQUESTS, minimum=1
+    )
+    max_embed_inputs: int = option(
+        RequestLimits.max_embed_inputs, "Most inputs of one Embed.", group=REQUESTS, minimum=1
+    )
+    max_items_in_flight: int = option(
+        32,
+        "Items of one Score or Embed that are in the engine at once; the others follow as these end.",
+        group=REQUESTS,
+        minimum=1,
+    )
+    max_tensor_bytes: int = option(
+        RequestLimits.max_tensor_bytes,
+        "Most bytes of output_scores, output_logits, output_hidden_states and output_attentions in one answer.",
+        group=REQUESTS,
+        minimum=0,
+    )
+
+    max_beams: int = _bound("max_beams", "Most beams of one request; never more than run.", minimum=1)
+    max_draft_tokens: int = _bound(
+        "max_draft_tokens", "Largest num_assistant_tokens and prompt_lookup_num_tokens.", minimum=1
+    )
+    max_matching_ngram: int = _bound("max_matching_ngram", "Largest max_matching_ngram_size.", minimum=1)
+    max_ngram: int = _bound("max_ngram", "Largest no_repeat_ngram_size and encoder_no_repeat_ngram_size.")
+    max_bad_words: int = _bound("max_bad_words", "Most entries of bad_words_ids.")
+    max_sequence_bias: int = _bound("max_sequence_bias", "Most entries of sequence_bias.")
+    max_phrase_tokens: int = _bound(
+        "max_phrase_tokens",
+        "Longest entry of bad_words_ids, sequence_bias, force_words_ids and constraints.",
+        minimum=1,
+    )
+    max_forced_words: int = _bound("max_forced_words", "Most entries of force_words_ids, and of constraints.")
+    max_alternatives: int = _bound("max_alternatives", "Most alternatives of a forced word.", minimum=1)
+    max_suppress_tokens: int = _bound("max_suppress_tokens", "Most ids of suppress_tokens and begin_suppress_tokens.")
+    max_allowed_tokens: int = _bound("max_allowed_tokens", "Most ids of allowed_token_ids.")
+    max_trie_sequences: int = _bound("max_trie_sequences", "Most sequences of allowed_token_trie.")
+    max_trie_tokens: int = _bound("max_trie_tokens", "Most ids of allowed_token_trie altogether.")
+    max_watermark_context: int = _bound("max_watermark_context", "Largest context_width of a watermark.", minimum=1)
+    max_tensor_steps: int = _bound("max_tensor_steps", "Most entries of tensor_steps.")
+
+    max_constraint_bytes: int = option(
+        GrammarLimits.max_bytes, "Longest source of a constraint.", group=CONSTRAINTS, minimum=1
+    )
+    max_constraint_choices: int = option(
+        GrammarLimits.max_choices, "Most values of a choice.", group=CONSTRAINTS, minimum=1
+    )
+    constraint_compile_seconds: float = option(
+        GrammarLimits.compile_seconds, "Longest compilation of a constraint.", group=CONSTRAINTS, minimum=0.01
+    )
+    constraint_compile_memory_bytes: int = option(
+        GrammarLimits.compile_memory_bytes,
+        "Memory that one compilation may take.",
+        group=CONSTRAINTS,
+        minimum=1 << 20,
+    )
+    constraint_processes: int = option(
+        GrammarLimits.compile_processes,
+        "Processes that try constraints; the first starts with the first constraint.",
+        group=CONSTRAINTS,
+        minimum=1,
+    )
+    max_queued_constraints: int = option(
+        GrammarLimits.max_queued, "Constraints waiting for a process; more are refused.", group=CONSTRAINTS, minimum=1
+    )
+    constraint_cache: int = option(
+        GrammarLimits.cache_entries, "Compiled constraints that are kept.", group=CONSTRAINTS, minimum=1
+    )
+    mask_threads: int = option(
+        GrammarLimits.mask_threads, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1
+    )
+
     def validate(self) -> None:
         """Raises StartupError for options that do not go together."""
         super().validate()
         parse_memory(self.kv_memory)
+        parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
         if self.max_batch_tokens < self.max_running_sequences:
             raise StartupError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
@@ -87,12 +187,22 @@ class GenerationServiceConfig(ServerConfig):
                 flag="--max-batch-tokens",
             )
 
+    def grammar_limits(self) -> GrammarLimits:
+        """Bounds on constraints."""
+        return GrammarLimits(
+            max_bytes=self.max_constraint_bytes,
+            max_choices=self.max_constraint_choices,
+            compile_seconds=self.constraint_compile_seconds,
+            compile_memory_bytes=self.constraint_compile_memory_bytes,
+            compile_processes=self.constraint_processes,
+            max_queued=self.max_queued_constraints,
+            cache_entries=self.constraint_cache,
+            mask_threads=self.mask_threads,
+        )
+
     def request_limits(self) -> RequestLimits:
         """Bounds that requests are checked against."""
-        return RequestLimits(
-            max_return_sequences=min(self.max_return_sequences, self.max_running_sequences),
-            max_stop_strings=self.max_stop_strings,
-            max_stop_string_chars=self.max_stop_string_chars,
-            max_stop_token_sequences=self.max_stop_token_sequences,
-            max_logit_bias=self.max_logit_bias,
-        )
+        given = {bound.name: getattr(self, bound.name) for bound in fields(RequestLimits) if hasattr(self, bound.name)}
+        for name in ("max_return_sequences", "max_beams"):
+            given[name] = min(given[name], self.max_running_sequences)
+        return RequestLimits(**given)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
-from typing import Any
 
-from penstock.common.errors import InvalidArgument, PenstockError, to_status
+from penstock.common.errors import PenstockError, to_status
+from penstock.generation.convert_options import DEFAULT_LIMITS, check_count, to_options
+from penstock.generation.convert_tensors import fill_tensors
 from penstock.generation.engine.request import (
     DeltaOutput,
     FinishedOutput,
@@ -18,13 +18,8 @@ from penstock.generation.engine.request import (
     StartedOutput,
 )
 from penstock.generation.engine.stats import EngineLoad, EngineStats
-from penstock.generation.requested import (
-    GenerateCommand,
-    RequestedOptions,
-    RequestedOutput,
-    RequestedStop,
-    RequestLimits,
-)
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.requested import GenerateCommand, RequestedOutput, RequestedStop, RequestLimits
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 Event = StartedOutput | DeltaOutput | FinishedOutput
@@ -32,37 +27,6 @@ GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
 
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
-_PLAIN = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "max_length",
-    "min_length",
-    "max_time",
-    "do_sample",
-    "num_return_sequences",
-    "top_k",
-    "seed",
-)
-_HONOURED = frozenset((*_FLOATS, *_PLAIN, "logit_bias"))
-_EARLY_STOPPING = {
-    config_pb2.EARLY_STOPPING_UNSPECIFIED: "false",
-    config_pb2.EARLY_STOPPING_FALSE: "false",
-    config_pb2.EARLY_STOPPING_TRUE: "true",
-    config_pb2.EARLY_STOPPING_NEVER: "never",
-}
-_SCHEDULE = {
-    config_pb2.ASSISTANT_TOKENS_SCHEDULE_UNSPECIFIED: "constant",
-    config_pb2.ASSISTANT_TOKENS_SCHEDULE_CONSTANT: "constant",
-}
-_DEFAULT_LIMITS = RequestLimits()
 _TENSOR_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _DTYPES = {
     "float32": common_pb2.D_TYPE_FLOAT32,
@@ -71,16 +35,7 @@ _DTYPES = {
 }
 
 
-def as_written(value: float) -> float:
-    """The shortest decimal that is this float32: 0.7 rather than the 0.699999988 that travelled."""
-    for digits in (6, 7, 8):
-        short = float(f"{value:.{digits}g}")
-        if struct.unpack("<f", struct.pack("<f", short))[0] == value:
-            return short
-    return value
-
-
-def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = _DEFAULT_LIMITS) -> GenerateCommand:
+def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS) -> GenerateCommand:
     """A GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
 
     Raises InvalidArgument for one of those beyond its bound: a message has room for millions, and the loop would stall.
@@ -88,19 +43,19 @@ def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = 
     for field, entries, most in (
         ("resumed_token_ids", message.resumed_token_ids, limits.max_return_sequences),
         ("stop.stop_token_ids", message.stop.stop_token_ids, limits.max_stop_token_sequences),
-        ("config.logit_bias", message.config.logit_bias, limits.max_logit_bias),
+        ("output.tensor_steps", message.output.tensor_steps, limits.max_tensor_steps),
+        ("eos_token_ids", message.eos_token_ids, limits.max_eos_token_ids),
     ):
-        if len(entries) > most:
-            raise InvalidArgument(field, f"must have at most {most} entries")
+        check_count(field, entries, most)
     return GenerateCommand(
         request_id=message.request_id,
         attempt_epoch=message.attempt_epoch,
         prompt_token_ids=list(message.prompt_token_ids),
         resumed_token_ids=[list(entry.ids) for entry in message.resumed_token_ids],
-        options=to_options(message.config),
+        options=to_options(message.config, limits),
         stop=to_stop(message.stop),
         output=to_output(message.output),
-        has_constraint=message.HasField("constraint"),
+        constraint=to_constraint(message.constraint) if message.HasField("constraint") else None,
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
         cache_salt=message.cache_salt,
@@ -112,22 +67,17 @@ def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = 
     )
 
 
-def to_options(config: config_pb2.GenerationConfig) -> RequestedOptions:
-    """The set fields of a GenerationConfig; those that are not honoured go by name into `others`."""
-    present = {field.name: value for field, value in config.ListFields()}
-    known: dict[str, Any] = {name: as_written(present[name]) for name in _FLOATS if name in present}
-    known.update((name, present[name]) for name in _PLAIN if name in present)
-    others = {name: _plain_value(name, value) for name, value in present.items() if name not in _HONOURED}
-    bias = {token_id: as_written(bias) for token_id, bias in config.logit_bias.items()}
-    return RequestedOptions(**known, logit_bias=bias, others=others)
-
-
-def _plain_value(name: str, value: object) -> object:
-    if name == "early_stopping":
-        return _EARLY_STOPPING.get(value)  # type: ignore[call-overload]
-    if name == "num_assistant_tokens_schedule":
-        return _SCHEDULE.get(value)  # type: ignore[call-overload]
-    return as_written(value) if isinstance(value, float) else value
+def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:
+    """A Constraint as plain data, unchecked."""
+    name = constraint.WhichOneof("kind")
+    if name is None:
+        return ConstraintSpec(None)
+    kind = ConstraintKind(name)
+    if kind is ConstraintKind.CHOICE:
+        return ConstraintSpec(kind, choices=tuple(constraint.choice.values))
+    if kind is ConstraintKind.JSON_OBJECT:
+        return ConstraintSpec(kind, enabled=constraint.json_object)
+    return ConstraintSpec(kind, text=getattr(constraint, name))
 
 
 def to_stop(stop: config_pb2.StopConfig) -> RequestedStop:
@@ -150,19 +100,9 @@ def to_output(output: config_pb2.OutputConfig) -> RequestedOutput:
         echo=present.get("echo"),
         stream_interval=present.get("stream_interval"),
         tensors=tuple(name for name in _TENSOR_OUTPUTS if present.get(name)),
+        scores_top_k=present.get("scores_top_k"),
+        tensor_steps=tuple(output.tensor_steps),
     )
-
-
-def from_options(options: RequestedOptions) -> config_pb2.GenerationConfig:
-    """The inverse of `to_options` for the honoured fields."""
-    config = config_pb2.GenerationConfig()
-    for name in (*_FLOATS, *_PLAIN):
-        value = getattr(options, name)
-        if value is not None:
-            setattr(config, name, value)
-    for token_id, bias in options.logit_bias.items():
-        config.logit_bias[token_id] = bias
-    return config
 
 
 def fill_started(message: generation_pb2.Started, request: Request, model: str, started: StartedOutput) -> None:
@@ -170,14 +110,15 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
     params = request.params
     message.request_id = request.request_id
     message.model = model
-    message.generation_mode = (
-        common_pb2.GENERATION_MODE_SAMPLE if params.do_sample else common_pb2.GENERATION_MODE_GREEDY_SEARCH
-    )
+    message.generation_mode = common_pb2.GenerationMode.ValueType(params.mode.value)
     message.seed = params.seed
     message.prompt_tokens = len(request.prompt_token_ids)
     message.cached_tokens = started.cached_tokens
     message.warnings.extend(request.warnings)
-    message.prompt_logprobs.extend(_from_positions(started.prompt_logprobs))
+    message.prompt_logprobs.extend(from_positions(started.prompt_logprobs))
+    if started.healed is not None:
+        token_id, message.healed_text = started.healed
+        message.healed_token_ids.append(token_id)
 
 
 def fill_delta(message: generation_pb2.TokenDelta, delta: DeltaOutput) -> None:
@@ -186,7 +127,9 @@ def fill_delta(message: generation_pb2.TokenDelta, delta: DeltaOutput) -> None:
     message.index = delta.index
     message.token_ids.extend(delta.token_ids)
     if delta.logprobs:
-        message.logprobs.extend(_from_positions(delta.logprobs))
+        message.logprobs.extend(from_positions(delta.logprobs))
+    if delta.tensors:
+        fill_tensors(message.tensors, delta.tensors)
     if delta.finish is not None:
         message.finished.CopyFrom(from_finish(delta.finish))
 
@@ -233,7 +176,8 @@ def _from_timings(timings: RequestTimings) -> common_pb2.StageTimings:
     )
 
 
-def _from_positions(positions: Iterable[PositionLogprobs]) -> list[common_pb2.PositionLogprobs]:
+def from_positions(positions: Iterable[PositionLogprobs]) -> list[common_pb2.PositionLogprobs]:
+    """Log-probabilities position by position."""
     return [
         common_pb2.PositionLogprobs(
             chosen=None if position.chosen is None else _from_logprob(position.chosen),

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from penstock.common.errors import PenstockError, Unavailable
+from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.common.request_context import new_request_id
 from penstock.generation.emitter import Emitter
 from penstock.generation.engine.loop import EngineLoop
-from penstock.generation.engine.request import Request
+from penstock.generation.engine.request import HealingOptions, Request
 from penstock.generation.engine.stats import EngineStats
+from penstock.generation.given import (
+    EmbedCommand,
+    ScoreCommand,
+    check_embed,
+    check_score,
+    embed_requests,
+    followers,
+    score_requests,
+)
+from penstock.generation.grammar.compiler import GrammarCompiler
+from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.hub import OutputHub
+from penstock.generation.item_batch import ItemBatch, ItemResult
 from penstock.generation.loading import LoadedModel
 from penstock.generation.requested import GenerateCommand, RequestLimits
 from penstock.generation.resolve import resolve
+from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.tensor_outputs import TensorSizes, resolve_tensors
 from penstock.generation.validate import validate
 
 STARTING_RETRY_SECONDS = 1.0
@@ -36,11 +52,14 @@ class GenerationCore:
     """A loaded model behind its engine. Used from the event loop only."""
 
     loaded: LoadedModel
+    compiler: GrammarCompiler
     limits: RequestLimits
     loop: EngineLoop
     hub: OutputHub
     stats: EngineStats
     max_pending_messages: int
+    # Items of one Score or Embed in the engine at once.
+    max_items: int
 
     def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
         """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
@@ -50,11 +69,12 @@ class GenerationCore:
         loaded = self.loaded
         validate(command, loaded.served, self.limits)
         resolved = resolve(command, loaded.defaults, loaded.served, self.limits)
+        params = self._with_tensors(command, resolved.params)
         arrival = time.monotonic()
         request = Request(
             request_id=command.request_id or new_request_id(),
             prompt_token_ids=command.prompt_token_ids,
-            params=resolved.params,
+            params=params,
             arrival_time=arrival,
             resumed_token_ids=command.resumed_token_ids,
             cache_salt=command.cache_salt,
@@ -62,8 +82,52 @@ class GenerationCore:
             deadline=_earliest(deadline, arrival, command.timeout_seconds),
             attempt_epoch=command.attempt_epoch,
             warnings=resolved.warnings,
+            healing=self._healing(command) if resolved.params.token_healing else None,
         )
         return Emitter(request, loaded.served.name, resolved.stream_interval)
+
+    def _healing(self, command: GenerateCommand) -> HealingOptions | None:
+        """None where the prompt has no other last token to have, or only one token."""
+        prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
+        if prefixes is None or len(prompt) < 2:
+            return None
+        token_ids = prefixes.extensions(prompt[-1])
+        return HealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
+
+    def _with_tensors(self, command: GenerateCommand, params: SamplingParams) -> SamplingParams:
+        if not command.output.tensors:
+            return params
+        model = self.loaded.model.config
+        sizes = TensorSizes(model.vocab_size, model.num_layers, model.hidden_size, model.num_heads)
+        prompt_tokens = len(command.prompt_token_ids)
+        return replace(params, tensors=resolve_tensors(command.output, params, prompt_tokens, sizes, self.limits))
+
+    async def constrain(self, request: Request, constraint: ConstraintSpec) -> None:
+        """Compile a request's constraint. Abort and deadline end the wait; raises what `GrammarCompiler.compile` does.
+
+        To be awaited between `prepare` and the submission of the request; the id is the request's from here on.
+        """
+        remaining = None if request.deadline is None else request.deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(remaining):
+                grammar = await self.hub.prepare(request.request_id, self.compiler.compile(constraint))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": "constraint"}
+            ) from None
+        request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
+
+    async def score(self, command: ScoreCommand, deadline: float | None) -> list[ItemResult]:
+        """Run a Score to its end. Raises what `check_score` raises, and the first error of an item."""
+        check_score(command, self.loaded.served, self.limits)
+        requests = score_requests(command, time.monotonic(), deadline)
+        return await ItemBatch(self.hub, requests, "items", self.max_items, followers(command.items)).run()
+
+    async def embed(self, command: EmbedCommand, deadline: float | None) -> list[ItemResult]:
+        """Run an Embed to its end. Raises what `check_embed` raises, and the first error of an input."""
+        check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
+        requests = embed_requests(command, time.monotonic(), deadline)
+        return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
 
 
 def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> float | None:

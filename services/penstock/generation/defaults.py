@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.common.errors import InvalidArgument, StartupError
-from penstock.generation.options import BEAM_ONLY, LATER, check_options
-from penstock.generation.requested import ModelDefaults, RequestedOptions
+from penstock.generation.defaults_values import PARSERS, BadValue, options_of
+from penstock.generation.option_ids import check_ids, check_possible
+from penstock.generation.options import check_options
+from penstock.generation.requested import ModelDefaults, RequestLimits, ServedModel
+from penstock.generation.resolve_modes import resolve_modes
 
 FILE_NAME = "generation_config.json"
-_INTEGERS = ("max_new_tokens", "min_new_tokens", "max_length", "min_length", "num_return_sequences", "top_k", "seed")
-_NUMBERS = (
-    "max_time",
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
 # Facts about the file, the model or transformers' own caches: nothing that changes what is generated here.
 _IRRELEVANT = frozenset(
     {
@@ -42,9 +35,10 @@ _IRRELEVANT = frozenset(
         "low_memory",
         "prefill_chunk_size",
         "chat_format",
+        "continuous_batching_config",
     }
 )
-_SPECIAL = frozenset({"eos_token_id", "bos_token_id", "pad_token_id", "stop_strings", "do_sample"})
+_SPECIAL = frozenset({"eos_token_id", "bos_token_id", "pad_token_id", "stop_strings"})
 
 
 class LoadedDefaults(NamedTuple):
@@ -54,22 +48,28 @@ class LoadedDefaults(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def load_defaults(folder: Path, model_eos_token_ids: tuple[int, ...], vocab_size: int) -> LoadedDefaults:
+def load_defaults(
+    folder: Path, model_eos_token_ids: tuple[int, ...], vocab_size: int, num_layers: int = 1
+) -> LoadedDefaults:
     """Read `folder`/generation_config.json, which may be absent.
 
     `model_eos_token_ids` (from config.json) count when the file names none. Raises StartupError naming the field.
     """
     values = _read(folder / FILE_NAME)
     ids, sequences = _eos(values.get("eos_token_id"))
+    try:
+        options = options_of(values)
+    except BadValue as error:
+        raise _broken(str(error)) from error
     defaults = ModelDefaults(
-        options=_options(values),
+        options=options,
         eos_token_ids=ids if values.get("eos_token_id") is not None else model_eos_token_ids,
         eos_sequences=sequences,
         stop_strings=_strings(values.get("stop_strings")),
         bos_token_id=_special_id(values.get("bos_token_id"), "bos_token_id"),
         pad_token_id=_special_id(values.get("pad_token_id"), "pad_token_id"),
     )
-    _check(defaults, vocab_size)
+    _check(defaults, vocab_size, num_layers)
     return LoadedDefaults(defaults, tuple(sorted(_ignored(values))))
 
 
@@ -87,27 +87,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _broken(what: str) -> StartupError:
     return StartupError(f"{FILE_NAME} of the model {what}", flag="MODEL")
-
-
-def _options(values: Mapping[str, Any]) -> RequestedOptions:
-    names = (*_INTEGERS, *_NUMBERS, "do_sample")
-    return RequestedOptions(**{name: _typed(name, values[name]) for name in names if name in values})
-
-
-def _typed(name: str, value: Any) -> Any:
-    if name == "do_sample":
-        if isinstance(value, bool):
-            return value
-        raise _broken(f"has {name} that is neither true nor false")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _broken(f"has {name} that is not a number")
-    try:
-        number = float(value) if name in _NUMBERS else int(value)
-    except (ValueError, OverflowError) as error:  # Python's JSON has NaN and Infinity, and integers of any length
-        raise _broken(f"has {name} that is not a finite number") from error
-    if name in _INTEGERS and value != number:
-        raise _broken(f"has {name} that is not an integer")
-    return number
 
 
 def _eos(value: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
@@ -134,9 +113,15 @@ def _special_id(value: Any, name: str) -> int | None:
     raise _broken(f"has {name} that is not an id")
 
 
-def _check(defaults: ModelDefaults, vocab_size: int) -> None:
+def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
+    options = defaults.options
     try:
-        check_options(defaults.options, prefix="")
+        check_options(options, prefix="")
+        check_ids(options, vocab_size, prefix="")
+        check_possible(options, vocab_size, prefix="")
+        # Whether a request that sets nothing could run.
+        model = ServedModel("", vocab_size, max_context_tokens=vocab_size, num_layers=num_layers)
+        resolve_modes(options, model, RequestLimits(), options.num_return_sequences or 1)
     except InvalidArgument as error:
         raise _broken(f"has an impossible value: {error.message}") from error
     ids = (*defaults.eos_token_ids, *(token_id for run in defaults.eos_sequences for token_id in run))
@@ -146,12 +131,5 @@ def _check(defaults: ModelDefaults, vocab_size: int) -> None:
 
 def _ignored(values: Mapping[str, Any]) -> list[str]:
     """Settings that would change the output in transformers and do not here."""
-    honoured = {*_INTEGERS, *_NUMBERS, *_SPECIAL, *_IRRELEVANT}
-    return [name for name, value in values.items() if name not in honoured and not _is_neutral(name, value)]
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    if name in BEAM_ONLY:
-        # Without beams, which the file would have to ask for by num_beams, they do nothing.
-        return True
-    return value is False or value in ([], {}) or value in LATER.get(name, ())
+    honoured = {*PARSERS, *_SPECIAL, *_IRRELEVANT}
+    return [name for name, value in values.items() if name not in honoured and value not in (False, [], {})]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from penstock.generation.convert import Event
 from penstock.generation.engine.request import DeltaOutput, FinishedOutput, Request, RequestOutput
+from penstock.generation.tensor_deltas import MAX_DELTA_BYTES, num_bytes, split, with_tensors
 
 
 class Emitter:
-    """Events of one request, in order. With `stream_interval` > 1 deltas of a sequence are merged and renumbered."""
+    """Events of one request, in order. With `stream_interval` > 1 deltas of a sequence are merged and renumbered; those
+    that fit no message are split."""
 
     def __init__(self, request: Request, model: str, stream_interval: int) -> None:
         self.request = request
         self.model = model
-        self._merger = DeltaMerger(stream_interval) if stream_interval > 1 else None
+        has_tensors, in_one = request.params.tensors is not None, request.params.beams is not None
+        is_plain = stream_interval == 1 and not has_tensors and not in_one
+        self._merger = None if is_plain else DeltaMerger(stream_interval, has_tensors)
 
     def events(self, output: RequestOutput) -> Iterator[Event]:
         """Events of one engine step."""
@@ -33,22 +37,29 @@ class Emitter:
 class DeltaMerger:
     """Holds back deltas until `interval` tokens of a sequence are there, or it ends."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, has_tensors: bool = False) -> None:
         self._interval = interval
-        self._held: dict[int, DeltaOutput] = {}
+        self._has_tensors = has_tensors
+        # Index of a sequence -> its held delta and the bytes of it.
+        self._held: dict[int, tuple[DeltaOutput, int]] = {}
         self._next_seq = 0
 
     def merge(self, deltas: tuple[DeltaOutput, ...], *, flush: bool) -> tuple[DeltaOutput, ...]:
         """Take a step's deltas and return those that are due; all of them when `flush`."""
         due: list[DeltaOutput] = []
-        for delta in deltas:
-            merged = _join(self._held.pop(delta.index, None), delta)
+        for delta in self._parts(deltas):
+            held, size = self._held.pop(delta.index, (None, 0))
+            more = num_bytes(delta)
+            if held is not None and size + more > MAX_DELTA_BYTES:
+                due.append(self._numbered(held))
+                held, size = None, 0
+            merged = _join(held, delta)
             if merged.finish is not None or len(merged.token_ids) >= self._interval:
                 due.append(self._numbered(merged))
             else:
-                self._held[delta.index] = merged
+                self._held[delta.index] = merged, size + more
         if flush:
-            due.extend(self._numbered(held) for held in self._held.values())
+            due.extend(self._numbered(held) for held, _ in self._held.values())
             self._held.clear()
         return tuple(due)
 
@@ -57,6 +68,10 @@ class DeltaMerger:
         if finished is None:
             return None
         return replace(finished, last_seq=self._next_seq - 1 if self._next_seq else None)
+
+    def _parts(self, deltas: tuple[DeltaOutput, ...]) -> Iterable[DeltaOutput]:
+        whole = map(with_tensors, deltas) if self._has_tensors else deltas
+        return (part for delta in whole for part in split(delta))
 
     def _numbered(self, delta: DeltaOutput) -> DeltaOutput:
         numbered = replace(delta, seq=self._next_seq)
@@ -67,4 +82,9 @@ class DeltaMerger:
 def _join(held: DeltaOutput | None, delta: DeltaOutput) -> DeltaOutput:
     if held is None:
         return delta
-    return replace(delta, token_ids=held.token_ids + delta.token_ids, logprobs=held.logprobs + delta.logprobs)
+    return replace(
+        delta,
+        token_ids=held.token_ids + delta.token_ids,
+        logprobs=held.logprobs + delta.logprobs,
+        tensors=held.tensors + delta.tensors,
+    )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from penstock.common.errors import Aborted, InvalidArgument, PenstockError, Unavailable
+from penstock.common.errors import Aborted, Cancelled, InvalidArgument, PenstockError, Unavailable
 from penstock.generation.engine.request import Request, RequestOutput
 from penstock.generation.metrics import GenerationMetrics
+
+T = TypeVar("T")
 
 
 class Submitter(Protocol):
@@ -58,6 +60,8 @@ class OutputHub:
         self._metrics = metrics
         self._step = step
         self._live: dict[str, LiveRequest] = {}
+        # Work for requests that are not submitted yet.
+        self._preparing: dict[str, asyncio.Task[Any]] = {}
         self._watchers: set[asyncio.Event] = set()
         self._open: set[Sink] = set()
         self._all_closed = asyncio.Event()
@@ -79,19 +83,51 @@ class OutputHub:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Hand a request to the engine. Raises InvalidArgument for a live id, or what the engine's queue says."""
-        if request.request_id in self._live:
-            raise InvalidArgument("request_id", "is already live", reason="DUPLICATE_REQUEST_ID")
+        if self.is_taken(request.request_id):
+            raise _taken()
         self._submitter.submit(request)
         self._live[request.request_id] = LiveRequest(request, sink)
         self._idle.clear()
         self.notify()
 
+    async def prepare(self, request_id: str, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` for a request before it is submitted: the id is taken meanwhile, and `abort` ends the work.
+
+        Raises what `work` raises, Cancelled when it was aborted, InvalidArgument for an id that is taken.
+        """
+        if self.is_taken(request_id):
+            work.close()
+            raise _taken()
+        task: asyncio.Task[T] = asyncio.create_task(work)
+        self._preparing[request_id] = task
+        self._idle.clear()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise Cancelled("aborted before it was submitted", reason="ABORTED") from None
+        finally:
+            del self._preparing[request_id]
+            self._settle()
+
+    def is_taken(self, request_id: str) -> bool:
+        """Whether a request of this id is live or prepared."""
+        return request_id in self._live or request_id in self._preparing
+
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Abort those that are live and return their ids. Their streams still get the last word."""
-        live = [request_id for request_id in request_ids if request_id in self._live]
+        """Abort those that are live or prepared and return their ids. Their streams still get the last word."""
+        ids = list(request_ids)
+        live = [request_id for request_id in ids if request_id in self._live]
         if live:
             self._submitter.abort(live)
-        return live
+        if not self._preparing:
+            return live
+        prepared = [request_id for request_id in ids if request_id in self._preparing]
+        for request_id in prepared:
+            self._preparing[request_id].cancel()
+        return live + prepared
 
     def end_streams_for_good(self) -> None:
         """The process stops now. Sessions break and their requests move; who reads a stream of his own is told."""
@@ -103,8 +139,8 @@ class OutputHub:
             self._submitter.abort([live.request.request_id], error)
 
     def live_ids(self) -> list[str]:
-        """Ids of every live request."""
-        return list(self._live)
+        """Ids of every request that is live or prepared."""
+        return [*self._live, *self._preparing]
 
     def attach(self, sink: Sink) -> None:
         """A stream begins."""
@@ -165,7 +201,7 @@ class OutputHub:
         self._settle()
 
     async def wait_idle(self) -> None:
-        """Return when nothing is live."""
+        """Return when nothing is live or prepared."""
         await self._idle.wait()
 
     def watch(self) -> asyncio.Event:
@@ -190,7 +226,7 @@ class OutputHub:
         self.abort([live.request.request_id for live in orphans])
 
     def _settle(self) -> None:
-        if not self._live:
+        if not self._live and not self._preparing:
             self._idle.set()
         self.notify()
 
@@ -203,3 +239,7 @@ class OutputHub:
             live.last_token_at = now
         if output.finished is not None:
             self._metrics.request_finished(live.request, output.finished)
+
+
+def _taken() -> InvalidArgument:
+    return InvalidArgument("request_id", "is already live", reason="DUPLICATE_REQUEST_ID")

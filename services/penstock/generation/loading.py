@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from penstock.common.checkpoint import resolve_model
@@ -11,12 +12,16 @@ from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.token_bytes import TokenBytes, UnsupportedTokenizer
+from penstock.common.token_prefixes import TokenPrefixes
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.defaults import load_defaults
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.memory import format_memory, kv_pool_blocks, parse_memory
 from penstock.generation.devices.registry import open_device
+from penstock.generation.draft_model import DraftModel, load_draft_weights, make_draft_model
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.footprint import most_output_tokens
+from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
@@ -39,6 +44,17 @@ class LoadedModel:
     served: ServedModel
     defaults: ModelDefaults
     token_bytes: TokenBytes | None
+    # For token healing; None where there is no table.
+    token_prefixes: TokenPrefixes | None
+    # Where its files are.
+    folder: Path
+    draft: DraftModel | None = None
+
+    def warm_up(self) -> None:
+        """Run everything once. Writes into blocks of the pools, so none may be in use or cached."""
+        self.runner.warm_up()
+        if self.draft is not None:
+            self.draft.warm_up()
 
     def status_lines(self) -> list[str]:
         """Facts for people."""
@@ -50,6 +66,7 @@ class LoadedModel:
             f"{model.config.dtype}, {format_memory(model.num_bytes)}) on {self.device.describe()}",
             f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens, "
             f"context {self.served.max_context_tokens}",
+            *([] if self.draft is None else [self.draft.status_line()]),
         ]
 
 
@@ -63,28 +80,44 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     model_config = read_model_config(folder)
     context = _context(config.max_context, model_config)
     token_bytes = _token_bytes(folder, model_config)
-    defaults, ignored = load_defaults(folder, model_config.eos_token_ids, model_config.vocab_size)
+    defaults, ignored = load_defaults(
+        folder, model_config.eos_token_ids, model_config.vocab_size, model_config.num_layers
+    )
     if ignored:
         _log.warning("generation_config.json asks for what this release does not do", fields=list(ignored))
+    pad = model_config.pad_token_id if defaults.pad_token_id is None else defaults.pad_token_id
+    # A pad id outside the vocabulary is common, and is no token that a group of beams could count as.
+    defaults = replace(defaults, pad_token_id=pad if pad is not None and pad < model_config.vocab_size else None)
     if defaults.stop_strings and token_bytes is None:
         raise StartupError("generation_config.json has stop_strings, which need a tokenizer.json", flag="MODEL")
+    if defaults.options.token_healing and token_bytes is None:
+        raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
     device = open_device(config.device)
-    device.start(num_threads=config.threads)
+    device.start(num_threads=config.threads, kernels=config.kernels)
     _check_memory(folder, device)
-    model = load_model(folder, dtype=config.dtype, device=device, progress=progress)
+    share = 1.0 if config.assistant_model is None else 0.5
+    model = load_model(folder, dtype=config.dtype, device=device, progress=lambda percent: progress(share * percent))
+    # The KV pool takes a share of what both leave.
+    draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
     kv = _kv_pool(config, kv_memory, model, device, context)
     engine_config = _engine_config(config, kv, context)
-    runner = ModelRunner(model, kv)
+    masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
+    runner = ModelRunner(model, kv, masks=masks)
     runner.warm_up()
+    draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     served = ServedModel(
         name=name,
         vocab_size=model_config.vocab_size,
         max_context_tokens=context,
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
         has_token_bytes=token_bytes is not None,
-        max_output_tokens=engine_config.max_output_tokens,
+        num_layers=model_config.num_layers,
+        tied_embeddings=model_config.tie_word_embeddings,
+        assistant_model="" if draft is None else draft.name,
+        max_output_tokens=partial(most_output_tokens, engine_config),
     )
-    return LoadedModel(model, kv, runner, device, engine_config, served, defaults, token_bytes)
+    prefixes = None if token_bytes is None else TokenPrefixes(token_bytes)
+    return LoadedModel(model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, draft)
 
 
 def _context(wanted: int | None, model: ModelConfig) -> int:
@@ -151,5 +184,6 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
         max_batch_tokens=config.max_batch_tokens,
         max_running_sequences=config.max_running_sequences,
         max_queued_requests=config.max_queued_requests,
+        max_draft_rows=config.max_draft_rows,
         prefix_cache=config.prefix_cache,
     )

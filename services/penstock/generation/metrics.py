@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
-from penstock.generation.engine.request import FinishedOutput, FinishReason, Request
+from penstock.generation.engine.request import FinishedOutput, FinishReason, Purpose, Request
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
@@ -56,12 +56,20 @@ class GenerationMetrics:
             stage: histogram(f"engine_{stage}_seconds", f"Engine step: {stage}.", LATENCY_BUCKETS)
             for stage in ("schedule", "execute", "update")
         }
+        self._draft = histogram("engine_draft_seconds", "Engine step: draft model, of steps in which it ran.")
         self._slow_readers = counter("slow_readers", "Streams cut off because their reader was too far behind.")
         name = ["model_name", "finished_reason"]
         finished = Counter(
             "penstock_request_success", "Requests by how their first sequence ended.", name, registry=registry
         )
         self._finished = {reason: finished.labels(model_name, label) for reason, label in _REASONS.items()}
+        name = ["model_name", "rpc", "outcome"]
+        items = Counter("penstock_items", "Items of Score and inputs of Embed, by outcome.", name, registry=registry)
+        self._items = {
+            (purpose, succeeded): items.labels(model_name, purpose.name.lower(), "ok" if succeeded else "error")
+            for purpose in (Purpose.SCORE, Purpose.EMBED)
+            for succeeded in (True, False)
+        }
 
     def read_engine(self, read: Callable[[], EngineFigures]) -> None:
         """From now on take the engine's own figures from `read`, which must be callable from any thread."""
@@ -74,6 +82,8 @@ class GenerationMetrics:
         self._stages["schedule"].observe(sample.schedule_seconds)
         self._stages["execute"].observe(sample.execute_seconds)
         self._stages["update"].observe(sample.update_seconds)
+        if sample.draft_seconds:
+            self._draft.observe(sample.draft_seconds)
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token."""
@@ -89,6 +99,10 @@ class GenerationMetrics:
 
     def request_finished(self, request: Request, finished: FinishedOutput) -> None:
         """A request's last word."""
+        if request.purpose is not Purpose.GENERATE:
+            self._items[request.purpose, finished.error is None].inc()
+            self._prompt_length.observe(finished.prompt_tokens)
+            return
         timings = finished.timings
         for histogram, seconds in (
             (self._queue, timings.queue),
@@ -129,6 +143,9 @@ class EngineCollector(Collector):
         yield self._counter("num_preemptions", "Requests preempted.", stats.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
+        accepted, rejected = stats.accepted_draft_tokens, stats.rejected_draft_tokens
+        yield self._counter("generation_accepted_draft_tokens", "Draft tokens that verification accepted.", accepted)
+        yield self._counter("generation_rejected_draft_tokens", "Draft tokens that verification refused.", rejected)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_lookup_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.prefix_hit_tokens)
         yield self._counter("prefix_cache_evictions", "Reusable blocks given away.", stats.evictions)

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from penstock.generation import convert
+from penstock.generation.convert_options import from_options
 from penstock.generation.core import GenerationCore, Lifecycle
 from penstock.generation.servicer import later
 from penstock.generation.validate import check_model
@@ -63,7 +64,8 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             num_attention_heads=config.num_heads,
             num_parameters=config.num_parameters,
             tokenizer_fingerprint=loaded.served.tokenizer_fingerprint,
-            default_config=convert.from_options(defaults.options),
+            assistant_model=loaded.served.assistant_model,
+            default_config=from_options(defaults.options),
         )
 
     def _limits(self, core: GenerationCore) -> model_pb2.Limits:

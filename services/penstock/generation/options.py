@@ -1,4 +1,4 @@
-"""Which option values are possible and which are not in this release: one table each, for requests and model files."""
+"""Which value each option may have by itself: one table, for requests and for models' files."""
 
 from __future__ import annotations
 
@@ -7,121 +7,109 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.requested import RequestedOptions
+from penstock.generation.requested_options import RequestedOptions
+from penstock.generation.sampling.modes import WatermarkOptions
 
 MAX_SEED = 2**63 - 1
 UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD"
+# The watermark multiplies its key by token ids in 64 bits; transformers takes any key that torch does.
+MAX_HASHING_KEY = 2**63 - 1
+WATERMARK_SCHEMES = ("lefthash", "selfhash")
+DOLA_PRESETS = ("low", "high")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A closed interval, open below when `above` is set; `high` None means unbounded."""
+    """An interval of finite numbers, open below when `above` is set and open above when `below` is; None: no bound."""
 
-    low: float
+    low: float | None = None
     high: float | None = None
     above: bool = False
+    below: bool = False
 
     def allow(self, value: float) -> bool:
-        """Whether a finite `value` lies within; False for NaN and infinities."""
+        """Whether `value` lies within; False for NaN and infinities."""
         if not math.isfinite(value):
             return False
-        over_low = value > self.low if self.above else value >= self.low
-        return over_low and (self.high is None or value <= self.high)
+        over_low = self.low is None or (value > self.low if self.above else value >= self.low)
+        return over_low and (self.high is None or (value < self.high if self.below else value <= self.high))
 
     def __str__(self) -> str:
-        if self.high is not None:
-            return f"must be in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
-        return f"must be finite and {'>' if self.above else '>='} {self.low:g}"
+        if self.low is None:
+            return "must be finite"
+        if self.high is None:
+            return f"must be finite and {'>' if self.above else '>='} {self.low:g}"
+        return f"must be in {'(' if self.above else '['}{self.low:g}, {self.high:g}{')' if self.below else ']'}"
 
 
-# seeds.md A and C. top_p = 0 keeps the most likely token only and temperature = 0 is greedy; top_k = 0 is off.
+_POSITIVE, _COUNT, _SIZE, _FINITE = Bounds(0.0, above=True), Bounds(1), Bounds(0), Bounds()
+_SHARE, _CUTOFF, _PENALTY = Bounds(0.0, 1.0), Bounds(0.0, 1.0, below=True), Bounds(-2.0, 2.0)
+
+# As transformers' validate() and the processors' constructors, but that a value which means "off" is allowed: 0 of
+# temperature (greedy), top_k, epsilon_cutoff, eta_cutoff, n-gram sizes and prompt_lookup_num_tokens, 1 of typical_p.
 BOUNDS: Mapping[str, Bounds] = {
-    "max_new_tokens": Bounds(1),
-    "min_new_tokens": Bounds(0),
-    "max_length": Bounds(1),
-    "min_length": Bounds(0),
-    "max_time": Bounds(0.0, above=True),
-    "num_return_sequences": Bounds(1),
+    "max_new_tokens": _COUNT,
+    "min_new_tokens": _SIZE,
+    "max_length": _COUNT,
+    "min_length": _SIZE,
+    "max_time": _POSITIVE,
+    "num_beams": _COUNT,
+    "num_beam_groups": _COUNT,
+    "diversity_penalty": Bounds(0.0),
+    "length_penalty": _FINITE,
+    "penalty_alpha": Bounds(0.0),
+    "num_return_sequences": _COUNT,
+    "prompt_lookup_num_tokens": _SIZE,
+    "max_matching_ngram_size": _COUNT,
+    "num_assistant_tokens": _COUNT,
+    "assistant_confidence_threshold": _SHARE,
+    "guidance_scale": _FINITE,
     "temperature": Bounds(0.0),
-    "top_k": Bounds(0),
-    "top_p": Bounds(0.0, 1.0),
-    "min_p": Bounds(0.0, 1.0),
-    "repetition_penalty": Bounds(0.0, above=True),
-    "frequency_penalty": Bounds(-2.0, 2.0),
-    "presence_penalty": Bounds(-2.0, 2.0),
+    "top_k": _SIZE,
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "top_h": Bounds(0.0, 1.0, above=True),
+    "typical_p": Bounds(0.0, 1.0, above=True),
+    "epsilon_cutoff": _CUTOFF,
+    "eta_cutoff": _CUTOFF,
+    "repetition_penalty": _POSITIVE,
+    "encoder_repetition_penalty": _POSITIVE,
+    "no_repeat_ngram_size": _SIZE,
+    "encoder_no_repeat_ngram_size": _SIZE,
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
 }
+_DECAY_FACTOR = _POSITIVE
+_GREENLIST_RATIO = Bounds(0.0, 1.0, above=True, below=True)
 
-# Fields whose modes and processors come with later releases, and the values that leave them off in transformers 5.x.
-# An empty tuple: any set value is refused.
-LATER: Mapping[str, tuple[object, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0.0,),
-    "penalty_alpha": (0.0,),
-    "prompt_lookup_num_tokens": (0,),
-    "max_matching_ngram_size": (),
-    "assistant_model": ("",),
-    "num_assistant_tokens": (20,),
-    "num_assistant_tokens_schedule": ("constant",),
-    "assistant_confidence_threshold": (0.4,),
-    "dola_layers": (),
-    "guidance_scale": (1.0,),
-    "negative_prompt_text": (),
-    "negative_prompt_ids": (),
-    "top_h": (),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
-    "force_words_ids": (),
-    "constraints": (),
-    "renormalize_logits": (False,),
-    "remove_invalid_values": (False,),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "watermarking_config": (),
-    "token_healing": (False,),
-    "allowed_token_ids": (),
-    "allowed_token_trie": (),
-}
 
-# Meaningless without beams: transformers warns, and so do we. Values that go without a warning.
-BEAM_ONLY: Mapping[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": ("false",)}
-EARLY_STOPPING = ("false", "true", "never")
+def check_options(options: RequestedOptions, *, prefix: str = "config.") -> None:
+    """Check each option by itself. Raises InvalidArgument naming `prefix` + field."""
+    for name, value in options.items():
+        bounds = BOUNDS.get(name)
+        if bounds is not None and not bounds.allow(value):
+            raise InvalidArgument(prefix + name, str(bounds))
+    if options.seed is not None:
+        check_seed(options.seed, prefix + "seed")
+    _check_layers(options.dola_layers, prefix + "dola_layers")
+    processors = options.processors
+    if not all(map(math.isfinite, (processors.logit_bias or {}).values())):
+        raise InvalidArgument(prefix + "logit_bias", "every bias must be finite")
+    for _, bias in processors.sequence_bias or ():
+        if math.isnan(bias) or bias == math.inf:
+            raise InvalidArgument(prefix + "sequence_bias", "every bias must be finite or -inf")
+    if processors.exponential_decay_length_penalty is not None:
+        _, factor = processors.exponential_decay_length_penalty
+        if not _DECAY_FACTOR.allow(factor):
+            field = prefix + "exponential_decay_length_penalty.decay_factor"
+            raise InvalidArgument(field, str(_DECAY_FACTOR))
+    if processors.watermarking_config is not None:
+        _check_watermark(processors.watermarking_config, prefix + "watermarking_config.")
 
 
 def unsupported(field: str) -> InvalidArgument:
     """The answer to a field that this release does not have."""
     return InvalidArgument(field, "is not available in this release", reason=UNSUPPORTED_FIELD)
-
-
-def is_off(name: str, value: object) -> bool:
-    """Whether `value` switches the later field `name` off."""
-    return value in LATER.get(name, ())
-
-
-def check_options(options: RequestedOptions, *, prefix: str = "config.") -> None:
-    """Check each option by itself. Raises InvalidArgument naming `prefix` + field."""
-    for name, bounds in BOUNDS.items():
-        value = getattr(options, name)
-        if value is not None and not bounds.allow(value):
-            raise InvalidArgument(prefix + name, str(bounds))
-    if options.seed is not None:
-        check_seed(options.seed, prefix + "seed")
-    if not all(math.isfinite(bias) for bias in options.logit_bias.values()):
-        raise InvalidArgument(prefix + "logit_bias", "every bias must be finite")
-    for name, other in options.others.items():
-        if name in BEAM_ONLY:
-            check_beam_only(name, other, prefix)
-        elif not is_off(name, other):
-            raise unsupported(prefix + name)
 
 
 def check_seed(seed: int, field: str) -> None:
@@ -130,9 +118,21 @@ def check_seed(seed: int, field: str) -> None:
         raise InvalidArgument(field, "must be in [0, 2^63 - 1]")
 
 
-def check_beam_only(name: str, value: object, prefix: str) -> None:
-    """Even an option without effect has to be possible."""
-    if name == "early_stopping" and value not in EARLY_STOPPING:
-        raise InvalidArgument(prefix + name, "must be false, true or never")
-    if name == "length_penalty" and not (isinstance(value, (int, float)) and math.isfinite(value)):
-        raise InvalidArgument(prefix + name, "must be a finite number")
+def _check_layers(layers: str | tuple[int, ...] | None, field: str) -> None:
+    if isinstance(layers, str) and layers not in DOLA_PRESETS:
+        raise InvalidArgument(field, "must be low, high or layer numbers")
+    if layers == ():
+        raise InvalidArgument(field, "must hold at least one layer")
+
+
+def _check_watermark(watermark: WatermarkOptions, prefix: str) -> None:
+    if not _GREENLIST_RATIO.allow(watermark.greenlist_ratio):
+        raise InvalidArgument(prefix + "greenlist_ratio", str(_GREENLIST_RATIO))
+    if not _FINITE.allow(watermark.bias):
+        raise InvalidArgument(prefix + "bias", str(_FINITE))
+    if not 0 <= watermark.hashing_key <= MAX_HASHING_KEY:
+        raise InvalidArgument(prefix + "hashing_key", "must be in [0, 2^63 - 1]")
+    if watermark.seeding_scheme not in WATERMARK_SCHEMES:
+        raise InvalidArgument(prefix + "seeding_scheme", "must be lefthash or selfhash")
+    if watermark.context_width < 1:
+        raise InvalidArgument(prefix + "context_width", "must be >= 1")

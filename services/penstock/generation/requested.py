@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class RequestedOptions:
-    """The fields of GenerationConfig that this release honours, and by name those it does not.
-
-    Also the shape of a model's generation_config.json, which is the same message with a lower precedence.
-    """
-
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    max_length: int | None = None
-    min_length: int | None = None
-    max_time: float | None = None
-    do_sample: bool | None = None
-    num_return_sequences: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    # Every other field that was set: name -> value, for those that have a value meaning "off".
-    others: Mapping[str, object] = field(default_factory=dict)
+from penstock.generation.grammar.spec import ConstraintSpec
+from penstock.generation.requested_options import RequestedOptions
+from penstock.generation.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +30,9 @@ class RequestedOutput:
     echo: bool | None = None
     stream_interval: int | None = None
     tensors: tuple[str, ...] = ()
+    scores_top_k: int | None = None
+    # Output positions, from 0; empty: every one.
+    tensor_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +46,8 @@ class GenerateCommand:
     options: RequestedOptions = field(default_factory=RequestedOptions)
     stop: RequestedStop = field(default_factory=RequestedStop)
     output: RequestedOutput = field(default_factory=RequestedOutput)
-    has_constraint: bool = False
+    # Structured output, unchecked.
+    constraint: ConstraintSpec | None = None
     eos_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     cache_salt: str = ""
@@ -103,15 +84,14 @@ class ServedModel:
     tokenizer_fingerprint: str = ""
     # A token-to-bytes table was built, so that stop strings can be matched.
     has_token_bytes: bool = False
-    # (prompt tokens, sequences) -> most new tokens per sequence that context and KV pool hold; may be below 1.
-    max_output_tokens: Callable[[int, int], int] | None = None
-
-    def open_ended_tokens(self, prompt_tokens: int, num_sequences: int) -> int:
-        """What an unset length means: up to the context, or to what the pool holds where that is less."""
-        room = self.max_context_tokens - prompt_tokens
-        if self.max_output_tokens is None:
-            return room
-        return max(min(room, self.max_output_tokens(prompt_tokens, num_sequences)), 1)
+    num_layers: int = 1
+    # The output head is the embedding.
+    tied_embeddings: bool = False
+    # Name of the draft model that is served beside it; empty: none.
+    assistant_model: str = ""
+    # (parameters but for the length, prompt tokens) -> most new tokens per sequence that context and KV pool hold; may
+    # be below 1.
+    max_output_tokens: Callable[[SamplingParams, int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +109,30 @@ class RequestLimits:
     max_stop_token_length: int = 32
     max_eos_token_ids: int = 64
     max_logit_bias: int = 1024
+    max_beams: int = 64
+    max_draft_tokens: int = 64
+    max_matching_ngram: int = 64
+    max_ngram: int = 256
+    max_bad_words: int = 4096
+    max_sequence_bias: int = 4096
+    # Ids of one entry of bad_words_ids, sequence_bias, force_words_ids and constraints.
+    max_phrase_tokens: int = 64
+    # Entries of force_words_ids and of constraints, and alternatives of each.
+    max_forced_words: int = 64
+    max_alternatives: int = 64
+    max_suppress_tokens: int = 4096
+    max_allowed_tokens: int = 65_536
+    max_trie_sequences: int = 8192
+    max_trie_tokens: int = 65_536
+    max_watermark_context: int = 64
+    max_dola_layers: int = 256
+    max_tensor_steps: int = 4096
     max_identifier_chars: int = 256
     # Prompt positions times entries each, so that Started stays below the 4 MiB that clients receive by default.
     max_prompt_logprob_entries: int = 150_000
+    # Score and Embed.
+    max_score_items: int = 256
+    max_embed_inputs: int = 256
+    # Of one output token's output_* tensors, so that a delta stays below 4 MiB, and of a whole request's.
+    max_token_tensor_bytes: int = 3 << 20
+    max_tensor_bytes: int = 64 << 20

@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 import grpc
 
 from penstock.common.errors import InvalidArgument, PenstockError, Unimplemented
-from penstock.generation import convert
+from penstock.generation import convert, convert_given
 from penstock.generation.core import Lifecycle
+from penstock.generation.emitter import Emitter
+from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.streams import RequestStream, SessionStream
 from penstock.v1 import generation_pb2, generation_pb2_grpc
 
@@ -41,16 +43,18 @@ def deadline_of(context: Context) -> float | None:
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService over one Lifecycle."""
 
-    Score = later("Score")
-    Embed = later("Embed")
-
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Started, deltas, Finished, status."""
         core = self._lifecycle.accepting()
-        emitter = core.prepare(convert.to_command(request, core.limits), deadline_of(context))
+        command = convert.to_command(request, core.limits)
+        emitter = core.prepare(command, deadline_of(context))
+        if command.constraint is not None:
+            await core.constrain(emitter.request, command.constraint)
+            # It may have begun to drain meanwhile.
+            self._lifecycle.accepting()
         stream = RequestStream(emitter, core.max_pending_messages)
         core.hub.submit(emitter.request, stream)
         core.hub.attach(stream)
@@ -77,6 +81,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await reader
         finally:
             reader.cancel()
+            session.give_up()
             core.hub.detach(session)
 
     async def _read(
@@ -99,9 +104,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         core = self._lifecycle.accepting()
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
-        emitter = core.prepare(convert.to_command(message, core.limits), deadline)
+        command = convert.to_command(message, core.limits)
+        emitter = core.prepare(command, deadline)
+        if command.constraint is not None:
+            # The session's other commands do not wait for a compiler.
+            session.later(emitter, self._submit_constrained(emitter, command.constraint, session))
+            return
         core.hub.submit(emitter.request, session)
         session.add(emitter)
+
+    async def _submit_constrained(self, emitter: Emitter, constraint: ConstraintSpec, session: SessionStream) -> None:
+        request = emitter.request
+        try:
+            await self._lifecycle.accepting().constrain(request, constraint)
+            # It may have begun to drain meanwhile.
+            self._lifecycle.accepting().hub.submit(request, session)
+            session.add(emitter)
+        except PenstockError as error:
+            session.refuse(self._step(), request.request_id, request.attempt_epoch, error)
 
     def _abort(self, message: generation_pb2.SessionAbort, session: SessionStream) -> None:
         """Abort one of the session's own requests; one that is over already is no error."""
@@ -112,6 +132,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _step(self) -> int:
         core = self._lifecycle.core
         return core.hub.step if core is not None else 0
+
+    async def Score(self, request: generation_pb2.ScoreRequest, context: Context) -> generation_pb2.ScoreResponse:
+        """Log-probabilities of given continuations, batched with everything else."""
+        core = self._lifecycle.accepting()
+        command = convert_given.to_score(request, core.limits)
+        return convert_given.from_scores(await core.score(command, deadline_of(context)))
+
+    async def Embed(self, request: generation_pb2.EmbedRequest, context: Context) -> generation_pb2.EmbedResponse:
+        """Means of the final hidden states."""
+        core = self._lifecycle.accepting()
+        command = convert_given.to_embed(request, core.limits)
+        results = await core.embed(command, deadline_of(context))
+        return convert_given.from_embeddings(results, normalize=command.normalize)
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         """End live requests of any stream; they finish with reason ABORTED."""

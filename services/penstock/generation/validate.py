@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock.generation.options import Bounds, check_options, check_seed, unsupported
+from penstock.generation.option_ids import check_ids, check_vocabulary
+from penstock.generation.options import Bounds, check_options, check_seed
 from penstock.generation.requested import (
     GenerateCommand,
     RequestedOutput,
@@ -13,6 +12,8 @@ from penstock.generation.requested import (
     RequestLimits,
     ServedModel,
 )
+from penstock.generation.requested_options import RequestedOptions
+from penstock.generation.resolve_modes import check_assistant
 
 TIMEOUT = Bounds(0.0, above=True)
 
@@ -24,14 +25,13 @@ def validate(command: GenerateCommand, model: ServedModel, limits: RequestLimits
     """
     _check_target(command, model)
     _check_identifiers(command, limits)
-    if command.has_constraint:
-        raise unsupported("constraint")
     check_options(command.options)
     if command.seed is not None:
         check_seed(command.seed, "seed")
     if command.timeout_seconds is not None and not TIMEOUT.allow(command.timeout_seconds):
         raise InvalidArgument("timeout_seconds", str(TIMEOUT))
-    _check_counts(command, limits)
+    _check_sizes(command.options, limits)
+    check_assistant(command.options.assistance.assistant_model, model.assistant_model)
     check_stop(command.stop, model, limits)
     _check_output(command.output, len(command.prompt_token_ids), limits)
     _check_tokens(command, model)
@@ -64,14 +64,28 @@ def _check_identifiers(command: GenerateCommand, limits: RequestLimits) -> None:
             raise InvalidArgument(field, f"must be at most {longest} characters long")
 
 
-def _check_counts(command: GenerateCommand, limits: RequestLimits) -> None:
-    options = command.options
-    if (options.num_return_sequences or 1) > limits.max_return_sequences:
-        raise InvalidArgument("config.num_return_sequences", f"must be at most {limits.max_return_sequences}")
-    if len(options.logit_bias) > limits.max_logit_bias:
-        raise InvalidArgument("config.logit_bias", f"must have at most {limits.max_logit_bias} entries")
-    if len(command.eos_token_ids) > limits.max_eos_token_ids:
-        raise InvalidArgument("eos_token_ids", f"must have at most {limits.max_eos_token_ids} entries")
+# Options that are a size or a count -> their bound in RequestLimits.
+_BOUNDED = {
+    "num_return_sequences": "max_return_sequences",
+    "num_beams": "max_beams",
+    "prompt_lookup_num_tokens": "max_draft_tokens",
+    "num_assistant_tokens": "max_draft_tokens",
+    "max_matching_ngram_size": "max_matching_ngram",
+    "no_repeat_ngram_size": "max_ngram",
+    "encoder_no_repeat_ngram_size": "max_ngram",
+}
+
+
+def _check_sizes(options: RequestedOptions, limits: RequestLimits) -> None:
+    """Lists were measured when they were converted."""
+    for name, value in options.items():
+        if name in _BOUNDED and value > getattr(limits, _BOUNDED[name]):
+            raise InvalidArgument(f"config.{name}", f"must be at most {getattr(limits, _BOUNDED[name])}")
+    watermark = options.processors.watermarking_config
+    if watermark is not None and watermark.context_width > limits.max_watermark_context:
+        raise InvalidArgument(
+            "config.watermarking_config.context_width", f"must be at most {limits.max_watermark_context}"
+        )
 
 
 def check_stop(stop: RequestedStop, model: ServedModel, limits: RequestLimits) -> None:
@@ -109,8 +123,6 @@ def _check_output(output: RequestedOutput, prompt_tokens: int, limits: RequestLi
             )
     if output.stream_interval == 0:
         raise InvalidArgument("output.stream_interval", "must be >= 1")
-    for name in output.tensors:
-        raise unsupported(f"output.{name}")
 
 
 def _check_tokens(command: GenerateCommand, model: ServedModel) -> None:
@@ -123,20 +135,10 @@ def _check_tokens(command: GenerateCommand, model: ServedModel) -> None:
             f"must be shorter than the context of {model.max_context_tokens} tokens",
             reason="PROMPT_TOO_LONG",
         )
-    _check_vocabulary("prompt", prompt, vocab_size)
-    _check_vocabulary("eos_token_ids", command.eos_token_ids, vocab_size)
-    _check_vocabulary("config.logit_bias", command.options.logit_bias, vocab_size)
+    check_vocabulary("prompt", prompt, vocab_size)
+    check_vocabulary("eos_token_ids", command.eos_token_ids, vocab_size)
     for ids in command.stop.stop_token_ids:
-        _check_vocabulary("stop.stop_token_ids", ids, vocab_size)
-    _check_resumed(command, model)
-
-
-def _check_resumed(command: GenerateCommand, model: ServedModel) -> None:
-    field = "resumed_token_ids"
-    for ids in command.resumed_token_ids:
-        _check_vocabulary(field, ids, model.vocab_size)
-
-
-def _check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    if max(ids, default=0) >= vocab_size:
-        raise InvalidArgument(field, f"every id must be below {vocab_size}", reason="TOKEN_OUT_OF_VOCABULARY")
+        check_vocabulary("stop.stop_token_ids", ids, vocab_size)
+    for resumed in command.resumed_token_ids:
+        check_vocabulary("resumed_token_ids", resumed, vocab_size)
+    check_ids(command.options, vocab_size)

@@ -17,6 +17,8 @@ from penstock.router.backend import Backend, BackendState
 from penstock.router.config import RouterConfig
 from penstock.router.detokenize import Detokenizer
 from penstock.router.discovery import resolve
+from penstock.router.given_flow import GivenFlow
+from penstock.router.given_text import GivenTexts
 from penstock.router.metrics import RouterMetrics
 from penstock.router.pipeline import Pipeline
 from penstock.router.policy import Policy, PolicyConfig
@@ -26,6 +28,7 @@ from penstock.router.text_flow import Parts, TextFlow
 from penstock.router.token_text import TokenTexts
 from penstock.router.tokenizer_link import TokenizerLink
 from penstock.router.turnstile import Turnstile
+from penstock.router.unary_attempts import UnaryAttempts
 from penstock.router.wakeup import Wakeup
 from penstock.v1 import text_pb2_grpc
 
@@ -65,15 +68,26 @@ class RouterApp:
         policy: Policy[Backend] = Policy(
             PolicyConfig(slack=config.affinity_slack, factor=config.affinity_factor, max_sessions=config.max_sessions)
         )
+        attempts = Attempts(self._pool, policy, config, metrics)
+        token_texts = TokenTexts(self._link, config.max_token_texts)
+        self._given = GivenFlow(
+            config,
+            GivenTexts(self._link, config),
+            self._pool,
+            UnaryAttempts(self._pool, policy, attempts, config, metrics),
+            self._admission,
+            token_texts,
+            metrics,
+        )
         self._parts = Parts(
             config=config,
             link=self._link,
             pipeline=Pipeline(self._link, config),
             pool=self._pool,
-            attempts=Attempts(self._pool, policy, config, metrics),
+            attempts=attempts,
             admission=self._admission,
             detokenizer=detokenizer,
-            token_texts=TokenTexts(self._link, config.max_token_texts),
+            token_texts=token_texts,
             metrics=metrics,
             turnstile=Turnstile(config.writes_per_turn),
         )
@@ -86,7 +100,7 @@ class RouterApp:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add TextService."""
-        servicer = TextServicer(TextFlow(self._parts), self._pool, self._link)
+        servicer = TextServicer(TextFlow(self._parts), self._given, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:

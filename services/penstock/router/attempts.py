@@ -58,19 +58,27 @@ class Attempts:
     def check_capacity(self, model: str) -> None:
         """Raises as `place` when a request that came now could not be placed."""
         if sum(max(0, backend.room) for backend in self._pool.ready(model)) <= self._preparing[model]:
-            raise self._nowhere(model)
+            raise self.nowhere(model)
 
     def _prepared(self, model: str) -> None:
         self._preparing[model] -= 1
         if not self._preparing[model]:
             del self._preparing[model]
 
+    def note_request(self) -> None:
+        """A request was placed: it adds to what may be retried."""
+        self._budget.note_request()
+
+    def may_retry(self) -> bool:
+        """Whether one more retry is within the budget; it is then spent."""
+        return self._budget.take()
+
     def place(self, live: LiveRequest) -> None:
         """The first try. Raises Unavailable, ResourceExhausted or FailedPrecondition when there is nowhere to go."""
-        self._budget.note_request()
+        self.note_request()
         backend = self._choose(live)
         if backend is None:
-            raise self._nowhere(live.spec.model)
+            raise self.nowhere(live.spec.model)
         self._submit(live, backend)
 
     async def recover(self, live: LiveRequest) -> None:
@@ -104,7 +112,7 @@ class Attempts:
             raise _given_up(live, loss, "it was moved as often as allowed", begun=begun)
         if not begun and live.attempts >= self._config.max_attempts:
             raise _given_up(live, loss, "it was tried as often as allowed", begun=begun)
-        if not begun and not self._budget.take():
+        if not begun and not self.may_retry():
             raise _given_up(live, loss, "too many requests are being retried", begun=begun)
 
     def _choose(self, live: LiveRequest) -> Backend | None:
@@ -136,7 +144,8 @@ class Attempts:
         live.attempts += 1
         backend.submit(live, request)
 
-    def _nowhere(self, model: str) -> PenstockError:
+    def nowhere(self, model: str) -> PenstockError:
+        """Why a request cannot be placed."""
         retry = self._config.retry_after_seconds
         if self._pool.ready(model):
             return ResourceExhausted("every backend's queue is full", reason="QUEUE_FULL", retry_after_seconds=retry)

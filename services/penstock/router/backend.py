@@ -7,15 +7,15 @@ import dataclasses
 import enum
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.channels import open_channel
-from penstock.common.errors import PenstockError, Unavailable
+from penstock.common.errors import PenstockError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.router.config import RouterConfig, is_address, split_target
 from penstock.router.prefix_index import PrefixIndex
@@ -36,8 +36,19 @@ if TYPE_CHECKING:
     from penstock.router.live import LiveRequest
     from penstock.router.metrics import RouterMetrics
 
+GenerationStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
+AnswerT = TypeVar("AnswerT")
 HEALTH_NAME = "penstock.v1.GenerationService"
 _log = get_logger("penstock.router")
+
+
+# What a call ends with when its connection does.
+_BROKEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 class BackendState(enum.Enum):
@@ -87,6 +98,9 @@ class Backend:
         self._on_change = on_change
         self._on_death = on_death
         self._session: BackendSession | None = None
+        self._stub: GenerationStub | None = None
+        # Calls that are answered at once, without their answer.
+        self._calls = 0
         self._report = admin_pb2.Load()
         self._reported_in_flight = 0
         self._has_report = self._serving = False
@@ -101,8 +115,8 @@ class Backend:
 
     @property
     def in_flight(self) -> int:
-        """Requests of ours at this backend."""
-        return self._session.in_flight if self._session is not None else 0
+        """Requests of ours at this backend; a call that is answered at once is one."""
+        return self._calls + (self._session.in_flight if self._session is not None else 0)
 
     @property
     def load(self) -> float:
@@ -145,6 +159,38 @@ class Backend:
         self._prefixes.add(live.spec.prefix_hashes)
         self._metrics.backend_requests.labels(self.where.target).inc()
         self._session.submit(live, request)
+
+    async def call(
+        self,
+        call: Callable[[GenerationStub, float | None], Awaitable[AnswerT]],
+        hashes: Sequence[int],
+        deadline: float | None,
+    ) -> AnswerT:
+        """One call that is answered at once. `deadline` is a time.monotonic(); `hashes` are what it will have cached.
+
+        Raises what the backend said, Unavailable BACKEND_LOST when it was lost meanwhile.
+        """
+        if self._stub is None:
+            raise Unavailable("the backend was lost", reason="NO_BACKEND")
+        self._prefixes.add(hashes)
+        self._metrics.backend_requests.labels(self.where.target).inc()
+        self._calls += 1
+        try:
+            return await call(self._stub, None if deadline is None else deadline - time.monotonic())
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            # Without a reason nobody of ours said so: the connection broke.
+            if failure.reason == "UNKNOWN" and error.code() in _BROKEN:
+                raise _backend_lost() from error
+            raise failure from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Our own end of the connection was closed: the backend is taken for lost.
+            raise _backend_lost() from None
+        finally:
+            self._calls -= 1
 
     async def run(self) -> None:
         """Stay connected until cancelled; waits between attempts double up to the configured limit."""
@@ -197,9 +243,10 @@ class Backend:
         return True
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
-        call = generation_pb2_grpc.GenerationServiceStub(channel).Session(None)
+        stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Session(None)
         session = BackendSession(cast("SessionCall", call), self.key, self._detokenizer, self._metrics, self._heard)
-        self._session = session
+        self._session, self._stub = session, stub
         self._report, self._reported_in_flight = admin_pb2.Load(), 0
         self._has_report = self._serving = False
         try:
@@ -212,14 +259,16 @@ class Backend:
             )
             raise _Lost("a stream ended")
         finally:
-            self._session = None
+            self._session = self._stub = None
             self._end_session(session)
             call.cancel()
 
     def _end_session(self, session: BackendSession) -> None:
         was_usable = self.state in (BackendState.READY, BackendState.DRAINING)
-        # A backend that stops while it has work of ours died; one that had none may have been told to.
-        death = self._on_death() if was_usable and session.in_flight else None
+        # A backend that stops while it has work of ours died; one that had none may have been told to. So was one that
+        # drained, whatever its grace left unfinished: no request is to blame for a restart.
+        died = was_usable and session.in_flight and not self._report.draining
+        death = self._on_death() if died else None
         self._set_state(BackendState.CONNECTING)
         self._prefixes.clear()
         if was_usable:
@@ -278,6 +327,10 @@ class Backend:
             self.state = state
             _log.info("backend state", backend=self.key, state=state.name)
             self._on_change()
+
+
+def _backend_lost() -> Unavailable:
+    return Unavailable("the backend was lost", reason="BACKEND_LOST", retry_after_seconds=1.0)
 
 
 def _named(config: RouterConfig, target: str) -> RouterConfig:

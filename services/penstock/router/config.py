@@ -66,6 +66,18 @@ class RouterConfig(ServerConfig, ChannelConfig):
     retry_after_seconds: float = option(1.0, "What a refused caller is told to wait.", group=ADMISSION, minimum=0.0)
     max_request_id_chars: int = option(128, "Longest request_id.", group=ADMISSION, minimum=1)
     max_session_id_chars: int = option(256, "Longest session_id or cache_salt.", group=ADMISSION, minimum=1)
+    max_options_bytes: int = option(
+        1 << 20,
+        "Options of one request (config, stop, output and constraint, less the negative prompt).",
+        group=ADMISSION,
+        minimum=1024,
+    )
+    max_items: int = option(
+        256,
+        "Items of one Score, or texts of one Embed; backends have a bound of their own.",
+        group=ADMISSION,
+        minimum=1,
+    )
     allow_control_tokens_in_text: bool = option(
         False,
         "Encode text of Generate that spells a control token (<|im_end|>) as that token, as transformers does.",
@@ -108,6 +120,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
 
     max_buffered_bytes: int = option(
         256 << 10, "Output kept for a slow reader; one further behind is cut off.", group=STREAMING, minimum=1024
+    )
+    max_buffered_tensor_bytes: int = option(
+        64 << 20,
+        "The same for streams with output_scores, output_logits, output_hidden_states or output_attentions, and for "
+        "log-probabilities that come in bursts (beams, stream_interval).",
+        group=STREAMING,
+        minimum=1024,
     )
     max_outstanding_messages: int = option(
         8192, "Messages that the tokenizer may leave unanswered.", group=STREAMING, minimum=16

@@ -11,7 +11,7 @@ from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.router.config import RouterConfig
 from penstock.router.outbox import PendingDelta
 from penstock.router.pipeline import Prompt
-from penstock.v1 import common_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
 PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
 PublicResponse = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
@@ -21,6 +21,7 @@ DEFAULT_TENANT = "default"
 CONTEXT_IDS = 4
 # Clients receive at most 4 MiB by default.
 MAX_RESPONSE_BYTES = 4 << 20
+_OPTIONS = ("config", "stop", "output", "constraint")
 # How generation calls fields that have another name here.
 _FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt", "token_ids": "prompt"}
 
@@ -30,6 +31,7 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
     _check_length("request_id", request.request_id, config.max_request_id_chars)
     _check_length("session_id", request.session_id, config.max_session_id_chars)
     _check_length("cache_salt", request.cache_salt, config.max_session_id_chars)
+    _check_options_size(request, config.max_options_bytes)
     if request.config.HasField("seed") and request.config.seed > MAX_SEED:
         raise InvalidArgument("config.seed", "must be in [0, 2^63 - 1]")
     if request.config.num_return_sequences > config.max_sequences:
@@ -58,6 +60,19 @@ def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
 def _check_length(field: str, value: str, limit: int) -> None:
     if len(value) > limit:
         raise InvalidArgument(field, f"must have at most {limit} characters")
+
+
+def _check_options_size(request: PublicRequest, limit: int) -> None:
+    """Options are copied and sent on; millions of tiny entries would hold up every stream of this process."""
+    sizes = {name: getattr(request, name).ByteSize() for name in _OPTIONS}
+    negative = request.config.WhichOneof("negative_prompt")
+    if negative == "negative_prompt_ids":
+        sizes["config"] -= request.config.negative_prompt_ids.ByteSize()
+    elif negative is not None:
+        sizes["config"] -= len(request.config.negative_prompt_text.encode())
+    if sum(sizes.values()) > limit:
+        field = max(sizes, key=lambda name: sizes[name])
+        raise InvalidArgument(field, f"the options take more than the {limit} bytes of --max-options-bytes together")
 
 
 def prompt_field(request: PublicRequest) -> str:
@@ -105,6 +120,22 @@ def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse |
     return max(1, info.default_config.num_return_sequences) if info is not None else 1
 
 
+def warnings_of(request: PublicRequest) -> tuple[str, ...]:
+    """What was asked and has no effect, as far as the router knows; the backend tells of the rest."""
+    return ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
+
+
+def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:
+    """Whether many tokens of a sequence may come at once, in several messages: no reader can be up to date then."""
+    config = request.config if request.config.HasField("num_beams") or info is None else info.default_config
+    return config.num_beams > 1 or request.output.stream_interval > 1
+
+
+def wants_tensors(output: config_pb2.OutputConfig) -> bool:
+    """Whether any tensor is asked for."""
+    return output.output_scores or output.output_logits or output.output_hidden_states or output.output_attentions
+
+
 def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.DecodeStreamOpen:
     """How ids become text. A completion goes on from its prompt's last characters; a chat answer begins anew."""
     options = tokenizer_pb2.DecodeStreamOpen(
@@ -132,6 +163,8 @@ def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:
         message.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         message.logprobs.extend(delta.logprobs)
+    if delta.tensors:
+        message.tensors.extend(delta.tensors)
     return response
 
 
@@ -146,6 +179,8 @@ def chat_delta(seq: int, delta: PendingDelta) -> text_pb2.ChatResponse:
         message.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         message.logprobs.extend(delta.logprobs)
+    if delta.tensors:
+        message.tensors.extend(delta.tensors)
     for call in delta.tool_calls:
         message.tool_calls.add(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
     return response

@@ -21,7 +21,7 @@ from penstock.v1 import common_pb2, tokenizer_pb2
 class Piece:
     """Ids of one sequence on their way through the tokenizer."""
 
-    __slots__ = ("logprobs", "result", "sequence", "token_ids")
+    __slots__ = ("logprobs", "result", "sequence", "tensors", "token_ids")
 
     def __init__(
         self,
@@ -29,10 +29,12 @@ class Piece:
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         result: common_pb2.SequenceResult | None,
+        tensors: Sequence[common_pb2.StepTensors],
     ) -> None:
         self.sequence = sequence
         self.token_ids = token_ids
         self.logprobs = logprobs
+        self.tensors = tensors
         # Set on the last piece of the sequence.
         self.result = result
 
@@ -80,9 +82,10 @@ class Detokenizer:
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs] = (),
         result: common_pb2.SequenceResult | None = None,
+        tensors: Sequence[common_pb2.StepTensors] = (),
     ) -> None:
         """Put ids of `sequence` into `batch`; with `result` they are its last."""
-        piece = Piece(sequence, token_ids, logprobs, result)
+        piece = Piece(sequence, token_ids, logprobs, result, tensors)
         batch.pieces.append(piece)
         sequence.live.undecoded += 1
         self._add_item(batch, piece)

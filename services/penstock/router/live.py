@@ -65,9 +65,12 @@ class RequestSpec:
     make_parser: Callable[[], ChatParser] | None = None
     wants_token_ids: bool = False
     wants_logprobs: bool = False
+    wants_tensors: bool = False
     model: str = ""
     session: str = ""
     prefix_hashes: list[int] = field(default_factory=list)
+    # The router's own, for Started.
+    warnings: tuple[str, ...] = ()
 
 
 class LiveRequest:
@@ -99,8 +102,10 @@ class LiveRequest:
         self.closed = False
         self._detokenizer = detokenizer
         self._metrics = metrics
-        self._sends_empty = spec.wants_token_ids or spec.wants_logprobs
+        self._sends_empty = spec.wants_token_ids or spec.wants_logprobs or spec.wants_tensors
         self._backend_finished: generation_pb2.Finished | None = None
+        # What token healing added to the prompt's text: every answer begins with it.
+        self._healed_text = ""
         # Called once, when the request is over for whatever reason.
         self.on_close: Callable[[], None] | None = None
 
@@ -128,6 +133,7 @@ class LiveRequest:
         """A backend began; only the first time counts."""
         if self.started is None:
             self.started = started
+            self._healed_text = started.healed_text
             self.timings.started_at = now
             self.outbox.wakeup.set()
 
@@ -162,8 +168,10 @@ class LiveRequest:
         sequence.last_text_at = now
         if last is not None:
             self._metrics.inter_token.observe(now - last)
-        elif self.timings.first_token_at is None and piece.token_ids:
-            self.timings.first_token_at = now
+        else:
+            text = self._healed_text + text
+            if self.timings.first_token_at is None and piece.token_ids:
+                self.timings.first_token_at = now
         if sequence.parser is None:
             if text or (self._sends_empty and piece.token_ids):
                 self._put(PendingDelta(sequence.index, text), piece)
@@ -217,6 +225,8 @@ class LiveRequest:
             delta.token_ids.extend(piece.token_ids)
         if self.spec.wants_logprobs:
             delta.logprobs.extend(piece.logprobs)
+        if self.spec.wants_tensors:
+            delta.tensors.extend(piece.tensors)
         if not self.outbox.put(delta):
             self._metrics.slow_readers.inc()
             self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))

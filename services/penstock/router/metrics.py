@@ -38,6 +38,7 @@ class RouterMetrics:
         self.detokenize = seconds("detokenize_seconds", "Time in DecodeStream, per request.")
         self.first_token = seconds("time_to_first_token_seconds", "Request received to first token.")
         self.end_to_end = seconds("e2e_request_latency_seconds", "Request received to Finished.")
+        self.given = seconds("score_embed_seconds", "Score and Embed: request received to its answer.")
         self.inter_token = StepHistogram(
             PREFIX + "inter_token_latency_seconds", "Between deltas of a sequence.", {}, LATENCY_BUCKETS, registry
         )

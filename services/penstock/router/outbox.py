@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from penstock.router.tool_calls import ToolCallPiece
 from penstock.router.wakeup import Wakeup
@@ -10,6 +11,10 @@ from penstock.v1 import common_pb2
 
 # Estimates of what a part of a delta takes on the wire, generously.
 _ID_BYTES, _LOGPROB_BYTES, _CALL_BYTES = 5, 48, 96
+# Tensors and log-probabilities of one message: with the rest of it below the 4 MiB that clients receive by default.
+MAX_MESSAGE_BYTES = 3 << 20
+# So few tokens always fit, with 20 alternatives each.
+_SMALL = 64
 
 
 @dataclass(slots=True)
@@ -22,6 +27,8 @@ class PendingDelta:
     logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
     reasoning: str = ""
     tool_calls: list[ToolCallPiece] = field(default_factory=list)
+    # One per token, or none.
+    tensors: list[common_pb2.StepTensors] = field(default_factory=list)
 
     def size(self) -> int:
         """About how many bytes this is on the wire (ASCII text assumed; the bound is no precise one)."""
@@ -30,6 +37,8 @@ class PendingDelta:
             size += _LOGPROB_BYTES * len(self.logprobs) * (1 + len(self.logprobs[0].top))
         if self.tool_calls:
             size += sum(_CALL_BYTES + len(call.arguments) for call in self.tool_calls)
+        if self.tensors:
+            size += sum(one.ByteSize() for one in self.tensors)
         return size
 
     def merge(self, other: PendingDelta) -> None:
@@ -39,6 +48,37 @@ class PendingDelta:
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.tool_calls += other.tool_calls
+        self.tensors += other.tensors
+
+    def messages(self) -> Iterable[PendingDelta]:
+        """Itself, or parts whose tensors and log-probabilities fit a message; text and calls go with the first."""
+        if not self.tensors and len(self.logprobs) <= _SMALL:
+            return (self,)
+        sizes = self._token_bytes()
+        return (self,) if sum(sizes) <= MAX_MESSAGE_BYTES else self._parts(sizes)
+
+    def _token_bytes(self) -> list[int]:
+        """What each token's tensors and log-probabilities take."""
+        tensors, logprobs = self.tensors, self.logprobs
+        sizes = [one.ByteSize() for one in tensors] if tensors else [0] * len(logprobs)
+        for place, position in enumerate(logprobs):
+            sizes[place] += _LOGPROB_BYTES * (1 + len(position.top))
+        return sizes
+
+    def _parts(self, sizes: list[int]) -> Iterator[PendingDelta]:
+        begin, size = 0, 0
+        for place, more in enumerate(sizes):
+            if place > begin and size + more > MAX_MESSAGE_BYTES:
+                yield self._part(begin, place)
+                begin, size = place, 0
+            size += more
+        yield self._part(begin, len(sizes))
+
+    def _part(self, begin: int, end: int) -> PendingDelta:
+        part = PendingDelta(self.index) if begin else replace(self)
+        part.token_ids, part.logprobs = self.token_ids[begin:end], self.logprobs[begin:end]
+        part.tensors = self.tensors[begin:end]
+        return part
 
 
 class Outbox:

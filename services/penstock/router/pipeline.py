@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from penstock.common.errors import Internal, InvalidArgument, PenstockError
+from penstock.common.errors import Internal, InvalidArgument
 from penstock.router.chat_output import prompt_opens_reasoning
 from penstock.router.config import RouterConfig
 from penstock.router.tokenizer_link import TokenizerLink
@@ -87,10 +87,3 @@ class Pipeline:
         if len(answer.encodings) != 1:
             raise Internal("the tokenizer did not answer every text", reason="TOKENIZER_PROTOCOL")
         return list(answer.encodings[0].ids)
-
-
-def with_field(error: PenstockError, renames: dict[str, str]) -> PenstockError:
-    """`error` with its field named as in the public request."""
-    if isinstance(error, InvalidArgument) and error.field in renames:
-        return InvalidArgument(renames[error.field], error.description, reason=error.reason)
-    return error

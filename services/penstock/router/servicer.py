@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
-from penstock.common.errors import NotFound, Unimplemented
+from penstock.common.errors import NotFound
 from penstock.router import convert
+from penstock.router.given_flow import GivenFlow
 from penstock.router.pool import BackendPool
 from penstock.router.text_flow import CHAT, GENERATE, TextFlow
 from penstock.router.tokenizer_link import TokenizerLink
@@ -19,8 +20,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TextServicer(text_pb2_grpc.TextServiceServicer):
     """Streams are written by the handler itself: an async generator would cost a switch per message."""
 
-    def __init__(self, flow: TextFlow, pool: BackendPool, link: TokenizerLink) -> None:
+    def __init__(self, flow: TextFlow, given: GivenFlow, pool: BackendPool, link: TokenizerLink) -> None:
         self._flow = flow
+        self._given = given
         self._pool = pool
         self._link = link
 
@@ -32,13 +34,13 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         """Answers a conversation."""
         await self._flow.run(request, CHAT, context)
 
-    async def Embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> NoReturn:
-        """Comes with a later release."""
-        raise Unimplemented("Embed")
+    async def Embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> text_pb2.EmbedTextResponse:
+        """Means of the final hidden states of texts."""
+        return await self._given.embed(request, context)
 
-    async def Score(self, request: text_pb2.ScoreTextRequest, context: Context) -> NoReturn:
-        """Comes with a later release."""
-        raise Unimplemented("Score")
+    async def Score(self, request: text_pb2.ScoreTextRequest, context: Context) -> text_pb2.ScoreTextResponse:
+        """Log-probabilities of given continuations."""
+        return await self._given.score(request, context)
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:
         """Every model that a backend serves or served, each followed by its adapters."""

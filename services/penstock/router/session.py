@@ -13,7 +13,15 @@ from typing import Protocol, cast
 
 from google.rpc import status_pb2
 
-from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable, from_status
+from penstock.common.errors import (
+    Aborted,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+    from_status,
+)
 from penstock.router.detokenize import Batch, Detokenizer
 from penstock.router.end import END
 from penstock.router.live import LiveRequest, Loss
@@ -162,14 +170,15 @@ class BackendSession:
         ids = delta.token_ids
         sequence.token_ids.extend(ids)
         if delta.HasField("finished"):
-            self._detokenizer.add(batch, sequence, ids, delta.logprobs, delta.finished)
+            self._detokenizer.add(batch, sequence, ids, delta.logprobs, delta.finished, delta.tensors)
             sequence.result = delta.finished
             if attempt.repeats_ended and live.all_sequences_ended:
                 self.abort(attempt)
                 live.on_backend_finished(None)
         else:
             logprobs = delta.logprobs if live.spec.wants_logprobs else ()
-            self._detokenizer.add(batch, sequence, ids, logprobs)
+            tensors = delta.tensors if live.spec.wants_tensors else ()
+            self._detokenizer.add(batch, sequence, ids, logprobs, None, tensors)
         return len(ids)
 
     def _on_finished(self, attempt: Attempt, finished: generation_pb2.Finished, batch: Batch) -> None:
@@ -198,6 +207,10 @@ class BackendSession:
         is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.live.has_tokens
         if isinstance(failure, Unavailable) or is_elsewhere:
             attempt.live.on_lost(Loss(failure, None, self._backend))
+        elif isinstance(failure, InvalidArgument) and failure.field == "resumed_token_ids":
+            # The router's field, not the client's.
+            why = "the backend was lost after tokens were sent and no other can go on after them"
+            attempt.live.fail(Aborted(why, reason="BACKEND_LOST"))
         else:
             attempt.live.fail(failure)
 

@@ -52,15 +52,11 @@ class StreamWriter:
         self.num_written = 0
 
     async def run(self, echo: str) -> None:
-        """Write until Finished. Raises how the stream failed: never Unavailable once a delta was written."""
+        """Write until Finished. Raises how it failed: a loss is Unavailable before a delta, Aborted after it."""
         try:
             await self._run(echo)
-        except Unavailable as error:
-            raise (
-                self._with_last_seq(Aborted(error.message, reason=error.reason)) if self._next_seq else error
-            ) from None
-        except Aborted as error:
-            raise self._with_last_seq(error) from None
+        except (Unavailable, Aborted) as error:
+            raise self._as_seen(error) from None
         except grpc.aio.InternalError:
             # A write failed: grpc noticed that the client is gone before it cancelled this handler.
             raise Cancelled("the client is gone", reason="CLIENT_GONE") from None
@@ -79,8 +75,9 @@ class StreamWriter:
             if started and outbox.has_deltas:
                 await self._parts.turnstile.enter()
             deltas = outbox.take() if started else ()
-            for delta in deltas:
-                await self._write_delta(delta)
+            for merged in deltas:
+                for delta in merged.messages():
+                    await self._write_delta(delta)
             if deltas:
                 continue
             if live.error is not None:
@@ -109,6 +106,7 @@ class StreamWriter:
         started.request_id = spec.request_id
         started.seed = spec.template.seed
         started.prompt_tokens = len(self._prompt.token_ids)
+        started.warnings.extend(spec.warnings)
         if started.prompt_logprobs:
             await self._parts.token_texts.fill(started.prompt_logprobs, self._time_left())
         await self._write(self._response(started=convert.check_size(started)))
@@ -192,7 +190,10 @@ class StreamWriter:
             reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_").lower()
             metrics.finished.labels(reason).inc()
 
-    def _with_last_seq(self, error: PenstockError) -> PenstockError:
-        if self._next_seq:
-            error.metadata["last_seq"] = str(self._next_seq - 1)
-        return error
+    def _as_seen(self, error: PenstockError) -> PenstockError:
+        """As the client saw it: ids that the router had but had not written yet are no begun stream to it."""
+        if not self._next_seq:
+            return Unavailable(error.message, reason=error.reason, retry_after_seconds=error.retry_after_seconds or 1.0)
+        aborted = Aborted(error.message, reason=error.reason)
+        aborted.metadata["last_seq"] = str(self._next_seq - 1)
+        return aborted

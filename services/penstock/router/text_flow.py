@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ import grpc
 from penstock.common.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    NotFound,
     PenstockError,
     ResourceExhausted,
     trailing_metadata,
@@ -36,6 +34,7 @@ from penstock.router.pipeline import Pipeline, Prompt
 from penstock.router.pool import BackendPool
 from penstock.router.prefix_index import block_hashes
 from penstock.router.stream_writer import StreamWriter
+from penstock.router.target import choose_model, tenant_of
 from penstock.router.token_text import TokenTexts
 from penstock.router.tokenizer_link import TokenizerLink
 from penstock.router.turnstile import Turnstile
@@ -142,9 +141,10 @@ class _Call:
     async def serve(self, request_id: str) -> None:
         """Admission, then the stream."""
         parts = self._parts
-        self._model = self._chosen_model()
+        # Settled once: a stream must not be moved to another model.
+        self._model = choose_model(parts.pool, self._request.model)
         parts.attempts.check_capacity(self._model)
-        tenant = self._tenant()
+        tenant = tenant_of(parts.config, self._context.invocation_metadata())
         await parts.admission.enter(tenant, self._left())
         place = _Place(parts.admission)
         try:
@@ -156,23 +156,6 @@ class _Call:
                 await self._stream(live, prompt, place, room)
         finally:
             place.leave()
-
-    def _chosen_model(self) -> str:
-        """Settled once: a stream must not be moved to another model. Raises NotFound, InvalidArgument."""
-        pool, asked = self._parts.pool, self._request.model
-        if asked and pool.models and asked not in pool.models:
-            raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
-        served = [asked] if asked else [name for name in pool.models if pool.ready(name)] or list(pool.models)
-        if len(served) > 1:
-            raise InvalidArgument("model", "must be set: several models are served (ListModels names them)")
-        return next(iter(served), "")
-
-    def _tenant(self) -> str:
-        """Who asks, as a hash of the credentials; a constant while nobody has to authenticate."""
-        if self._parts.config.auth_token_file is None:
-            return convert.DEFAULT_TENANT
-        metadata = dict(self._context.invocation_metadata() or ())
-        return hashlib.sha256(str(metadata.get("authorization", "")).encode()).hexdigest()
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
         return self._parts.pool.models.get(self._model)
@@ -202,13 +185,18 @@ class _Call:
             make_parser=self._parser(prompt),
             wants_token_ids=request.output.return_token_ids,
             wants_logprobs=request.output.HasField("top_logprobs"),
+            wants_tensors=convert.wants_tensors(request.output),
             model=self._model,
             session=f"{tenant}:{request.session_id}" if request.session_id else "",
             prefix_hashes=block_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
             if block_size
             else [],
+            warnings=convert.warnings_of(request),
         )
-        return LiveRequest(spec, self._timings, parts.detokenizer, parts.metrics, parts.config.max_buffered_bytes)
+        config = parts.config
+        is_large = spec.wants_tensors or (spec.wants_logprobs and convert.comes_in_bursts(request, info))
+        bound = config.max_buffered_tensor_bytes if is_large else config.max_buffered_bytes
+        return LiveRequest(spec, self._timings, parts.detokenizer, parts.metrics, bound)
 
     def _parser(self, prompt: Prompt) -> Callable[[], ChatParser] | None:
         request = self._request

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.tokenizer import child_io
+from penstock.common import child_io
 from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle
 
 # Every id has a place in the decoding tables: a wrong number in a file must not take all memory.

@@ -7,10 +7,10 @@ import contextlib
 import json
 from pathlib import Path
 
+from penstock.common.child_io import Child, ChildEnded
 from penstock.common.config import child_environment
 from penstock.common.errors import StartupError
 from penstock.tokenizer.bundle import TokenizerBundle
-from penstock.tokenizer.child_io import Child, ChildEnded
 
 MODEL_FLAG = "MODEL"
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from penstock.common.child_io import Child, ChildEnded
 from penstock.common.config import child_environment
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, StartupError, Unavailable
 from penstock.common.logging import get_logger
-from penstock.tokenizer.child_io import Child, ChildEnded
 from penstock.tokenizer.metrics import TokenizerMetrics
 
 # Before another try at starting a process that did not start; doubled each time up to the second.

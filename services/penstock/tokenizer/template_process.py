@@ -6,11 +6,11 @@ but not how long it runs or how much it builds; the limits here do, and the pare
 
 from __future__ import annotations
 
-import resource
 import sys
 from typing import Any
 
-from penstock.tokenizer import child_io
+from penstock.common import child_io
+from penstock.common.child_limits import limit_cpu, limit_memory
 
 
 class Renderer:
@@ -74,21 +74,6 @@ def answer_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
         return {"failure": "memory"}
     except Exception as error:  # whatever a template raises is about the template and the messages, not about us
         return {"failure": "refused", "kind": type(error).__name__, "message": str(error)}
-
-
-def limit_memory(headroom_bytes: int) -> None:
-    """Allow this much address space beyond what is mapped now."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = mapped + headroom_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process once it has used this much more CPU, whatever became of the parent."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def main() -> None:

@@ -269,6 +269,56 @@ class PositionLogprobs(_message.Message):
 Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
 
 @_typing.final
+class StepTensors(_message.Message):
+    """Tensors of one output position; those that were not asked for are absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    SCORE_IDS_FIELD_NUMBER: _builtins.int
+    LOGITS_FIELD_NUMBER: _builtins.int
+    LOGIT_IDS_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    ATTENTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scores(self) -> Global___Tensor:
+        """Scores after the processors, as transformers' output_scores: (vocabulary), or (scores_top_k) with score_ids."""
+
+    @_builtins.property
+    def score_ids(self) -> Global___Tensor: ...
+    @_builtins.property
+    def logits(self) -> Global___Tensor:
+        """The model's own logits: (vocabulary), or (scores_top_k) with logit_ids."""
+
+    @_builtins.property
+    def logit_ids(self) -> Global___Tensor: ...
+    @_builtins.property
+    def hidden_states(self) -> Global___Tensor:
+        """(layers + 1, hidden) of the row that the token was drawn from; the last is after the final norm."""
+
+    @_builtins.property
+    def attentions(self) -> Global___Tensor:
+        """(layers, heads, context) of that row."""
+
+    def __init__(
+        self,
+        *,
+        scores: Global___Tensor | None = ...,
+        score_ids: Global___Tensor | None = ...,
+        logits: Global___Tensor | None = ...,
+        logit_ids: Global___Tensor | None = ...,
+        hidden_states: Global___Tensor | None = ...,
+        attentions: Global___Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attentions", b"attentions", "hidden_states", b"hidden_states", "logit_ids", b"logit_ids", "logits", b"logits", "score_ids", b"score_ids", "scores", b"scores"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attentions", b"attentions", "hidden_states", b"hidden_states", "logit_ids", b"logit_ids", "logits", b"logits", "score_ids", b"score_ids", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTensors: _TypeAlias = StepTensors  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
     """Token counts of one request."""
 

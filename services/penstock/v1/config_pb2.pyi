@@ -757,6 +757,8 @@ class OutputConfig(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
+    SCORES_TOP_K_FIELD_NUMBER: _builtins.int
+    TENSOR_STEPS_FIELD_NUMBER: _builtins.int
     return_token_ids: _builtins.bool
     """Ids of each delta (always present inside; public streams carry them on request)."""
     top_logprobs: _builtins.int
@@ -764,6 +766,7 @@ class OutputConfig(_message.Message):
     prompt_logprobs: _builtins.int
     """Log-probabilities of the prompt's tokens, with this many alternatives, 0 to 20."""
     output_scores: _builtins.bool
+    """Tensors of each chosen output position (StepTensors), within the server's byte cap."""
     output_logits: _builtins.bool
     output_hidden_states: _builtins.bool
     output_attentions: _builtins.bool
@@ -773,6 +776,12 @@ class OutputConfig(_message.Message):
     """Return the prompt before the completion."""
     stream_interval: _builtins.int
     """Send a delta every so many tokens; 1 by default."""
+    scores_top_k: _builtins.int
+    """output_scores and output_logits: only so many of the highest, with their ids. Unset or 0: the whole vocabulary."""
+    @_builtins.property
+    def tensor_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output positions, from 0, that the output_* tensors are wanted of. Empty: every one."""
+
     def __init__(
         self,
         *,
@@ -786,10 +795,12 @@ class OutputConfig(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         echo: _builtins.bool | None = ...,
         stream_interval: _builtins.int | None = ...,
+        scores_top_k: _builtins.int | None = ...,
+        tensor_steps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_output_attentions", b"_output_attentions", "_output_hidden_states", b"_output_hidden_states", "_output_logits", b"_output_logits", "_output_scores", b"_output_scores", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "_stream_interval", b"_stream_interval", "_top_logprobs", b"_top_logprobs", "echo", b"echo", "output_attentions", b"output_attentions", "output_hidden_states", b"output_hidden_states", "output_logits", b"output_logits", "output_scores", b"output_scores", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "skip_special_tokens", b"skip_special_tokens", "stream_interval", b"stream_interval", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_output_attentions", b"_output_attentions", "_output_hidden_states", b"_output_hidden_states", "_output_logits", b"_output_logits", "_output_scores", b"_output_scores", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_scores_top_k", b"_scores_top_k", "_skip_special_tokens", b"_skip_special_tokens", "_stream_interval", b"_stream_interval", "_top_logprobs", b"_top_logprobs", "echo", b"echo", "output_attentions", b"output_attentions", "output_hidden_states", b"output_hidden_states", "output_logits", b"output_logits", "output_scores", b"output_scores", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "scores_top_k", b"scores_top_k", "skip_special_tokens", b"skip_special_tokens", "stream_interval", b"stream_interval", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_output_attentions", b"_output_attentions", "_output_hidden_states", b"_output_hidden_states", "_output_logits", b"_output_logits", "_output_scores", b"_output_scores", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "_stream_interval", b"_stream_interval", "_top_logprobs", b"_top_logprobs", "echo", b"echo", "output_attentions", b"output_attentions", "output_hidden_states", b"output_hidden_states", "output_logits", b"output_logits", "output_scores", b"output_scores", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "skip_special_tokens", b"skip_special_tokens", "stream_interval", b"stream_interval", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo", b"_echo", "_output_attentions", b"_output_attentions", "_output_hidden_states", b"_output_hidden_states", "_output_logits", b"_output_logits", "_output_scores", b"_output_scores", "_prompt_logprobs", b"_prompt_logprobs", "_return_token_ids", b"_return_token_ids", "_scores_top_k", b"_scores_top_k", "_skip_special_tokens", b"_skip_special_tokens", "_stream_interval", b"_stream_interval", "_top_logprobs", b"_top_logprobs", "echo", b"echo", "output_attentions", b"output_attentions", "output_hidden_states", b"output_hidden_states", "output_logits", b"output_logits", "output_scores", b"output_scores", "prompt_logprobs", b"prompt_logprobs", "return_token_ids", b"return_token_ids", "scores_top_k", b"scores_top_k", "skip_special_tokens", b"skip_special_tokens", "stream_interval", b"stream_interval", "tensor_steps", b"tensor_steps", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo: _TypeAlias = _typing.Literal["echo"]  # noqa: Y015
     _WhichOneofArgType__echo: _TypeAlias = _typing.Literal["_echo", b"_echo"]  # noqa: Y015
@@ -805,6 +816,8 @@ class OutputConfig(_message.Message):
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__return_token_ids: _TypeAlias = _typing.Literal["return_token_ids"]  # noqa: Y015
     _WhichOneofArgType__return_token_ids: _TypeAlias = _typing.Literal["_return_token_ids", b"_return_token_ids"]  # noqa: Y015
+    _WhichOneofReturnType__scores_top_k: _TypeAlias = _typing.Literal["scores_top_k"]  # noqa: Y015
+    _WhichOneofArgType__scores_top_k: _TypeAlias = _typing.Literal["_scores_top_k", b"_scores_top_k"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__stream_interval: _TypeAlias = _typing.Literal["stream_interval"]  # noqa: Y015
@@ -825,6 +838,8 @@ class OutputConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__return_token_ids) -> _WhichOneofReturnType__return_token_ids | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__scores_top_k) -> _WhichOneofReturnType__scores_top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload

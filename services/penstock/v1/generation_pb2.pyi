@@ -126,12 +126,15 @@ class Started(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    HEALED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HEALED_TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     generation_mode: _common_pb2.GenerationMode.ValueType
     seed: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    healed_text: _builtins.str
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What transformers only warns about."""
@@ -139,6 +142,10 @@ class Started(_message.Message):
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
         """One per prompt token when asked for; the first has no `chosen`."""
+
+    @_builtins.property
+    def healed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token healing: what the prompt's last token became, and its text beyond that of the token it replaced."""
 
     def __init__(
         self,
@@ -151,10 +158,12 @@ class Started(_message.Message):
         cached_tokens: _builtins.int = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        healed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        healed_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generation_mode", b"generation_mode", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generation_mode", b"generation_mode", "healed_text", b"healed_text", "healed_token_ids", b"healed_token_ids", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -171,6 +180,7 @@ class TokenDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Gapless from 0 over the request."""
     index: _builtins.int
@@ -185,6 +195,10 @@ class TokenDelta(_message.Message):
     def finished(self) -> _common_pb2.SequenceResult:
         """Set on the last delta of the sequence."""
 
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTensors]:
+        """One per token when asked for."""
+
     def __init__(
         self,
         *,
@@ -193,10 +207,11 @@ class TokenDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         finished: _common_pb2.SequenceResult | None = ...,
+        tensors: _abc.Iterable[_common_pb2.StepTensors] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "seq", b"seq", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "seq", b"seq", "tensors", b"tensors", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

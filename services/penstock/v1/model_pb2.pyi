@@ -155,6 +155,7 @@ class GetModelInfoResponse(_message.Message):
     DEFAULT_CONFIG_FIELD_NUMBER: _builtins.int
     GRAPHS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    ASSISTANT_MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     """As in config.json, e.g. Qwen2ForCausalLM."""
@@ -174,6 +175,8 @@ class GetModelInfoResponse(_message.Message):
     state: _common_pb2.ModelState.ValueType
     percent_loaded: _builtins.float
     """0 to 100."""
+    assistant_model: _builtins.str
+    """Draft model that a request may name in config.assistant_model; empty when there is none."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -215,10 +218,11 @@ class GetModelInfoResponse(_message.Message):
         default_config: _config_pb2.GenerationConfig | None = ...,
         graphs: _abc.Iterable[Global___Graph] | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        assistant_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "graphs", b"graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "graphs", b"graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -195,6 +195,7 @@ class TextDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Gapless from 0 in a stream."""
     index: _builtins.int
@@ -208,6 +209,10 @@ class TextDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
         """When OutputConfig.top_logprobs is set, one per token."""
 
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTensors]:
+        """When OutputConfig.output_* are set, one per token."""
+
     def __init__(
         self,
         *,
@@ -216,10 +221,11 @@ class TextDelta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        tensors: _abc.Iterable[_common_pb2.StepTensors] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "seq", b"seq", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "seq", b"seq", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,6 +305,7 @@ class ChatDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     index: _builtins.int
     text: _builtins.str
@@ -309,6 +316,8 @@ class ChatDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]: ...
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.StepTensors]: ...
     def __init__(
         self,
         *,
@@ -319,10 +328,11 @@ class ChatDelta(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        tensors: _abc.Iterable[_common_pb2.StepTensors] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "seq", b"seq", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "seq", b"seq", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from penstock.generation.attention.rotate import rotate
 
 if TYPE_CHECKING:
     from penstock.generation.runner.kv_cache import KVCachePool
@@ -96,6 +99,18 @@ def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tens
         raise ValueError("block_tables hold fewer slots than the longest kv_len")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """How the outputs of the fused qkv projection split, and Qwen3's norms over head_dim: (D) each, None without."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 class Attention(ABC):
     """Causal attention over the paged pool. Stateless: one instance serves every layer and step."""
 
@@ -118,3 +133,26 @@ class Attention(ABC):
         A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers 5.x).
         Mutates the pool's `layer` at `slot_mapping` and `metadata.plans`, nothing else.
         """
+
+    def forward_qkv(
+        self,
+        qkv_TE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: HeadWeights,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """As `forward`, from the fused projection: split, norm, turn by cos and sin (T, 1, D / 2), attend; o_THD."""
+        num_turned = heads.num_heads + heads.num_kv_heads
+        qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + heads.num_kv_heads, heads.head_dim)
+        qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            weights = (heads.q_norm.expand(heads.num_heads, -1), heads.k_norm.expand(heads.num_kv_heads, -1))
+            qk = F.rms_norm(qk, (heads.head_dim,), None, heads.eps) * torch.cat(weights)
+        qk = rotate(qk, cos, sin)
+        q, k = qk[:, : heads.num_heads], qk[:, heads.num_heads :]
+        return self.forward(q, k, v, layer, metadata, kv, scale, sliding_window)

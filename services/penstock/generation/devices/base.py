@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
+    from penstock.generation.models.kernels import LayerKernels
     from penstock.generation.quantization.base import LinearMethod
 
 
@@ -32,8 +33,10 @@ class Device(ABC):
         """Where tensors live."""
 
     @abstractmethod
-    def start(self, *, num_threads: int | None = None) -> None:
+    def start(self, *, num_threads: int | None = None, kernels: str = "auto") -> None:
         """Claim the device for this process; `num_threads` are those of host-side kernels (None: all cores allowed).
+
+        `kernels`: "native" insists on the C++ kernels, "auto" takes them where they are built, "torch" does without.
 
         Raises StartupError naming the flag when it cannot be had.
         """
@@ -54,8 +57,12 @@ class Device(ABC):
         """How dense weights of `dtype` are kept and multiplied here."""
 
     @abstractmethod
-    def attention(self) -> Attention:
-        """The fastest attention that works here."""
+    def attention(self, dtype: torch.dtype) -> Attention:
+        """The fastest attention for `dtype` that works here."""
+
+    @abstractmethod
+    def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
+        """The fastest operations between linear layers for `dtype` that work here."""
 
     @abstractmethod
     def synchronize(self) -> None:

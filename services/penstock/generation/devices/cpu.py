@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
+from penstock.common.environment import cache_folder
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.base import Attention
+from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.memory import host_memory
+from penstock.generation.models.kernels import LayerKernels, NativeKernels
+from penstock.generation.native import library
 from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import cpu_linear_method, packing_obstacle
 
 _log = get_logger("penstock.generation")
+KERNELS = ("auto", "native", "torch")
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -31,19 +37,24 @@ class CPUDevice(Device):
 
     name = "cpu"
 
+    def __init__(self) -> None:
+        # Of the native kernels; None while torch's operators are used.
+        self.instruction_set: str | None = None
+
     @property
     def torch_device(self) -> torch.device:
         """See Device."""
         return torch.device("cpu")
 
-    def start(self, *, num_threads: int | None = None) -> None:
-        """See Device. Raises StartupError naming --threads."""
+    def start(self, *, num_threads: int | None = None, kernels: str = "auto") -> None:
+        """See Device. Raises StartupError naming --threads or --kernels."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_threads is not None and num_threads < 1:
             raise StartupError("--threads must be at least 1", flag="--threads")
         if num_threads is not None and num_threads > cores:
             _log.warning("--threads is more than the cores that this process may use", threads=num_threads, cores=cores)
         torch.set_num_threads(num_threads or cores)
+        self.instruction_set = _native_kernels(kernels)
 
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
         """See Device. "auto" turns float16 into bfloat16 on a CPU that has no float16 arithmetic: same size, and fast;
@@ -65,9 +76,16 @@ class CPUDevice(Device):
         """See Device."""
         return cpu_linear_method(dtype)
 
-    def attention(self) -> Attention:
+    def attention(self, dtype: torch.dtype) -> Attention:
         """See Device."""
-        return SDPAAttention()
+        return NativeAttention() if self._uses_native(dtype) else SDPAAttention()
+
+    def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
+        """See Device."""
+        return NativeKernels() if self._uses_native(dtype) else LayerKernels()
+
+    def _uses_native(self, dtype: torch.dtype) -> bool:
+        return self.instruction_set is not None and dtype in library.DTYPES
 
     def synchronize(self) -> None:
         """See Device: nothing is queued on a CPU."""
@@ -75,4 +93,14 @@ class CPUDevice(Device):
     def describe(self) -> str:
         """See Device."""
         threads = torch.get_num_threads()
-        return f"cpu ({threads} thread{'s' if threads != 1 else ''})"
+        kernels = f", {self.instruction_set} kernels" if self.instruction_set else ""
+        return f"cpu ({threads} thread{'s' if threads != 1 else ''}{kernels})"
+
+
+def _native_kernels(wanted: str) -> str | None:
+    if wanted not in KERNELS:
+        raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}", flag="--kernels")
+    found = None if wanted == "torch" else library.load(Path(cache_folder()))
+    if found is None and wanted == "native":
+        raise StartupError("the native kernels are not built: run `penstock build-kernels`", flag="--kernels")
+    return found

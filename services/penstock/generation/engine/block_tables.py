@@ -23,7 +23,7 @@ class BlockTables:
         """Cached blocks that hold the start of `sequence`, at most `max_tokens` of it. Acquires nothing."""
         if not self.prefix_cache:
             return []
-        self._extend_hashes(sequence, salt, sequence.num_tokens // self._block_size)
+        self._extend_hashes(sequence, salt, (sequence.num_tokens - sequence.num_draft_tokens) // self._block_size)
         found: list[int] = []
         for block_hash in sequence.block_hashes[: max(max_tokens, 0) // self._block_size]:
             block = self.pool.lookup(block_hash)
@@ -37,13 +37,17 @@ class BlockTables:
         revived = sum(self.pool.ref_count(block) == 0 for block in prefix)
         return -(-sequence.num_tokens // self._block_size) - len(prefix) + revived
 
-    def start(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Give an empty sequence the prefix and room for all its tokens. `blocks_to_admit` must be free."""
-        for block in prefix:
-            self.pool.acquire(block)
-        sequence.block_table.extend(prefix)
-        sequence.num_computed_tokens = len(prefix) * self._block_size
-        self._extend_table(sequence, sequence.num_tokens)
+    def start(self, starts: list[tuple[Sequence, list[int]]]) -> None:
+        """Give empty sequences their prefixes and room for all their tokens. `blocks_to_admit` of all must be free."""
+        # All prefixes first: room for one sequence may be made of what is cached and not held yet.
+        for sequence, prefix in starts:
+            for block in prefix:
+                self.pool.acquire(block)
+            sequence.block_table.extend(prefix)
+            sequence.num_computed_tokens = len(prefix) * self._block_size
+            sequence.num_cached_blocks = len(prefix)
+        for sequence, _ in starts:
+            self._extend_table(sequence, sequence.num_tokens)
 
     def blocks_to_write(self, sequence: Sequence, end: int) -> int:
         """Free blocks that `make_writable` up to token `end` will take."""
@@ -67,14 +71,14 @@ class BlockTables:
         self._extend_table(sequence, end)
         return copy
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let an empty child share all that the parent has computed; both hold the same tokens up to there."""
-        computed = parent.num_computed_tokens
+    def fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
+        """Let an empty child share what the parent has computed of its first `computed` tokens, the same in both."""
         shared = parent.block_table[: -(-computed // self._block_size)]
         for block in shared:
             self.pool.acquire(block)
         child.block_table.extend(shared)
         child.num_computed_tokens = computed
+        child.num_cached_blocks = min(parent.num_cached_blocks, computed // self._block_size)
         if not child.block_hashes:
             child.block_hashes = parent.block_hashes[: computed // self._block_size]
 
@@ -84,15 +88,19 @@ class BlockTables:
             self.pool.release(block)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
+        sequence.num_cached_blocks = 0
 
-    def computed(self, sequence: Sequence, salt: str, start: int) -> None:
-        """Tokens [start, num_computed_tokens) are now in the pool: make the blocks they fill findable."""
-        first, last = start // self._block_size, sequence.num_computed_tokens // self._block_size
-        if first == last or not self.prefix_cache:
+    def computed(self, sequence: Sequence, salt: str) -> None:
+        """More tokens are in the pool: make the blocks they fill findable. Not those with drafts, which may be
+        overwritten when the drafts are refused."""
+        first, last = sequence.num_cached_blocks, sequence.num_computed_tokens // self._block_size
+        if first >= last or not self.prefix_cache:
             return
+        last = min(last, (sequence.num_tokens - sequence.num_draft_tokens) // self._block_size)
         self._extend_hashes(sequence, salt, last)
         for index in range(first, last):
             self.pool.register(sequence.block_table[index], sequence.block_hashes[index])
+        sequence.num_cached_blocks = last
 
     def _shared_block(self, sequence: Sequence) -> int | None:
         """Index of the block that the next computed token falls into, when others hold that block too."""

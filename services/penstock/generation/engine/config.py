@@ -19,6 +19,9 @@ class EngineConfig:
     # Rows of one forward pass. At least max_running_sequences, so that every decoding sequence moves each step.
     max_batch_tokens: int = 512
     max_running_sequences: int = 64
+    # Assisted generation: sequences that draw and draft tokens that are verified in one step together. Drafts fill a
+    # step up to here, so the more sequences there are, the fewer: rows are nearly free only while they are few.
+    max_draft_rows: int = 32
     # Accepted, not yet running. Over it: RESOURCE_EXHAUSTED.
     max_queued_requests: int = 1024
     # What a refused caller is told to wait.
@@ -41,6 +44,8 @@ class EngineConfig:
             raise ValueError("max_context_tokens must hold a prompt token and a new one")
         if self.max_batch_tokens < self.max_running_sequences:
             raise ValueError("max_batch_tokens must be at least max_running_sequences")
+        if self.max_draft_rows < 0:
+            raise ValueError("max_draft_rows must not be negative")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError("watermark must be in [0, 1)")
         if not 0.0 < self.long_prompt_share <= 1.0:
@@ -63,9 +68,3 @@ class EngineConfig:
         shared = prompt_tokens // self.block_size
         own = -(-(prompt_tokens + output_tokens - 1) // self.block_size) - shared
         return shared + num_sequences * own
-
-    def max_output_tokens(self, prompt_tokens: int, num_sequences: int = 1) -> int:
-        """Most new tokens per sequence that context and pool allow (what an unset length means); may be below 1."""
-        shared = prompt_tokens // self.block_size
-        own = (self.num_blocks - shared) // num_sequences
-        return min((shared + own) * self.block_size - prompt_tokens + 1, self.max_context_tokens - prompt_tokens)

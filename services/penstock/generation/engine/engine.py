@@ -7,10 +7,19 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from penstock.common.errors import Aborted, Cancelled, DeadlineExceeded, Internal, PenstockError, Unavailable
+from penstock.common.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    PenstockError,
+    Unavailable,
+)
 from penstock.common.logging import get_logger
 from penstock.generation.engine.admission import check_request, output_limit
-from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
+from penstock.generation.engine.decoding.base import no_token_left
+from penstock.generation.engine.decoding.factory import make_strategy
+from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.limits import TimeLimits
 from penstock.generation.engine.report import RequestReport
@@ -22,10 +31,10 @@ from penstock.generation.engine.stopping import StopCriteria
 if TYPE_CHECKING:
     from penstock.common.token_bytes import TokenBytes
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.decoding.base import DecodingStrategy, Emission
+    from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
     from penstock.generation.engine.request import Request, SequenceFinish
     from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import Runner, SampledToken, SchedulerOutput
+    from penstock.generation.engine.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
 
 _log = get_logger(__name__)
 
@@ -46,13 +55,15 @@ class Engine:
         runner: Runner,
         stop_text: TokenBytes | None,
         *,
-        strategy: StrategyFactory = ParallelSampling,
+        strategy: StrategyFactory = make_strategy,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`stop_text` None: requests with stop strings are refused. `clock` is that of Request's times."""
         self.config = config
         self.stats = EngineStats()
         self._runner = runner
+        self._drafter = drafter
         self._stop_text = stop_text
         self._strategy = strategy
         self._clock = clock
@@ -117,11 +128,19 @@ class Engine:
         if output.scheduled:
             self._limit_admitted()
             scheduled = self._clock()
+            if self._drafter is not None:
+                self._drafter.release(output.released)
             result = self._runner.execute(output)
             executed = self._clock()
-            for group, sampled in self._scheduler.update(output, result):
-                self._advance(group, sampled, result.failed)
-            self._record(output, started, scheduled, executed)
+            progress = self._scheduler.update(output, result)
+            for group, sampled in progress:
+                self._advance(group, sampled, result)
+            updated = self._clock()
+            drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
+            draft_seconds = self._clock() - updated if drafted else 0.0
+            self._record(output, started, scheduled, executed, draft_seconds)
+        if not self._scheduler.has_work:
+            self._forget(self._scheduler.take_released())
         return self._take_news()
 
     def fail_all(self, error: PenstockError | None = None) -> list[RequestOutput]:
@@ -168,7 +187,12 @@ class Engine:
             error = DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage})
             self._cut_off(group, error)
         for group in self._max_times.due(now):
-            self._emit(group, group.strategy.end(FinishReason.MAX_TIME))
+            try:
+                emissions = group.strategy.end(FinishReason.MAX_TIME)
+            except Exception as error:
+                self._fail(group, error)
+                continue
+            self._emit(group, emissions)
             self._close(group)
 
     def _limit_admitted(self) -> None:
@@ -178,22 +202,85 @@ class Engine:
             if max_time is not None and scheduled_at is not None:
                 self._max_times.set(group, scheduled_at + max_time)
 
-    def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], failed: frozenset[int]) -> None:
-        if failed and any(sequence.seq_id in failed for sequence in group.sequences):
+    def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
+        if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group)):
             _log.error("the model gave no numbers", request_id=group.request.request_id)
             self._cut_off(group, Internal("the model's output is not a number", reason="MODEL_OUTPUT_NAN"))
             return
+        if result.exhausted and any(sequence.seq_id in result.exhausted for sequence in _drawers(group)):
+            self._cut_off(group, no_token_left())
+            return
         try:
             decision = group.strategy.advance(sampled)
-        except Exception:  # one request's strategy failed: the others go on, and it gets its end
-            _log.exception("decoding strategy failed", request_id=group.request.request_id)
-            self._cut_off(group, Internal("decoding failed", reason="DECODING_FAILED"))
+        except Exception as error:
+            self._fail(group, error)
             return
-        self.stats.generated_tokens += len(sampled)
+        self._count(group, decision)
         self._emit(group, decision.emissions)
         self._scheduler.apply(group, decision)
         if group.state is GroupState.GONE:
             self._close(group)
+
+    def _fail(self, group: SequenceGroup, error: Exception) -> None:
+        """One request's strategy raised: the others go on, and it gets its end."""
+        if not isinstance(error, PenstockError):
+            _log.error("decoding strategy failed", request_id=group.request.request_id, exc_info=error)
+            error = Internal("decoding failed", reason="DECODING_FAILED")
+        # A PenstockError is the request's own doing, such as a constraint that outgrows its limits.
+        self._cut_off(group, error)
+
+    def _forget(self, seq_ids: tuple[int, ...]) -> None:
+        """No step follows for now: what runner and drafter keep of the last requests would stay until the next one."""
+        if seq_ids:
+            self._runner.release(seq_ids)
+            if self._drafter is not None:
+                self._drafter.release(seq_ids)
+
+    def _count(self, group: SequenceGroup, decision: Decision) -> None:
+        report, stats = group.report, self.stats
+        if decision.accepted_drafts or decision.rejected_drafts:
+            report.accepted_drafts += decision.accepted_drafts
+            report.rejected_drafts += decision.rejected_drafts
+            stats.accepted_draft_tokens += decision.accepted_drafts
+            stats.rejected_draft_tokens += decision.rejected_drafts
+        for emission in decision.emissions:
+            stats.generated_tokens += len(emission.token_ids)
+        if decision.embedding is not None:
+            report.embedding = decision.embedding
+        if decision.healed is not None:
+            report.healed = decision.healed
+
+    def _draft(self, groups: Iterable[SequenceGroup]) -> bool:
+        """Let the draft model answer what the strategies that moved in this step ask of it, all at once.
+
+        No more than the next step will have rows for. False: nothing was asked.
+        """
+        if self._drafter is None:
+            return False
+        asked = [(group, order) for group in groups for order in self._orders(group)]
+        if not asked:
+            return False
+        room = min(self.config.max_draft_rows, self.config.max_batch_tokens) - self._scheduler.num_running_sequences
+        orders = share_room([order for _, order in asked], room)
+        if not orders:
+            return False
+        owners = {order.sequence: group for group, order in asked}
+        answers: dict[SequenceGroup, dict[Sequence, list[int]]] = {}
+        for order, tokens in zip(orders, self._drafter.draft(orders), strict=True):
+            answers.setdefault(owners[order.sequence], {})[order.sequence] = tokens
+        for group, drafts in answers.items():
+            try:
+                group.strategy.take_drafts(drafts)
+            except Exception as error:
+                self._fail(group, error)
+        return True
+
+    def _orders(self, group: SequenceGroup) -> list[DraftOrder]:
+        try:
+            return group.strategy.draft_orders()
+        except Exception as error:
+            self._fail(group, error)
+            return []
 
     def _emit(self, group: SequenceGroup, emissions: list[Emission]) -> None:
         group.report.emit(emissions)
@@ -221,7 +308,9 @@ class Engine:
         self._news.clear()
         return outputs
 
-    def _record(self, output: SchedulerOutput, started: float, scheduled: float, executed: float) -> None:
+    def _record(
+        self, output: SchedulerOutput, started: float, scheduled: float, executed: float, draft_seconds: float
+    ) -> None:
         self.stats.evictions = self._scheduler.pool.evictions
         self.stats.copy_on_write_blocks = self._scheduler.tables.copied_blocks
         self.stats.record(
@@ -230,9 +319,16 @@ class Engine:
                 num_tokens=output.num_tokens,
                 schedule_seconds=scheduled - started,
                 execute_seconds=executed - scheduled,
-                update_seconds=self._clock() - executed,
+                update_seconds=self._clock() - executed - draft_seconds,
+                draft_seconds=draft_seconds,
             )
         )
+
+
+def _drawers(group: SequenceGroup) -> Iterable[Sequence]:
+    for sequence in group.sequences:
+        yield sequence
+        yield from (probe for _, probe in sequence.probes)
 
 
 def _finishes(group: SequenceGroup, reason: FinishReason) -> list[SequenceFinish]:

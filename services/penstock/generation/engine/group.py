@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,13 @@ class GroupState(enum.Enum):
 class SequenceGroup:
     """A request in the engine.
 
-    Until `forked`, only the leader is computed, and exactly up to the end of the prompt; there every other sequence
-    forks from it. A group of one is always forked. Preemption takes a group back to this start, whatever its
-    sequences have generated meanwhile, so the prompt's blocks are shared again after it.
+    The sequences of a family begin with the same prompt. Until a family is forked only its leader is computed, and
+    exactly up to the end of the prompt; there every other sequence of it forks from the leader. A family of one is
+    always forked. Preemption takes a group back to this start, whatever its sequences have generated meanwhile, so
+    the prompt's blocks are shared again after it.
+
+    Where some sequences guide others, or beams decide together what they may draw, all go in lockstep: nobody's last
+    row is computed before everybody's can be, so that a step which draws has the rows of all.
     """
 
     request: Request
@@ -38,43 +43,88 @@ class SequenceGroup:
     # Live sequences. Changed only by the scheduler.
     sequences: list[Sequence]
     state: GroupState = GroupState.WAITING
-    forked: bool = field(init=False)
+    # Families whose followers still wait for their leader.
+    _unforked: set[int] = field(init=False)
+    _in_lockstep: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.restart()
+        self.start_over()
 
     def restart(self) -> None:
-        """Back to the start: nothing computed. The leader is a shortest sequence, so one that draws at the prompt's
-        end is always the leader itself."""
+        """Back to the start: nothing computed, after a preemption."""
+        replaced = self.strategy.restarted()
+        if replaced is not None:
+            self.sequences = replaced
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Families wait for their leaders again.
+
+        The leader is a shortest sequence, so one that draws at the prompt's end is always the leader itself.
+        """
         self.sequences.sort(key=lambda sequence: len(sequence.token_ids))
-        self.forked = len(self.sequences) <= 1
+        sizes = Counter(sequence.family for sequence in self.sequences)
+        self._unforked = {family for family, size in sizes.items() if size > 1}
+        params = self.request.params
+        constrained_beams = params.beams is not None and self.request.grammar is not None
+        self._in_lockstep = len(sizes) > 1 or params.draws_together or constrained_beams
+
+    @property
+    def leaders(self) -> list[Sequence]:
+        """The first sequence of each family."""
+        first: dict[int, Sequence] = {}
+        for sequence in self.sequences:
+            first.setdefault(sequence.family, sequence)
+        return list(first.values())
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether nobody waits for a leader."""
+        return not self._unforked
 
     @property
     def computable(self) -> list[Sequence]:
         """Sequences that may be given tokens to compute."""
-        return self.sequences if self.forked else self.sequences[:1]
+        if not self._unforked:
+            return self.sequences
+        leaders = self.leaders
+        return [one for one in self.sequences if one.family not in self._unforked or one in leaders]
+
+    def fork_followers(self, leader: Sequence) -> list[Sequence]:
+        """Who forks from `leader` now that its prompt is computed; nobody a second time."""
+        if leader.family not in self._unforked or leader.num_computed_tokens != leader.num_prompt_tokens:
+            return []
+        self._unforked.discard(leader.family)
+        return [one for one in self.sequences if one.family == leader.family and one is not leader]
 
     @property
-    def followers(self) -> list[Sequence]:
-        """Sequences that wait for the leader to reach the end of the prompt."""
-        return [] if self.forked else self.sequences[1:]
+    def in_step(self) -> bool:
+        """Whether every sequence that goes in lockstep may be computed to its end. O(sequences), where some do."""
+        return not self._in_lockstep or all(one.num_computed_tokens >= self.end(one) - 1 for one in self.computable)
 
-    def target(self, sequence: Sequence) -> int:
-        """How far `sequence` may be computed now."""
-        return len(sequence.token_ids) if self.forked else sequence.num_prompt_tokens
+    def target(self, sequence: Sequence, *, in_step: bool) -> int:
+        """How far `sequence` may be computed now, given the group's `in_step`."""
+        end = sequence.num_prompt_tokens if sequence.family in self._unforked else len(sequence.token_ids)
+        return end if in_step or sequence.num_computed_tokens >= end else end - 1
 
     def drawing(self, sequence: Sequence, end: int) -> tuple[Sequence, ...]:
-        """Who draws a token from the last row when `sequence` is computed up to `end`: those with nothing after it."""
-        if self.forked:
+        """Who draws from the last row when `sequence` is computed up to `end`: those with nothing after it."""
+        if sequence.num_draft_tokens:
+            return ()
+        if sequence.family not in self._unforked:
             return (sequence,) if end == len(sequence.token_ids) else ()
         if end < sequence.num_prompt_tokens:
             return ()
-        return tuple(sibling for sibling in self.sequences if len(sibling.token_ids) == end)
+        return tuple(one for one in self.sequences if one.family == sequence.family and len(one.token_ids) == end)
 
     @property
     def pending_prompt_tokens(self) -> int:
         """Prompt tokens not computed yet."""
-        if not self.sequences:
-            return 0
-        leader = self.sequences[0]
-        return max(leader.num_prompt_tokens - leader.num_computed_tokens, 0)
+        if len(self.sequences) == 1:
+            (leader,) = self.sequences
+            return max(leader.num_prompt_tokens - leader.num_computed_tokens, 0)
+        return sum(max(leader.num_prompt_tokens - leader.num_computed_tokens, 0) for leader in self.leaders)
+
+    def end(self, sequence: Sequence) -> int:
+        """Where `sequence` is to be computed to: its prompt's end while followers wait for it there."""
+        return sequence.num_prompt_tokens if sequence.family in self._unforked else len(sequence.token_ids)

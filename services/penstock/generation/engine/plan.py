@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+from penstock.generation.engine.step import Fork, ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
     from penstock.generation.engine.group import SequenceGroup
@@ -22,6 +22,11 @@ class StepPlan:
         self._entries: list[ScheduledSequence] = []
         self._copies: list[tuple[SequenceGroup, tuple[int, int]]] = []
 
+    @property
+    def num_entries(self) -> int:
+        """Sequences that are scheduled so far."""
+        return len(self._entries)
+
     def add(
         self,
         group: SequenceGroup,
@@ -32,8 +37,12 @@ class StepPlan:
         copy: tuple[int, int] | None,
     ) -> None:
         """Schedule tokens [start, start + num_tokens) of `sequence`, after `copy`."""
+        probes: tuple[tuple[int, Sequence], ...] = ()
+        if sequence.probes:
+            end = start + num_tokens
+            probes = tuple((index - start, probe) for index, probe in sequence.probes if start <= index < end)
         self.groups.append(group)
-        self._entries.append(ScheduledSequence(sequence, start, num_tokens, sample))
+        self._entries.append(ScheduledSequence(sequence, start, num_tokens, sample, probes))
         self.budget -= num_tokens
         if copy is not None:
             self._copies.append((group, copy))
@@ -50,6 +59,6 @@ class StepPlan:
         self._entries = [entry for _, entry in kept]
         self._copies = [(other, copy) for other, copy in self._copies if other is not group]
 
-    def output(self, released: tuple[int, ...]) -> SchedulerOutput:
+    def output(self, forks: tuple[Fork, ...], released: tuple[int, ...]) -> SchedulerOutput:
         """What the runner is told."""
-        return SchedulerOutput(tuple(self._entries), tuple(copy for _, copy in self._copies), released)
+        return SchedulerOutput(tuple(self._entries), tuple(copy for _, copy in self._copies), forks, released)

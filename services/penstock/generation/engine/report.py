@@ -9,6 +9,7 @@ from penstock.generation.engine.request import (
     DeltaOutput,
     FinishedOutput,
     PositionLogprobs,
+    Purpose,
     RequestOutput,
     RequestTimings,
     SequenceFinish,
@@ -39,11 +40,30 @@ class RequestReport:
         self._new_started: StartedOutput | None = None
         self._new_deltas: list[DeltaOutput] = []
         self._finished: FinishedOutput | None = None
+        self.accepted_drafts = 0
+        self.rejected_drafts = 0
+        self.embedding: bytes | None = None
+        self.healed: tuple[int, str] | None = None
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt logprobs are still to be computed and sent."""
-        return self.request.params.prompt_logprobs is not None and not self._started
+    def next_logprob_row(self) -> int | None:
+        """First row whose logits tell a prompt logprob that is not known yet; None: none is wanted any more."""
+        if self.request.params.prompt_logprobs is None or self._started:
+            return None
+        return self._first_logprob_row + len(self._prompt_logprobs)
+
+    @property
+    def first_needed_row(self) -> int | None:
+        """First row that somebody still wants to see; None: only the last one matters."""
+        # What was scored before a preemption needs no row again.
+        fixed = None if self.request.purpose is Purpose.SCORE else self.request.first_needed_row
+        rows = [row for row in (self.next_logprob_row, fixed) if row is not None]
+        return min(rows, default=None)
+
+    @property
+    def _first_logprob_row(self) -> int:
+        request = self.request
+        return request.first_needed_row or 0 if request.purpose is Purpose.SCORE else 0
 
     def scheduled(self, cached_tokens: int) -> bool:
         """Work on it begins; False when it had begun before."""
@@ -53,25 +73,22 @@ class RequestReport:
         self._cached_tokens = cached_tokens
         return True
 
-    def preempted(self) -> None:
-        """Its prompt will be computed again."""
-        self._prompt_logprobs.clear()
-
     def add_prompt_logprobs(self, logprobs: Iterable[PositionLogprobs]) -> None:
-        """The next prompt positions'."""
-        if self.wants_prompt_logprobs:
-            self._prompt_logprobs.extend(logprobs)
+        """Those of `next_logprob_row` and the rows after it."""
+        self._prompt_logprobs.extend(logprobs)
 
     def emit(self, emissions: Iterable[Emission]) -> None:
         """Tell the caller; the first time, that the prompt is computed as well."""
         if not self._started:
             self._started = True
-            self._new_started = StartedOutput(self._cached_tokens, self._whole_prompt())
+            self._new_started = StartedOutput(self._cached_tokens, self._whole_prompt(), self.healed)
             self._prompt_logprobs.clear()
         for emission in (*self._settled, *emissions):
             if emission.token_ids and self._first_token_at is None:
                 self._first_token_at = self._clock()
-            delta = DeltaOutput(self.next_seq, emission.index, emission.token_ids, emission.logprobs, emission.finish)
+            delta = DeltaOutput(
+                self.next_seq, emission.index, emission.token_ids, emission.logprobs, emission.finish, emission.tensors
+            )
             self.next_seq += 1
             self._new_deltas.append(delta)
             if emission.finish is not None:
@@ -90,6 +107,9 @@ class RequestReport:
             cached_tokens=self._cached_tokens,
             timings=self._timings(),
             last_seq=self.next_seq - 1 if self.next_seq else None,
+            accepted_draft_tokens=self.accepted_drafts,
+            rejected_draft_tokens=self.rejected_drafts,
+            embedding=self.embedding,
             error=error,
         )
 
@@ -101,13 +121,16 @@ class RequestReport:
         return output
 
     def _whole_prompt(self) -> tuple[PositionLogprobs, ...]:
-        """One entry per prompt token, or none: nobody asked, or max_time was over before the prompt was computed."""
-        request = self.request
-        known = len(self._prompt_logprobs) + 1
-        if request.params.prompt_logprobs is None or known != len(request.prompt_token_ids):
+        """One entry per prompt token, or none: nobody asked, or max_time was over before the prompt was computed.
+
+        Scoring: one entry per token of the continuation.
+        """
+        request, known = self.request, tuple(self._prompt_logprobs)
+        wanted = len(request.prompt_token_ids) - 1 - self._first_logprob_row
+        if request.params.prompt_logprobs is None or len(known) != wanted:
             return ()
         # Nothing is known about the first prompt token.
-        return (PositionLogprobs(None), *self._prompt_logprobs)
+        return known if request.purpose is Purpose.SCORE else (PositionLogprobs(None), *known)
 
     def _timings(self) -> RequestTimings:
         now, arrival = self._clock(), self.request.arrival_time

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.common.errors import PenstockError
+    from penstock.generation.engine.grammar import Grammar
+    from penstock.generation.engine.tensors import StepTensors
     from penstock.generation.sampling.params import SamplingParams
 
 
@@ -23,6 +27,26 @@ class FinishReason(enum.Enum):
     TOOL_CALLS = 7
     ABORTED = 8
     ERROR = 9
+
+
+class Purpose(enum.Enum):
+    """What a request is for."""
+
+    GENERATE = 1
+    # Log-probabilities of its prompt's tokens from `first_needed_row` + 1 on.
+    SCORE = 2
+    # The mean of the final hidden states of its prompt.
+    EMBED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HealingOptions:
+    """Token healing: what the prompt's last token may become."""
+
+    # Those that begin with its text; itself is one.
+    token_ids: frozenset[int]
+    # What such an id's text has beyond that of the prompt's last token.
+    added_text: Callable[[int], str]
 
 
 @dataclass(slots=True)
@@ -41,6 +65,19 @@ class Request:
     deadline: float | None = None
     attempt_epoch: int = 0
     warnings: tuple[str, ...] = ()
+    purpose: Purpose = Purpose.GENERATE
+    # Structured output: compiled; every returned sequence has a state of it.
+    grammar: Grammar | None = None
+    # Token healing, where the prompt's last token has another to become; at least two prompt tokens then.
+    healing: HealingOptions | None = None
+    # First token whose row somebody wants to see (its hidden state, its logits): a cached prefix may be reused up to
+    # here. None: only the last row matters.
+    first_needed_row: int | None = None
+
+    def __post_init__(self) -> None:
+        # Contrastive search compares with every token's hidden state.
+        if self.params.contrastive is not None:
+            self.first_needed_row = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +115,8 @@ class StartedOutput:
 
     cached_tokens: int
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    # Token healing: what the prompt's last token became, and its text beyond that of the token it was.
+    healed: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +128,8 @@ class DeltaOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
+    # One entry per token, or none at all.
+    tensors: tuple[StepTensors | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +155,8 @@ class FinishedOutput:
     last_seq: int | None
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
+    # Purpose.EMBED: (hidden size) fp32, little-endian.
+    embedding: bytes | None = None
     # Set when the request failed: the stream ends with this status.
     error: PenstockError | None = None
 

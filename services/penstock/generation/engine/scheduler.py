@@ -10,6 +10,7 @@ from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.plan import StepPlan
 from penstock.generation.engine.queue import GroupQueue
+from penstock.generation.engine.step import Fork
 
 if TYPE_CHECKING:
     from penstock.generation.engine.config import EngineConfig
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
     from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
 
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
+Entries = list[tuple[SequenceGroup, "Sequence"]]
 
 
 class Scheduler:
     """Decides who computes what; owns the queues and every block table. Engine thread only.
 
-    Order within a step: decoding rows, then prompts of running groups, then admission from the waiting queue; each
-    in (priority, arrival) order. When blocks run out, the last running group in that order is preempted: it gives
-    back its blocks, keeps its tokens, and waits at its old place. The first group never has to give way, and
-    `Engine.validate` let in only what fits an empty pool, so something always progresses.
+    Order within a step: decoding rows (those with drafts last), then prompts of running groups, then admission from
+    the waiting queue; each in (priority, arrival) order. When blocks run out, the last running group in that order is
+    preempted: it gives back its blocks, keeps its tokens, and waits at its old place. The first group never has to
+    give way, and `Engine.check` let in only what fits an empty pool, so something always progresses.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
@@ -39,6 +41,7 @@ class Scheduler:
         self.admitted: list[SequenceGroup] = []
         self._config = config
         self._stats = stats
+        self._forks: list[Fork] = []
         self._released: list[int] = []
         self._plan = StepPlan(0)
 
@@ -69,13 +72,24 @@ class Scheduler:
         """The next step. Nothing is scheduled only when there is no work."""
         self._plan = StepPlan(self._config.max_batch_tokens)
         self.admitted.clear()
-        self._schedule_prompts(self._schedule_decoding())
+        prompts, drafting = self._schedule_decoding()
+        if drafting:
+            self._schedule_drafts(drafting)
+        self._schedule_prompts(prompts)
         if not self._plan.preempted:
             self._admit()
-        output = self._plan.output(tuple(self._released))
+        output = self._plan.output(tuple(self._forks), tuple(self._released))
         if output.scheduled:
+            self._forks.clear()
             self._released.clear()
         return output
+
+    def take_released(self) -> tuple[int, ...]:
+        """seq_ids gone since the last step, when no step follows that would tell."""
+        released = tuple(self._released)
+        self._forks.clear()
+        self._released.clear()
+        return released
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[Progress]:
         """The step has run: count what is computed, fork what waited for a prompt; who drew which token.
@@ -85,31 +99,35 @@ class Scheduler:
         progress: dict[SequenceGroup, dict[Sequence, SampledToken]] = {}
         for group, entry in zip(self._plan.groups, output.scheduled, strict=True):
             sequence = entry.sequence
-            start = sequence.num_computed_tokens
-            sequence.num_computed_tokens = start + entry.num_tokens
+            sequence.num_computed_tokens += entry.num_tokens
             if sequence.seq_id in result.prompt_logprobs:
                 group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
-            self.tables.computed(sequence, group.request.cache_salt, start)
-            if not group.forked and sequence.num_computed_tokens == sequence.num_prompt_tokens:
-                for follower in group.followers:
-                    self.tables.fork(sequence, follower)
-                group.forked = True
-            if entry.sample:
+            self.tables.computed(sequence, group.request.cache_salt)
+            if not group.is_forked:
+                for follower in group.fork_followers(sequence):
+                    self._fork(sequence, follower, sequence.num_computed_tokens)
+            drawers = [probe for _, probe in entry.probes] if entry.probes else entry.sample
+            if drawers:
                 sampled = progress.setdefault(group, {})
-                for drawer in entry.sample:
-                    if drawer.seq_id not in result.failed:
-                        sampled[drawer] = result.sampled[drawer.seq_id]
+                for drawer in drawers:
+                    token = result.sampled.get(drawer.seq_id)
+                    if token is not None:
+                        sampled[drawer] = token
         return list(progress.items())
 
     def apply(self, group: SequenceGroup, decision: Decision) -> None:
         """Carry out what a strategy decided: forks first, then drops. A group with nothing left is over."""
         for parent, child in decision.forks:
-            self.tables.fork(parent, child)
+            # A child with no token of its own computes its last one again: it has no row to draw from.
+            self._fork(parent, child, min(parent.num_computed_tokens, child.num_tokens - 1))
             group.sequences.append(child)
+        group.sequences += decision.added
         for sequence in decision.dropped:
             self.tables.free(sequence)
             self._released.append(sequence.seq_id)
             group.sequences.remove(sequence)
+        if decision.added:
+            group.start_over()
         if not group.sequences:
             self.remove(group)
 
@@ -126,19 +144,40 @@ class Scheduler:
         for block in range(self.pool.num_blocks):
             assert held[block] == self.pool.ref_count(block), "reference count differs from the block tables"
 
-    def _schedule_decoding(self) -> list[tuple[SequenceGroup, Sequence]]:
-        """Place every sequence that lacks one token; return those that lack more."""
-        prompts: list[tuple[SequenceGroup, Sequence]] = []
+    def _fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
+        self.tables.fork(parent, child, computed)
+        # Who shares nothing has no blocks either, and would never be released.
+        if computed:
+            self._forks.append(Fork(parent.seq_id, child.seq_id, computed))
+
+    def _schedule_decoding(self) -> tuple[Entries, Entries]:
+        """Place every sequence that lacks one token; return those that lack more, and those that lack it and drafts."""
+        prompts: Entries = []
+        drafting: Entries = []
         for group in tuple(self.running):
+            in_step = group.in_step
             for sequence in group.computable:
-                remaining = group.target(sequence) - sequence.num_computed_tokens
+                remaining = group.target(sequence, in_step=in_step) - sequence.num_computed_tokens
                 if remaining > 1:
-                    prompts.append((group, sequence))
+                    (drafting if remaining == sequence.num_draft_tokens + 1 else prompts).append((group, sequence))
                 elif remaining == 1 and not self._place(group, sequence, 1):
                     break
-        return prompts
+        return prompts, drafting
 
-    def _schedule_prompts(self, prompts: list[tuple[SequenceGroup, Sequence]]) -> None:
+    def _schedule_drafts(self, drafting: Entries) -> None:
+        """Place the last token of each sequence, as if it had no drafts, and of the drafts an equal share of what
+        `max_draft_rows` and the budget leave. Nobody is preempted for a draft."""
+        rows_left = min(self._config.max_draft_rows - self._plan.num_entries, self._plan.budget) - len(drafting)
+        for position, (group, sequence) in enumerate(drafting):
+            share = max(rows_left, 0) // (len(drafting) - position)
+            num_tokens = 1 + min(sequence.num_draft_tokens, share)
+            start = sequence.num_computed_tokens
+            while num_tokens > 1 and self.tables.blocks_to_write(sequence, start + num_tokens) > self.pool.num_free:
+                num_tokens -= 1
+            if self._place(group, sequence, num_tokens):
+                rows_left -= num_tokens - 1
+
+    def _schedule_prompts(self, prompts: Entries) -> None:
         for position, (group, sequence) in enumerate(prompts, 1):
             if not self._plan.budget:
                 return
@@ -149,8 +188,9 @@ class Scheduler:
 
     def _chunk(self, group: SequenceGroup, sequence: Sequence, others: bool) -> int:
         """Tokens of a prompt to compute now. One that takes several steps leaves others a share of each."""
-        remaining, budget = group.target(sequence) - sequence.num_computed_tokens, self._plan.budget
-        if remaining <= budget or not others:
+        target, budget = group.target(sequence, in_step=group.in_step), self._plan.budget
+        remaining = target - sequence.num_computed_tokens
+        if remaining <= budget or not budget or not others:
             return min(remaining, budget)
         return max(1, int(budget * self._config.long_prompt_share))
 
@@ -174,7 +214,6 @@ class Scheduler:
         self.running.remove(group)
         self._give_back(group)
         group.restart()
-        group.report.preempted()
         group.state = GroupState.WAITING
         self.waiting.add(group)
         self._stats.preemptions += 1
@@ -185,21 +224,27 @@ class Scheduler:
         while self._plan.budget and len(self.waiting):
             group = self.waiting.first
             width += group.strategy.width
+            leaders = group.leaders
+            # Those that go in lockstep start in one step: if they draw in it, then all together.
+            if self._plan.budget < len(leaders):
+                return
             if width > self._config.max_running_sequences or not self._start(group):
                 return
-            leader = group.sequences[0]
-            self._place(group, leader, self._chunk(group, leader, others=len(self.waiting) > 0))
+            for leader in leaders:
+                chunk = self._chunk(group, leader, others=len(self.waiting) > 0)
+                if chunk and not self._place(group, leader, chunk):
+                    return
 
     def _start(self, group: SequenceGroup) -> bool:
         """Move the first waiting group to the running ones, on its longest cached prefix; False: no room now."""
-        leader = group.sequences[0]
-        # Something must be left to compute, and prompt logprobs need every row of the prompt.
-        limit = 0 if group.report.wants_prompt_logprobs else group.target(leader) - 1
-        prefix = self.tables.find_prefix(leader, group.request.cache_salt, limit)
-        left = self.pool.num_free - self.tables.blocks_to_admit(leader, prefix)
+        starts = [(leader, self._find_prefix(group, leader)) for leader in group.leaders]
+        left = self.pool.num_free - sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
         if left < (self._config.watermark_blocks if len(self.running) else 0):
             return False
-        self.tables.start(leader, prefix)
+        self.tables.start(starts)
+        # Not a guide, whose prompt is another one.
+        leader = next(one for one, _ in starts if one.family == 0)
+        leader.first_logprob_row = group.report.next_logprob_row
         self.waiting.remove(group)
         self.running.add(group)
         group.state = GroupState.RUNNING
@@ -209,6 +254,14 @@ class Scheduler:
             self._stats.prefix_lookup_tokens += leader.num_prompt_tokens
             self._stats.prefix_hit_tokens += cached
         return True
+
+    def _find_prefix(self, group: SequenceGroup, leader: Sequence) -> list[int]:
+        """Cached blocks that `leader` may start from: something must be left to compute, and every row that somebody
+        wants to see."""
+        limit, needed = group.end(leader) - 1, group.report.first_needed_row
+        if needed is not None:
+            limit = min(limit, needed)
+        return self.tables.find_prefix(leader, group.request.cache_salt, limit)
 
     def _give_back(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:

@@ -10,13 +10,15 @@ _MAX_PENDING_STEPS = 4096
 
 
 class StepSample(NamedTuple):
-    """One step. Seconds of its three parts; `execute` is the runner's."""
+    """One step. Seconds of its parts; `execute` is the runner's."""
 
     num_sequences: int
     num_tokens: int
     schedule_seconds: float
     execute_seconds: float
     update_seconds: float
+    # The draft model's; 0 when it had nothing to do.
+    draft_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -34,6 +36,9 @@ class EngineStats:
     preemptions: int = 0
     evictions: int = 0
     copy_on_write_blocks: int = 0
+    # Assisted generation: draft tokens that verification took and refused.
+    accepted_draft_tokens: int = 0
+    rejected_draft_tokens: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
     _pending: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_PENDING_STEPS))

@@ -89,13 +89,14 @@ class StopState:
 
 
 _LENGTH = Stop(FinishReason.LENGTH)
+_DONE = Stop(FinishReason.CONSTRAINT_DONE)
 
 
 class StopCriteria:
     """The criteria of one request, over generated tokens only: the prompt never takes part in a match.
 
-    In order: end-of-sequence id, stop ids, stop strings, length; the first that holds is the reason. As in
-    transformers, `min_new_tokens` only keeps the sampler from drawing an end-of-sequence id.
+    In order: end-of-sequence id, stop ids, stop strings, a complete grammar, length; the first that holds is the
+    reason. As in transformers, `min_new_tokens` only keeps the sampler from drawing an end-of-sequence id.
     """
 
     def __init__(self, params: SamplingParams, max_output_tokens: int, table: TokenBytes | None) -> None:
@@ -116,23 +117,59 @@ class StopCriteria:
             return StopState(None)
         return StopState(TextCursor(self._table, skip_special=self._skip_special))
 
+    @property
+    def max_output_tokens(self) -> int:
+        """Most output tokens of a sequence: what `max_new_tokens` and the context leave."""
+        return self._max_output_tokens
+
+    @property
+    def num_eos(self) -> int:
+        """Number of ids that end a sequence by themselves."""
+        return len(self._eos)
+
     def check(self, sequence: Sequence, state: StopState) -> Stop | None:
         """To be called once after each appended output token; O(length of the token)."""
-        token_id = sequence.token_ids[-1]
-        if token_id in self._eos:
-            return Stop(FinishReason.STOP_EOS, token_id=token_id)
-        if token_id in self._by_last_id and self._ends_with_stop_ids(sequence, token_id):
-            return Stop(FinishReason.STOP_TOKEN, token_id=token_id)
+        token_ids = sequence.token_ids
+        stop = self._by_ids(sequence, len(token_ids) - 1, token_ids[-1])
+        if stop is not None:
+            return stop
         if self._automaton is not None and state.cursor is not None:
-            state.state, matched = self._automaton.scan(state.state, state.cursor.feed(token_id))
-            if matched >= 0:
-                return Stop(FinishReason.STOP_STRING, string=self._strings[matched])
+            stop = self._by_text(self._automaton, state.cursor, token_ids[-1], state)
+            if stop is not None:
+                return stop
+        if sequence.grammar is not None and sequence.grammar.is_done:
+            return _DONE
         if sequence.num_output_tokens >= self._max_output_tokens:
             return _LENGTH
         return None
 
-    def _ends_with_stop_ids(self, sequence: Sequence, last_id: int) -> bool:
-        output = sequence.num_output_tokens
-        return any(
-            len(ids) <= output and tuple(sequence.token_ids[-len(ids) :]) == ids for ids in self._by_last_id[last_id]
-        )
+    def check_candidate(self, sequence: Sequence, token_id: int, state: StopState) -> Stop | None:
+        """What `check` would say if `token_id` came next. Changes neither the sequence nor its states."""
+        stop = self._by_ids(sequence, len(sequence.token_ids), token_id)
+        if stop is not None:
+            return stop
+        if self._automaton is not None and state.cursor is not None:
+            stop = self._by_text(self._automaton, state.cursor.copy(), token_id, state.copy())
+            if stop is not None:
+                return stop
+        if sequence.grammar is not None:
+            grammar = sequence.grammar.copy()
+            if grammar.advance(token_id) and grammar.is_done:
+                return _DONE
+        if sequence.num_output_tokens + 1 >= self._max_output_tokens:
+            return _LENGTH
+        return None
+
+    def _by_ids(self, sequence: Sequence, end: int, token_id: int) -> Stop | None:
+        """Whether `token_id`, coming after the first `end` tokens, ends the sequence as an id."""
+        if token_id in self._eos:
+            return Stop(FinishReason.STOP_EOS, token_id=token_id)
+        for ids in self._by_last_id.get(token_id, ()):
+            first = end + 1 - len(ids)
+            if first >= sequence.num_prompt_tokens and tuple(sequence.token_ids[first:end]) == ids[:-1]:
+                return Stop(FinishReason.STOP_TOKEN, token_id=token_id)
+        return None
+
+    def _by_text(self, automaton: StopStrings, cursor: TextCursor, token_id: int, state: StopState) -> Stop | None:
+        state.state, matched = automaton.scan(state.state, cursor.feed(token_id))
+        return None if matched < 0 else Stop(FinishReason.STOP_STRING, string=self._strings[matched])

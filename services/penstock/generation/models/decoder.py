@@ -13,6 +13,7 @@ from penstock.generation.models.layers import DecoderLayer, RMSNorm, Step
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.models.capture import Capture
     from penstock.generation.models.config import ModelConfig
     from penstock.generation.models.rope import RotaryEmbedding
     from penstock.generation.quantization.base import Linear
@@ -50,17 +51,35 @@ class CausalLM:
         self._rotary = rotary
 
     @torch.inference_mode()
-    def forward(self, input_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Tensor:
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        *,
+        capture: Capture | None = None,
+        attention: Attention | None = None,
+    ) -> Tensor:
         """hidden_TI of every row after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.
 
         `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
-        outside the vocabulary are the caller's error (IndexError on CPU).
+        outside the vocabulary are the caller's error (IndexError on CPU). `capture` is filled; `attention` replaces the
+        model's own for this step.
         """
-        step = self.step(positions_T, metadata, kv)
+        step = self.step(positions_T, metadata, kv, attention)
         hidden = self.embed(input_ids_T)
-        for layer in self.layers:
-            hidden = layer(hidden, step)
-        return self._norm(hidden)
+        pending: Tensor | None = None
+        if capture is None:
+            for layer in self.layers:
+                pending = layer(hidden, pending, step)
+            return self._norm.add(hidden, pending)
+        for number, layer in enumerate(self.layers):
+            capture.take(number, hidden if pending is None else hidden + pending)
+            pending = layer(hidden, pending, step)
+        hidden = self._norm.add(hidden, pending)
+        capture.take(len(self.layers), hidden)
+        return hidden
 
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor) -> Tensor:
@@ -71,7 +90,9 @@ class CausalLM:
         """(T, hidden): the residual stream before the first layer."""
         return F.embedding(input_ids_T, self._embedding)
 
-    def step(self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool) -> Step:
+    def step(
+        self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, attention: Attention | None = None
+    ) -> Step:
         """What `layers` need to run one by one."""
         cos, sin = self._rotary(positions_T)
-        return Step(cos, sin, metadata, kv, self.attention)
+        return Step(cos, sin, metadata, kv, attention or self.attention)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.common.logging import get_logger
+from penstock.generation.attention.base import HeadWeights
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.layers import DecoderLayer, HeadNorm, RMSNorm, SelfAttention, SwiGLU
+from penstock.generation.models.layers import DecoderLayer, RMSNorm, SelfAttention, SwiGLU
 from penstock.generation.models.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Loader:
         self._device = device
         self._dtype = dtype
         self._linear_method = device.linear_method(dtype)
+        self._kernels = device.layer_kernels(dtype)
         self._num_bytes = 0
 
     def load(self) -> CausalLM:
@@ -69,7 +71,7 @@ class Loader:
         num_parameters = sum(math.prod(shape) for shape in shapes.values())
         embedding, lm_head = self._embedding_and_head()
         layers = [self._layer(i) for i in range(self._config.num_layers)]
-        norm = RMSNorm(self._tensor(NORM), self._config.rms_norm_eps)
+        norm = self._norm(NORM)
         name = str(self._dtype).removeprefix("torch.")
         config = dataclasses.replace(self._config, dtype=name, num_parameters=num_parameters)
         device = self._device.torch_device
@@ -80,7 +82,7 @@ class Loader:
             norm=norm,
             lm_head=lm_head,
             rotary=RotaryEmbedding(config.rope, config.head_dim, device, self._dtype),
-            attention=self._device.attention(),
+            attention=self._device.attention(self._dtype),
             dtype=self._dtype,
             device=device,
             num_bytes=self._num_bytes,
@@ -98,21 +100,24 @@ class Loader:
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."
-        head_norm = None
-        if config.qk_norm:
-            q_norm, k_norm = (self._tensor(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-            head_norm = HeadNorm(q_norm, k_norm, config.num_heads, config.num_kv_heads, config.rms_norm_eps)
+        q_norm, k_norm = (
+            self._tensor(f"{prefix}self_attn.{name}_norm.weight") if config.qk_norm else None for name in "qk"
+        )
+        heads = HeadWeights(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps)
         attention = f"{prefix}self_attn."
         qkv = self._fused([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
         output = self._fused([f"{attention}o_proj"], config.output_bias)
         gate_up = self._fused([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], config.mlp_bias)
         down = self._fused([f"{prefix}mlp.down_proj"], config.mlp_bias)
         return DecoderLayer(
-            RMSNorm(self._tensor(f"{prefix}input_layernorm.weight"), config.rms_norm_eps),
-            SelfAttention(config, index, qkv, output, head_norm),
-            RMSNorm(self._tensor(f"{prefix}post_attention_layernorm.weight"), config.rms_norm_eps),
-            SwiGLU(gate_up, down),
+            self._norm(f"{prefix}input_layernorm.weight"),
+            SelfAttention(config, index, qkv, output, heads),
+            self._norm(f"{prefix}post_attention_layernorm.weight"),
+            SwiGLU(gate_up, down, self._kernels),
         )
+
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._tensor(name), self._config.rms_norm_eps, self._kernels)
 
     def _fused(self, names: list[str], has_bias: bool) -> Linear:
         """One Linear with the outputs of all `names`, in order."""

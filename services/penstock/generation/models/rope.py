@@ -143,10 +143,3 @@ class RotaryEmbedding:
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
         return cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1)
-
-
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x turned by its positions' angles; new, contiguous."""
-    half = x_THD.shape[-1] // 2
-    first, second = x_THD[..., :half], x_THD[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

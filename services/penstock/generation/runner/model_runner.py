@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.generation.engine.draw import DrawKind
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.models.capture import joint
+from penstock.generation.runner.dola import EarlyExits
+from penstock.generation.runner.draw_rows import DrawRows
+from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
+from penstock.generation.runner.guidance import guide_rows
+from penstock.generation.runner.hidden_history import HiddenHistories
 from penstock.generation.runner.input_batch import InputBatch
-from penstock.generation.sampling.logprobs import position_logprobs
+from penstock.generation.runner.pooling import MeanPooling
+from penstock.generation.runner.prompt_logprobs import PromptScorer
+from penstock.generation.runner.tensors import StepTensorTaker
 from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.sampler import Sampler
 
@@ -19,21 +29,31 @@ if TYPE_CHECKING:
     from penstock.generation.engine.request import PositionLogprobs
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.runner.kv_cache import KVCachePool
+    from penstock.generation.sampling.token_masks import TokenMasks
 
 # No live sequence has a negative id.
 _WARM_UP_ID = -1
+_NOBODY: frozenset[int] = frozenset()
 
 
 class ModelRunner:
     """The engine's Runner over one model and one KV pool. Used by one thread."""
 
-    def __init__(self, model: CausalLM, kv: KVCachePool, *, prompt_logprob_rows: int = 64) -> None:
-        """`prompt_logprob_rows`: prompt rows whose logits exist at a time; a row takes vocabulary x 4 bytes, thrice."""
+    def __init__(
+        self, model: CausalLM, kv: KVCachePool, *, prompt_logprob_rows: int = 64, masks: MaskFiller | None = None
+    ) -> None:
+        """`prompt_logprob_rows`: prompt rows whose logits exist at a time; a row takes vocabulary x 4 bytes, thrice.
+
+        `masks` None: no sequence may have a grammar.
+        """
         self._model = model
         self._kv = kv
-        self._prompt_logprob_rows = prompt_logprob_rows
+        self._prompt_scorer = PromptScorer(model, prompt_logprob_rows)
+        self._pooling = MeanPooling()
+        self._histories = HiddenHistories()
         self._inputs = InputBatch(kv.block_size, model.device)
         self._sampler = Sampler(model.device)
+        self._masks = None if masks is None else GrammarMasks(masks)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -41,16 +61,36 @@ class ModelRunner:
 
         Sequences whose logits hold a NaN are in `failed`: they end alone.
         """
-        self._inputs.release(output.released)
-        self._sampler.release(output.released)
+        self._sampler.fork(output.forks)
+        self._histories.fork(output.forks)
+        self.release(output.released)
         self._kv.copy_blocks(output.copies)
         if not output.scheduled:
             return RunnerOutput({}, {})
         inputs = self._inputs.build(output.scheduled)
-        hidden_TI = self._model.forward(inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv)
-        sampled, failed = self._sample(output.scheduled, hidden_TI, inputs.row_starts)
-        prompt_logprobs = self._prompt_logprobs(output.scheduled, hidden_TI, inputs.row_starts)
-        return RunnerOutput(sampled, prompt_logprobs, failed)
+        draws = DrawRows.of(output.scheduled, inputs.row_starts)
+        exits = EarlyExits(draws, self._model.device) if draws.dola else None
+        tensors = self._start_tensors(draws, inputs.row_starts) if draws.tensors else None
+        masks = self._start_masks(draws)
+        hidden_TI = self._model.forward(
+            inputs.input_ids_T,
+            inputs.positions_T,
+            inputs.metadata,
+            self._kv,
+            capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
+            attention=None if tensors is None else tensors.attention,
+        )
+        sampled, failed, exhausted = self._sample(draws, hidden_TI, exits, tensors, masks)
+        if draws.remembered:
+            self._compare(draws, hidden_TI, sampled)
+        if draws.pooled:
+            sampled.update(self._pool(draws, hidden_TI))
+        return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_TI), failed, exhausted)
+
+    def release(self, seq_ids: Seq[int]) -> None:
+        """See engine.step.Runner."""
+        for keeper in (self._inputs, self._sampler, self._pooling, self._histories):
+            keeper.release(seq_ids)
 
     def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 64) -> None:
         """Run a prompt and a decode step, so that the first request finds memory, threads and kernels ready.
@@ -82,71 +122,110 @@ class ModelRunner:
                     sequence.token_ids.append(sampled[sequence.seq_id].token_id)
             self.execute(SchedulerOutput((), released=tuple(sequence.seq_id for sequence in sequences)))
 
+    def _start_masks(self, draws: DrawRows) -> PendingMasks | None:
+        """Masks are computed while the device computes the forward pass."""
+        if not draws.constrained:
+            return None
+        if self._masks is None:
+            raise RuntimeError("a sequence has a grammar, and this runner has no masks")
+        return self._masks.start(draws.constrained)
+
+    def _start_tensors(self, draws: DrawRows, row_starts: list[int]) -> StepTensorTaker:
+        return StepTensorTaker(draws, row_starts, self._model.attention, self._model.device)
+
     def _sample(
-        self, scheduled: Seq[ScheduledSequence], hidden_TI: torch.Tensor, row_starts: list[int]
-    ) -> tuple[dict[int, SampledToken], frozenset[int]]:
-        """Tokens of every sequence in some `sample`, and who has none; siblings draw from copies of one row."""
-        rows: list[int] = []
-        repeats: list[int] = []
-        sequences: list[Sequence] = []
-        for entry, end in zip(scheduled, row_starts[1:], strict=True):
-            if entry.sample:
-                rows.append(end - 1)
-                repeats.append(len(entry.sample))
-                sequences.extend(entry.sample)
-        if not rows:
-            return {}, frozenset()
-        if len(rows) < hidden_TI.shape[0]:
-            hidden_TI = hidden_TI[self._index(rows)]
-        if len(sequences) == len(rows):
-            repeats = []
+        self,
+        draws: DrawRows,
+        hidden_TI: torch.Tensor,
+        exits: EarlyExits | None,
+        tensors: StepTensorTaker | None,
+        pending: PendingMasks | None,
+    ) -> tuple[dict[int, SampledToken], frozenset[int], frozenset[int]]:
+        """What every drawer but the guides gets, and who gets nothing, as in RunnerOutput; siblings draw from copies of
+        one row."""
+        results = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}
+        if not draws.rows:
+            return results, _NOBODY, _NOBODY
+        hidden_RI = hidden_TI if len(draws.rows) == hidden_TI.shape[0] else hidden_TI[self._index(draws.rows)]
+        logits_NV = self._logits(hidden_RI, draws, exits, tensors)
+        masks = None if pending is None else pending.take()
+        if tensors is not None:
+            tensors.take_scores(logits_NV, self._sampler, masks)
         try:
-            tokens = self._sampler.sample(self._logits(hidden_TI, repeats), sequences)
+            drawn = self._draw(logits_NV, draws.sequences, masks)
+            failed = exhausted = _NOBODY
         except FloatingPointError:
-            return self._sample_numbers(self._logits(hidden_TI, repeats), sequences)
-        return {sequence.seq_id: token for sequence, token in zip(sequences, tokens, strict=True)}, frozenset()
+            logits_NV = self._logits(hidden_RI, draws, exits, None)
+            drawn, failed, exhausted = self._draw_numbers(logits_NV, draws.sequences, masks)
+        results.update((sequence.seq_id, token) for sequence, token in drawn)
+        if tensors is not None:
+            for sequence, found in tensors.tensors():
+                if sequence.seq_id in results:
+                    results[sequence.seq_id] = replace(results[sequence.seq_id], tensors=found)
+        return results, failed, exhausted
 
-    def _logits(self, hidden_NI: torch.Tensor, repeats: list[int]) -> torch.Tensor:
-        """Logits of the rows, each as often as `repeats` says; once when it is empty."""
-        logits_NV = self._model.compute_logits(hidden_NI)
-        return logits_NV.repeat_interleave(self._index(repeats), dim=0) if repeats else logits_NV
+    def _logits(
+        self, hidden_RI: torch.Tensor, draws: DrawRows, exits: EarlyExits | None, tensors: StepTensorTaker | None
+    ) -> torch.Tensor:
+        """(N, vocabulary), contrasted with earlier layers' for DoLa, and guided where a sequence has a guide."""
+        logits_NV = self._model.compute_logits(hidden_RI)
+        if tensors is not None:
+            tensors.take_logits(logits_NV)
+        if exits is not None:
+            exits.contrast(logits_NV, self._model.compute_logits)
+        if len(draws.sequences) > len(draws.rows):
+            logits_NV = logits_NV.repeat_interleave(self._index(draws.repeats), dim=0)
+        if draws.guided:
+            guide_rows(logits_NV, draws.sequences, draws.guided)
+        return logits_NV
 
-    def _sample_numbers(
-        self, logits_NV: torch.Tensor, sequences: list[Sequence]
-    ) -> tuple[dict[int, SampledToken], frozenset[int]]:
-        """As `_sample`, leaving out the rows with a NaN: looked for only here, since it costs a pass over them all."""
+    def _draw(
+        self, logits_NV: torch.Tensor, sequences: list[Sequence], masks: TokenMasks | None
+    ) -> list[tuple[Sequence, SampledToken]]:
+        kept = [row for row, sequence in enumerate(sequences) if sequence.draw.kind is not DrawKind.GUIDE]
+        if len(kept) < len(sequences):
+            logits_NV = logits_NV[self._index(kept)]
+            sequences = [sequences[row] for row in kept]
+        return list(zip(sequences, self._sampler.sample(logits_NV, sequences, masks), strict=True)) if sequences else []
+
+    def _draw_numbers(
+        self, logits_NV: torch.Tensor, sequences: list[Sequence], masks: TokenMasks | None
+    ) -> tuple[list[tuple[Sequence, SampledToken]], frozenset[int], frozenset[int]]:
+        """As `_draw`, row by row: a row that nothing can be drawn from fails alone, by the model's fault or by that of
+        its options. Only when some row is one, since it costs a pass for each."""
+        drawn: list[tuple[Sequence, SampledToken]] = []
+        failed: set[int] = set()
+        exhausted: set[int] = set()
         is_bad = logits_NV.isnan().any(dim=-1).tolist()
-        good = [row for row, bad in enumerate(is_bad) if not bad]
-        kept = [sequences[row] for row in good]
-        tokens = self._sampler.sample(logits_NV[self._index(good)], kept) if kept else []
-        failed = frozenset(sequence.seq_id for sequence, bad in zip(sequences, is_bad, strict=True) if bad)
-        return {sequence.seq_id: token for sequence, token in zip(kept, tokens, strict=True)}, failed
+        for row, sequence in enumerate(sequences):
+            try:
+                drawn += self._draw(logits_NV[row : row + 1], [sequence], masks)
+            except FloatingPointError:
+                (failed if is_bad[row] else exhausted).add(sequence.seq_id)
+        return drawn, frozenset(failed), frozenset(exhausted)
 
-    def _prompt_logprobs(
-        self, scheduled: Seq[ScheduledSequence], hidden_TI: torch.Tensor, row_starts: list[int]
-    ) -> dict[int, tuple[PositionLogprobs, ...]]:
-        results: dict[int, tuple[PositionLogprobs, ...]] = {}
-        for entry, first_row in zip(scheduled, row_starts, strict=False):
-            sequence, num_top = entry.sequence, entry.sequence.params.prompt_logprobs
-            if num_top is None:
-                continue
-            end = min(entry.start + entry.num_tokens, sequence.num_prompt_tokens - 1)
-            if end <= entry.start:
-                continue
-            # Row of token i predicts token i + 1.
-            targets = sequence.token_ids[entry.start + 1 : end + 1]
-            hidden_PI = hidden_TI[first_row : first_row + len(targets)]
-            results[sequence.seq_id] = tuple(self._score(hidden_PI, targets, num_top))
-        return results
+    def _compare(self, draws: DrawRows, hidden_TI: torch.Tensor, sampled: dict[int, SampledToken]) -> None:
+        """Remember hidden states, and say how alike they are in the draws that ask."""
+        self._histories.add(draws.remembered, hidden_TI)
+        asking = [one for one in draws.sequences if one.draw.similarity and one.seq_id in sampled]
+        for seq_id, similarity in self._histories.similarities(asking).items():
+            sampled[seq_id] = replace(sampled[seq_id], similarity=similarity)
 
-    def _score(self, hidden_PI: torch.Tensor, targets: list[int], num_top: int) -> list[PositionLogprobs]:
-        """Logprobs of `targets` by the model's own distribution, a bounded number of rows at a time."""
-        entries: list[PositionLogprobs] = []
-        for first in range(0, len(targets), self._prompt_logprob_rows):
-            chunk = slice(first, first + self._prompt_logprob_rows)
-            chosen = self._index(targets[chunk])
-            entries += position_logprobs(self._model.compute_logits(hidden_PI[chunk]), chosen, [num_top] * len(chosen))
-        return entries
+    def _pool(self, draws: DrawRows, hidden_TI: torch.Tensor) -> dict[int, SampledToken]:
+        """The embeddings of inputs that are complete."""
+        done: dict[int, SampledToken] = {}
+        for entry, row in draws.pooled:
+            embedding = self._pooling.add(entry, hidden_TI[row : row + entry.num_tokens])
+            if embedding is not None:
+                done[entry.sequence.seq_id] = SampledToken(-1, embedding=embedding)
+        return done
+
+    def _prompt_logprobs(self, draws: DrawRows, hidden_TI: torch.Tensor) -> dict[int, tuple[PositionLogprobs, ...]]:
+        return {
+            entry.sequence.seq_id: found
+            for entry, row in draws.scored
+            if (found := self._prompt_scorer.score(entry, hidden_TI[row : row + entry.num_tokens]))
+        }
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)

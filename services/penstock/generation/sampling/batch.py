@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.processors import PROCESSORS, MinP, Temperature, TopK, TopP
+from penstock.generation.engine.draw import DrawKind
+from penstock.generation.sampling.processors import (
+    LATE_PROCESSORS,
+    OTHER_WARPERS,
+    PROCESSORS,
+    EpsilonCutoff,
+    EtaCutoff,
+    MinP,
+    Temperature,
+    TopH,
+    TopK,
+    TopP,
+    TypicalP,
+)
 from penstock.generation.sampling.rng import uniforms
 
 if TYPE_CHECKING:
@@ -17,66 +30,93 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.processors import LogitsProcessor, Warper
     from penstock.generation.sampling.state import SamplingState
 
-# (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. A row's own options
-# decide, never the other rows: the same row takes the same path in every batch.
-_CANDIDATES = ((20, 32), (40, 64), (96, 128), (200, 256))
-_NUCLEUS_CANDIDATES = 256
+    Wanting = dict[type[LogitsProcessor], list[int]]
 
-
-def is_greedy(params: SamplingParams) -> bool:
-    """Greedy is do_sample off, or a temperature of 0."""
-    return not params.do_sample or params.temperature == 0.0
-
-
-def num_candidates(params: SamplingParams) -> int:
-    """How many of the highest scores decide a draw with these options; 0 where only the whole vocabulary does."""
-    if params.top_k > 0:
-        return next((count for limit, count in _CANDIDATES if params.top_k <= limit), 0)
-    return _NUCLEUS_CANDIDATES if params.top_p < 1.0 else 0
+# In place of (number of candidates, has top-k): drawn from the vocabulary as the warpers and what follows them left it.
+WARPED = (-1, False)
 
 
 class SamplingBatch:
     """Options of N rows, M of them sampled; built when the composition of the batch changes, then reused.
 
-    Attributes ending in `_M` are over the sampled rows, in the order of `sampled_rows`.
+    Attributes ending in `_M` are over the sampled rows, in the order of `sampled_rows`: those that draw a token, then
+    those whose candidates are drawn from what the warpers leave.
     """
 
-    def __init__(self, states: Seq[SamplingState], device: torch.device) -> None:
-        params = [state.sequence.params for state in states]
+    def __init__(self, states: Seq[SamplingState], device: torch.device, *, is_reference: bool = False) -> None:
+        """`is_reference`: for the processed scores themselves, not for what is drawn from them."""
         self.states = states
         self.device = device
-        self.greedy_rows = [row for row, p in enumerate(params) if is_greedy(p)]
-        self.sampled_rows = [row for row, p in enumerate(params) if not is_greedy(p)]
-        self.processors = _processors(states, device)
-        # Rows whose state counts tokens.
-        self.counting = [state for state in states if state.seen is not None or state.outputs is not None]
+        self._kinds = [state.sequence.draw.kind for state in states]
+        rows = range(len(states))
+        plans = [state.plan for state in states]
+        self.candidate_rows = [row for row in rows if self._kinds[row] is DrawKind.CANDIDATES]
+        candidates = set(self.candidate_rows)
+        self.greedy_rows = [row for row in rows if plans[row].is_greedy and row not in candidates]
+        token_rows = [row for row in rows if not plans[row].is_greedy and row not in candidates]
+        warped_candidates = [row for row in self.candidate_rows if not plans[row].is_greedy]
+        self.sampled_rows = [*token_rows, *warped_candidates]
+        wanting = _wanting(states)
+        self.processors = _build(PROCESSORS, wanting, states, device)
+        # After the warpers; what changes neither the choice nor its probability is left out where a token is drawn.
+        late = wanting if is_reference else {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
+        self.late_processors = _build(LATE_PROCESSORS, late, states, device)
+        # Rows whose processors follow the tokens.
+        self.following = [state for state in states if state.trackers]
         # Row -> number of top logprobs, of the rows that asked for logprobs.
-        self.num_top = {row: p.top_logprobs for row, p in enumerate(params) if p.top_logprobs is not None}
+        self.num_top = {row: plan.num_top for row, plan in enumerate(plans) if plan.num_top is not None}
 
-        sampled = [params[row] for row in self.sampled_rows]
+        sampled = [states[row].sequence.params for row in self.sampled_rows]
         self.temperature = Temperature(sampled, device)
         self.top_k = TopK(sampled, device)
         self.top_p = TopP(sampled, device)
         self.min_p = MinP(sampled, device)
+        others: list[type[TopH | TypicalP | EpsilonCutoff | EtaCutoff]] = []
+        if any(states[row].plan.has_other_warpers for row in self.sampled_rows):
+            others = [kind for kind in OTHER_WARPERS if any(map(kind.wants, sampled))]
+        self._other_warpers = {kind: kind(sampled, device) for kind in others}
         self.keys_M = np.array([states[row].key for row in self.sampled_rows], dtype=np.uint64)
         self.sampled_index_M = self.index(self.sampled_rows)
-        counts = [(num_candidates(p), p.top_k > 0) for p in sampled]
-        # (number of candidates, has top-k) -> places among the sampled rows, which are drawn together.
-        self.groups = {key: self.index([m for m, k in enumerate(counts) if k == key]) for key in sorted(set(counts))}
+        # Number of candidates and whether there is a top-k, of every row that draws a token.
+        keys = [(plans[row].num_candidates, sampled[m].top_k > 0) for m, row in enumerate(token_rows)]
+        keys = [WARPED if plans[row].changes_warped else key for row, key in zip(token_rows, keys, strict=True)]
+        # Such a pair -> places among the sampled rows, which are drawn together.
+        self.groups = {key: self.index([m for m, k in enumerate(keys) if k == key]) for key in sorted(set(keys))}
+        # Places, among the sampled rows, of those that are warped before anything is drawn from them.
+        warped = [m for m, key in enumerate(keys) if key == WARPED]
+        self.warped_first = self.index([*warped, *range(len(token_rows), len(self.sampled_rows))])
 
     def is_of(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the rows are these sequences, in this order."""
+        """Whether the rows are these sequences, in this order, and draw what they drew."""
         states = self.states
-        return len(states) == len(sequences) and all(map(is_, [state.sequence for state in states], sequences))
+        return (
+            len(states) == len(sequences)
+            and all(map(is_, [state.sequence for state in states], sequences))
+            and self._kinds == [sequence.draw.kind for sequence in sequences]
+        )
 
     @property
-    def warpers(self) -> tuple[Warper, ...]:
+    def warpers(self) -> list[Warper]:
         """The warpers in the order they run."""
-        return (self.temperature, self.top_k, self.top_p, self.min_p)
+        others = self._other_warpers
+        found = (
+            self.temperature,
+            others.get(TopH),
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            *(others.get(kind) for kind in (TypicalP, EpsilonCutoff, EtaCutoff)),
+        )
+        return [warper for warper in found if warper is not None]
+
+    def _changed(self, kind: type[LogitsProcessor], rows: list[int]) -> list[int]:
+        """Those of `rows` for whose draw a late processor matters."""
+        if not kind.is_argmax_invariant:
+            return rows
+        return [row for row in rows if self._kinds[row] is DrawKind.CANDIDATES]
 
     def index(self, rows: list[int]) -> torch.Tensor:
         """Row numbers as an index on the device."""
@@ -91,10 +131,15 @@ class SamplingBatch:
         return torch.from_numpy(uniforms(self.keys_M, positions_N[self.sampled_rows])).to(self.device)
 
 
-def _processors(states: Seq[SamplingState], device: torch.device) -> list[LogitsProcessor]:
-    active: list[LogitsProcessor] = []
-    for kind in PROCESSORS:
-        rows = [row for row, state in enumerate(states) if kind.wants(state.sequence.params)]
-        if rows:
-            active.append(kind(rows, [states[row] for row in rows], device))
-    return active
+def _wanting(states: Seq[SamplingState]) -> Wanting:
+    wanting: Wanting = {}
+    for row, state in enumerate(states):
+        for kind in state.plan.processors:
+            wanting.setdefault(kind, []).append(row)
+    return wanting
+
+
+def _build(
+    kinds: Seq[type[LogitsProcessor]], wanting: Wanting, states: Seq[SamplingState], device: torch.device
+) -> list[LogitsProcessor]:
+    return [kind(rows, [states[row] for row in rows], device) for kind in kinds if (rows := wanting.get(kind))]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from penstock.generation.engine.step import SampledToken
+from penstock.generation.sampling.batch import WARPED
 from penstock.generation.sampling.candidates import top_candidates
 from penstock.generation.sampling.draw import draw_from_candidates, draw_from_vocabulary
 from penstock.generation.sampling.logprobs import position_logprobs
@@ -34,19 +37,51 @@ class Drawing:
         # Row -> logprobs, of the rows that asked.
         self.logprobs: dict[int, PositionLogprobs] = {}
 
-    def greedy(self) -> None:
-        """The first of the highest scores of every row; `sampled` overwrites the sampled ones.
+    def normalise(self) -> None:
+        """log_softmax of the rows whose processors work on it, in place."""
+        states = self._batch.states
+        rows = [row for row in self._batch.candidate_rows if states[row].sequence.draw.log_softmax]
+        for first in range(0, len(rows), self._rows_at_a_time):
+            few = rows[first : first + self._rows_at_a_time]
+            # Neighbours, as the beams of a request are, need no index.
+            index = slice(few[0], few[-1] + 1) if few[-1] - few[0] == len(few) - 1 else self._batch.index(few)
+            self._scores_NV[index] = self._scores_NV[index].log_softmax(-1)
 
-        By numpy on CPU, where torch's argmax is several times slower. Raises FloatingPointError on a NaN.
+    def warp(self, picked_R: torch.Tensor) -> None:
+        """Every warper on sampled rows, in place."""
+        for few_R in self._few(picked_R):
+            rows_R = self._batch.sampled_index_M[few_R]
+            scores_RV = self._scores_NV.index_select(0, rows_R)
+            for warper in self._batch.warpers:
+                warper.apply(scores_RV, few_R)
+            self._scores_NV.index_copy_(0, rows_R, scores_RV)
+
+    def tokens(self) -> list[SampledToken]:
+        """The results of every row, with the logprobs that were asked for."""
+        token_ids = self.token_ids_N.tolist()
+        if not self.logprobs:
+            return [SampledToken(token_id) for token_id in token_ids]
+        return [
+            SampledToken(token_id, entry.chosen.logprob, entry)
+            if (entry := self.logprobs.get(row)) is not None and entry.chosen is not None
+            else SampledToken(token_id)
+            for row, token_id in enumerate(token_ids)
+        ]
+
+    def greedy(self) -> None:
+        """The first of the highest scores of every row; the others' are overwritten.
+
+        By numpy on CPU, where torch's argmax is several times slower. Raises FloatingPointError on a NaN, and when
+        nothing may be chosen in a row.
         """
         batch, scores_NV = self._batch, self._scores_NV
         if scores_NV.device.type == "cpu":
             self.token_ids_N = torch.from_numpy(scores_NV.numpy().argmax(-1))
         else:
             self.token_ids_N = scores_NV.argmax(-1)
-        # Either argmax finds a NaN before any number.
-        highest_N = scores_NV.gather(1, self.token_ids_N[:, None])[:, 0]
-        if bool(highest_N.isnan().any()):
+        # Either argmax finds a NaN before any number. Most often every row is greedy, or fine at least.
+        is_fine_N = np.isfinite(scores_NV.gather(1, self.token_ids_N[:, None])[:, 0].cpu().numpy())
+        if not is_fine_N.all() and not is_fine_N[batch.greedy_rows].all():
             raise FloatingPointError("the model produced logits that are not numbers")
         if batch.num_top:
             # Greedy rows have no warpers: their scores are final.
@@ -55,10 +90,11 @@ class Drawing:
 
     def sampled(self, uniforms_M: torch.Tensor) -> None:
         """A draw for every sampled row. Raises FloatingPointError on a NaN."""
-        for (count, has_top_k), picked_R in self._batch.groups.items():
-            rest_R = self._through_candidates(picked_R, uniforms_M, count, has_top_k) if count else picked_R
+        for key, picked_R in self._batch.groups.items():
+            count, has_top_k = key
+            rest_R = self._through_candidates(picked_R, uniforms_M, count, has_top_k) if count > 0 else picked_R
             for few_R in self._few(rest_R):
-                self._through_vocabulary(few_R, uniforms_M)
+                self._through_vocabulary(few_R, uniforms_M, is_warped=key == WARPED)
 
     def _through_candidates(
         self, picked_R: torch.Tensor, uniforms_M: torch.Tensor, count: int, has_top_k: bool
@@ -86,10 +122,10 @@ class Drawing:
             highest.append(scores_RV.softmax(-1).amax(-1, keepdim=True))
         return torch.cat(highest).double().reciprocal_()
 
-    def _through_vocabulary(self, picked_R: torch.Tensor, uniforms_M: torch.Tensor) -> None:
+    def _through_vocabulary(self, picked_R: torch.Tensor, uniforms_M: torch.Tensor, *, is_warped: bool) -> None:
         rows_R = self._batch.sampled_index_M[picked_R]
         scores_RV = self._scores_NV.index_select(0, rows_R)
-        for warper in self._batch.warpers:
+        for warper in () if is_warped else self._batch.warpers:
             warper.apply(scores_RV, picked_R)
         probs_RV = scores_RV.softmax(-1)
         places_R = draw_from_vocabulary(probs_RV, uniforms_M[picked_R])

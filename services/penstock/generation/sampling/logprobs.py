@@ -45,6 +45,15 @@ def position_logprobs(
     ]
 
 
+def top_logprobs(scores_V: torch.Tensor, num_top: int, log_total: float) -> tuple[Logprob, ...]:
+    """The `num_top` most likely tokens of one row; `log_total` is the log of the sum of exp(scores)."""
+    top = top_candidates(
+        scores_V[None], torch.zeros(1, dtype=torch.int64, device=scores_V.device), max(_CANDIDATES, num_top)
+    )
+    scores = top.scores_RC[0, :num_top].tolist()
+    return _ranked(scores, top.ids_RC[0, :num_top].tolist(), [score - log_total for score in scores])
+
+
 def _ids(ids_RV: torch.Tensor | None, places_RK: torch.Tensor) -> torch.Tensor:
     return places_RK if ids_RV is None else ids_RV.gather(1, places_RK)
 

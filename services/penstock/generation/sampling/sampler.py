@@ -1,8 +1,10 @@
 """From logits to tokens.
 
-processors (all rows) -> greedy rows: argmax
-                      -> sampled rows: temperature, top_k, top_p, min_p, one draw by inverse CDF
-                      -> logprobs, for the rows that asked
+processors (all rows), the grammar's masks -> warpers (sampled rows) -> watermark, renormalisation
+    -> greedy rows: argmax
+    -> sampled rows: one draw by inverse CDF, mostly without warping the whole vocabulary
+    -> rows whose strategy chooses itself: the highest scores
+    -> logprobs, for the rows that asked
 
 A row's result depends on its own scores, options, seed and position only: which algorithm it takes is decided by its
 own data, and every algorithm treats its rows one by one (no reduction is split by the number of rows).
@@ -14,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.engine.step import SampledToken
 from penstock.generation.sampling.batch import SamplingBatch
+from penstock.generation.sampling.candidate_draws import draw_candidates
 from penstock.generation.sampling.drawing import Drawing
+from penstock.generation.sampling.plan import RowPlan
 from penstock.generation.sampling.state import SamplingState
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.engine.step import Fork, SampledToken
+    from penstock.generation.sampling.token_masks import TokenMasks
 
 
 class Sampler:
@@ -35,10 +40,16 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._states: dict[int, SamplingState] = {}
+        # Of forks that have not drawn yet.
+        self._forked: dict[int, SamplingState] = {}
         self._batch: SamplingBatch | None = None
+        # The newest: sequences of one request come one after another.
+        self._plan: RowPlan | None = None
 
     @torch.inference_mode()
-    def sample(self, logits_NV: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
+    def sample(
+        self, logits_NV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None
+    ) -> list[SampledToken]:
         """One token per row, for the sequence of that row.
 
         `logits_NV` (fp32, contiguous) are consumed: the processors work in place. Raises FloatingPointError when the
@@ -46,41 +57,52 @@ class Sampler:
         """
         batch = self._batch_of(sequences)
         positions_N = batch.positions()
-        self._process(batch, logits_NV, positions_N)
-        drawing = Drawing(batch, logits_NV)
+        drawing = self._process(batch, logits_NV, positions_N)
+        if masks is not None:
+            masks.apply(logits_NV, sequences)
+        drawing.warp(batch.warped_first)
+        for processor in batch.late_processors:
+            processor.apply(logits_NV, positions_N)
         if batch.greedy_rows:
             drawing.greedy()
         if batch.sampled_rows:
             drawing.sampled(batch.uniforms(positions_N))
-        token_ids = drawing.token_ids_N.tolist()
-        if not batch.num_top:
-            return [SampledToken(token_id) for token_id in token_ids]
-        return [
-            SampledToken(token_id, entry.chosen.logprob, entry)
-            if (entry := drawing.logprobs.get(row)) is not None and entry.chosen is not None
-            else SampledToken(token_id)
-            for row, token_id in enumerate(token_ids)
-        ]
+        tokens = drawing.tokens()
+        if batch.candidate_rows:
+            for row, token in draw_candidates(batch, logits_NV).items():
+                tokens[row] = token
+        return tokens
 
     @torch.inference_mode()
-    def processed_scores(self, logits_NV: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
+    def processed_scores(
+        self, logits_NV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None
+    ) -> torch.Tensor:
         """What transformers' `output_scores` holds for this step: the scores that a token is drawn from (N, V).
 
         The reference for `sample`: every processor and warper on the whole vocabulary.
         """
-        batch = self._batch_of(sequences)
-        scores_NV = logits_NV.clone()
-        self._process(batch, scores_NV, batch.positions())
-        if batch.sampled_rows:
-            warped_MV = scores_NV[batch.sampled_index_M]
-            for warper in batch.warpers:
-                warper.apply(warped_MV, batch.index(list(range(len(batch.sampled_rows)))))
-            scores_NV[batch.sampled_index_M] = warped_MV
+        batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device, is_reference=True)
+        scores_NV, positions_N = logits_NV.clone(), batch.positions()
+        drawing = self._process(batch, scores_NV, positions_N)
+        if masks is not None:
+            masks.apply(scores_NV, sequences)
+        drawing.warp(batch.index(list(range(len(batch.sampled_rows)))))
+        for processor in batch.late_processors:
+            processor.apply(scores_NV, positions_N)
         return scores_NV
+
+    def fork(self, forks: Iterable[Fork]) -> None:
+        """Children begin with what was counted for their parents, as far as they share their tokens."""
+        for parent, child, num_tokens in forks:
+            state = self._states.get(parent) or self._forked.get(parent)
+            # A child that has drawn already began before: siblings draw from the row that they fork after.
+            if state is not None and child not in self._states and state.has_followed_at_most(num_tokens):
+                self._forked[child] = state.copy()
 
     def release(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences; ids that never drew are fine."""
         for seq_id in seq_ids:
+            self._forked.pop(seq_id, None)
             if self._states.pop(seq_id, None) is not None:
                 self._batch = None
 
@@ -89,18 +111,39 @@ class Sampler:
         last = self._batch
         if last is not None and last.is_of(sequences):
             return last
-        states = []
-        for sequence in sequences:
-            state = self._states.get(sequence.seq_id)
-            if state is None:
-                state = self._states[sequence.seq_id] = SamplingState(sequence)
-            states.append(state)
-        self._batch = SamplingBatch(states, self._device)
-        return self._batch
+        batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device)
+        # Probes live for one step, and nothing of them is kept.
+        self._batch = batch if all(sequence.origin is None for sequence in sequences) else None
+        return batch
+
+    def _state_of(self, sequence: Sequence) -> SamplingState:
+        origin = sequence.origin
+        if origin is not None:
+            beginning = self._state_of(origin)
+            beginning.catch_up_without_drafts()
+            return beginning.copy().attach(sequence)
+        state = self._states.get(sequence.seq_id)
+        if state is None:
+            forked = self._forked.pop(sequence.seq_id, None)
+            # A healed prompt's sequence forks from one with other options.
+            inherits = forked is not None and forked.sequence.params is sequence.params
+            state = forked.attach(sequence) if forked is not None and inherits else self._new_state(sequence)
+            self._states[sequence.seq_id] = state
+        return state
+
+    def _new_state(self, sequence: Sequence) -> SamplingState:
+        if self._plan is None or self._plan.params is not sequence.params:
+            self._plan = RowPlan.of(sequence.params)
+        return SamplingState(sequence, self._plan)
 
     @staticmethod
-    def _process(batch: SamplingBatch, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
-        for state in batch.counting:
+    def _process(batch: SamplingBatch, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> Drawing:
+        """Everything before the warpers, on all rows."""
+        for state in batch.following:
             state.catch_up()
+        drawing = Drawing(batch, scores_NV)
+        if batch.candidate_rows:
+            drawing.normalise()
         for processor in batch.processors:
             processor.apply(scores_NV, positions_N)
+        return drawing

@@ -1,94 +1,81 @@
-"""What the sampler keeps per live sequence: its stream of draws and which tokens it has seen."""
+"""What the sampler keeps per live sequence: its stream of draws and what its processors know of its tokens."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from penstock.generation.sampling.rng import stream_keys
+from penstock.generation.sampling.plan import RowPlan
+from penstock.generation.sampling.rng import stream_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.engine.sequence import Sequence
-
-_FIRST_CAPACITY = 64
-
-
-class TokenCounts:
-    """Distinct token ids, each once, with counts, in arrays that grow by doubling.
-
-    Adding a token is O(1), so a step costs the tokens it adds, not the length of the sequence.
-    """
-
-    __slots__ = ("_counts", "_ids", "_index")
-
-    def __init__(self, token_ids: Seq[int] = ()) -> None:
-        self._ids = np.empty(_FIRST_CAPACITY, dtype=np.int64)
-        self._counts = np.zeros(_FIRST_CAPACITY, dtype=np.float32)
-        self._index: dict[int, int] = {}
-        self.extend(token_ids)
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct ids; a view that is valid until the next `add`."""
-        return self._ids[: len(self._index)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `ids` occurred; a view that is valid until the next `add`."""
-        return self._counts[: len(self._index)]
-
-    def extend(self, token_ids: Seq[int]) -> None:
-        """Count every one of `token_ids`."""
-        if self._index or len(token_ids) < _FIRST_CAPACITY:
-            for token_id in token_ids:
-                self.add(token_id)
-            return
-        # A prompt at once: token by token it would hold up the step of everybody, once per sibling.
-        self._ids, counts = np.unique(np.array(token_ids, dtype=np.int64), return_counts=True)
-        self._counts = counts.astype(np.float32)
-        self._index = dict(zip(self._ids.tolist(), range(len(self._ids)), strict=True))
-
-    def add(self, token_id: int) -> None:
-        """Count one more occurrence."""
-        index = self._index.get(token_id)
-        if index is None:
-            index = len(self._index)
-            if index == len(self._ids):
-                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._index[token_id] = index
-            self._ids[index] = token_id
-        self._counts[index] += 1
+    from penstock.generation.sampling.processors.base import LogitsProcessor
+    from penstock.generation.sampling.trackers import Tracker
 
 
 class SamplingState:
     """State of one sequence from its first draw until it is released; rebuilt from the ids after a preemption."""
 
-    __slots__ = ("_num_counted", "key", "outputs", "seen", "sequence")
+    __slots__ = ("_last", "_num_followed", "key", "plan", "sequence", "trackers")
 
-    def __init__(self, sequence: Sequence) -> None:
-        params = sequence.params
+    def __init__(self, sequence: Sequence, plan: RowPlan | None = None) -> None:
+        """`plan`: the sequence's options', where somebody has it."""
         self.sequence = sequence
-        self.key = int(stream_keys(np.array([sequence.seed], dtype=np.uint64))[0])
-        # Prompt and output, for the repetition penalty; None while it is off.
-        self.seen = TokenCounts() if params.repetition_penalty != 1.0 else None
-        # Output only, for OpenAI's penalties; None while they are off.
-        penalised = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-        self.outputs = TokenCounts() if penalised else None
-        self._num_counted = 0
+        self.key = stream_key(sequence.seed)
+        self.plan = RowPlan.of(sequence.params) if plan is None else plan
+        self.trackers: dict[type[LogitsProcessor], Tracker] = {
+            kind: tracker
+            for kind in self.plan.processors
+            if (tracker := kind.tracker(sequence, self.plan.prepared.get(kind))) is not None
+        }
+        # Tokens that the trackers have seen, and the last of them.
+        self._num_followed = 0
+        self._last = -1
+
+    @property
+    def leaves_scores_alone(self) -> bool:
+        """Whether nothing changes a row of it between the model and the choice."""
+        return self.plan.is_plain and self.sequence.grammar is None
 
     def catch_up(self) -> None:
-        """Count the tokens that the sequence gained since the last draw: one in a steady decode."""
-        token_ids, counted = self.sequence.token_ids, self._num_counted
-        if self.seen is not None:
-            self.seen.extend(token_ids[counted:])
-        if self.outputs is not None:
-            self.outputs.extend(token_ids[max(counted, self.sequence.num_prompt_tokens) :])
-        self._num_counted = len(token_ids)
+        """Follow the tokens that the sequence gained since the last draw: one in a steady decode."""
+        if self.trackers:
+            self._follow(self.sequence.token_ids)
+
+    def catch_up_without_drafts(self) -> None:
+        """As `catch_up`, for a sequence whose probes draw: what is only drafted may be gone in the next step."""
+        if self.trackers:
+            tokens = self.sequence.token_ids
+            drafts = self.sequence.num_draft_tokens
+            self._follow(tokens[: len(tokens) - drafts] if drafts else tokens)
+
+    def copy(self) -> SamplingState:
+        """What a sequence starts from that goes on from the tokens followed here; `attach` it before use."""
+        twin = SamplingState.__new__(SamplingState)
+        twin.sequence, twin.key, twin.plan = self.sequence, self.key, self.plan
+        twin.trackers = {kind: tracker.copy() for kind, tracker in self.trackers.items()}
+        twin._num_followed, twin._last = self._num_followed, self._last
+        return twin
+
+    def attach(self, sequence: Sequence) -> SamplingState:
+        """Belong to `sequence`, which has the same options."""
+        if sequence.seed != self.sequence.seed:
+            self.key = stream_key(sequence.seed)
+        self.sequence = sequence
+        return self
+
+    def has_followed_at_most(self, num_tokens: int) -> bool:
+        """Whether nothing after the first `num_tokens` tokens is counted in."""
+        return self._num_followed <= num_tokens
+
+    def _follow(self, token_ids: Seq[int]) -> None:
+        start = self._num_followed
+        if start > len(token_ids) or (start and token_ids[start - 1] != self._last):
+            # Tokens that were followed are gone.
+            start = 0
+        if start < len(token_ids):
+            for tracker in self.trackers.values():
+                tracker.follow(token_ids, start)
+            self._num_followed, self._last = len(token_ids), token_ids[-1]

@@ -1,4 +1,7 @@
-"""Greedy search and sampling, n >= 1: sequences that share the prompt and nothing else."""
+"""Greedy search, sampling and DoLa, n >= 1: sequences that share the prompt and nothing else.
+
+With classifier-free guidance each has a guide, which gets the same output and lives as long.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.guides import new_guide
+from penstock.generation.engine.grammar import GrammarError
 from penstock.generation.engine.request import FinishReason, SequenceFinish
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.stopping import Stop
@@ -20,13 +25,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Track:
+class Track:
     """A live sequence and what is known of its output."""
 
     sequence: Sequence
     stop: StopState
     # None when nobody asked, or when an earlier attempt drew some of the tokens.
     cumulative_logprob: float | None
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequence, and its guide if it has one."""
+        guide = self.sequence.guide
+        return (self.sequence,) if guide is None else (self.sequence, guide)
+
+    def append(self, token_id: int) -> None:
+        """One more output token."""
+        self.sequence.append(token_id)
+        if self.sequence.guide is not None:
+            self.sequence.guide.append(token_id)
 
 
 class ParallelSampling(DecodingStrategy):
@@ -36,11 +53,11 @@ class ParallelSampling(DecodingStrategy):
         self._request = request
         self._criteria = criteria
         self._next_seq_id = next_seq_id
-        self._tracks: dict[Sequence, _Track] = {}
+        self._tracks: dict[Sequence, Track] = {}
 
     @property
     def width(self) -> int:
-        return len(self._tracks)
+        return len(self._tracks) if self._request.params.guidance is None else 2 * len(self._tracks)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
         """Raises InvalidArgument when resumed ids go on after their own end."""
@@ -53,30 +70,37 @@ class ParallelSampling(DecodingStrategy):
                 self._tracks[track.sequence] = track
             else:
                 settled.append(Emission(index, (), (), self._finish(track, stop)))
-        return list(self._tracks), settled
+        return [one for track in self._tracks.values() for one in track.sequences], settled
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         decision = Decision()
         for sequence, token in sampled.items():
             track = self._tracks[sequence]
-            sequence.token_ids.append(token.token_id)
-            if track.cumulative_logprob is not None and token.logprob is not None:
-                track.cumulative_logprob += token.logprob
-            stop = self._criteria.check(sequence, track.stop)
-            finish = None
-            if stop is not None:
-                finish = self._finish(track, stop)
-                decision.dropped.append(sequence)
-                del self._tracks[sequence]
-            logprobs = () if token.logprobs is None else (token.logprobs,)
-            decision.emissions.append(Emission(sequence.index, (token.token_id,), logprobs, finish))
+            stop = self._append(track, token)
+            self._emit(track, (token,), stop, decision)
         return decision
 
     def end(self, reason: FinishReason) -> list[Emission]:
         stop = Stop(reason)
         return [Emission(sequence.index, (), (), self._finish(track, stop)) for sequence, track in self._tracks.items()]
 
-    def _new_track(self, index: int) -> _Track:
+    def _append(self, track: Track, token: SampledToken) -> Stop | None:
+        """One more drawn token; why the sequence ends with it, if it does."""
+        track.append(token.token_id)
+        if track.cumulative_logprob is not None and token.logprob is not None:
+            track.cumulative_logprob += token.logprob
+        return self._criteria.check(track.sequence, track.stop)
+
+    def _emit(self, track: Track, tokens: tuple[SampledToken, ...], stop: Stop | None, decision: Decision) -> None:
+        """Tell of the tokens that were appended; `stop`: the sequence ended with the last."""
+        finish = None
+        if stop is not None:
+            finish = self._finish(track, stop)
+            decision.dropped.extend(track.sequences)
+            del self._tracks[track.sequence]
+        decision.emissions.append(_emission(track.sequence.index, tokens, finish))
+
+    def _new_track(self, index: int) -> Track:
         request = self._request
         sequence = Sequence(
             seq_id=self._next_seq_id(),
@@ -85,22 +109,27 @@ class ParallelSampling(DecodingStrategy):
             seed=derive_seed(request.params.seed, index),
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
+            grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
+            guide=None if request.params.guidance is None else new_guide(request, index, self._next_seq_id()),
         )
-        return _Track(sequence, self._criteria.new_state(), None if request.params.top_logprobs is None else 0.0)
+        return Track(sequence, self._criteria.new_state(), None if request.params.top_logprobs is None else 0.0)
 
-    def _replay(self, track: _Track, resumed: list[int]) -> Stop | None:
+    def _replay(self, track: Track, resumed: list[int]) -> Stop | None:
         """Tokens of an earlier attempt, through the same criteria."""
         stop = None
         for token_id in resumed:
             if stop is not None:
                 raise InvalidArgument("resumed_token_ids", "a sequence goes on after its end")
-            track.sequence.token_ids.append(token_id)
+            try:
+                track.append(token_id)
+            except GrammarError:
+                raise InvalidArgument("resumed_token_ids", "do not obey the constraint") from None
             track.cumulative_logprob = None
             stop = self._criteria.check(track.sequence, track.stop)
         return stop
 
     @staticmethod
-    def _finish(track: _Track, stop: Stop) -> SequenceFinish:
+    def _finish(track: Track, stop: Stop) -> SequenceFinish:
         return SequenceFinish(
             index=track.sequence.index,
             reason=stop.reason,
@@ -109,3 +138,15 @@ class ParallelSampling(DecodingStrategy):
             stop_string=stop.string,
             cumulative_logprob=track.cumulative_logprob,
         )
+
+
+def _emission(index: int, tokens: tuple[SampledToken, ...], finish: SequenceFinish | None) -> Emission:
+    if len(tokens) == 1:
+        # What every sequence does in nearly every step: written out, it costs a third.
+        (token,) = tokens
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        return Emission(index, (token.token_id,), logprobs, finish, () if token.tensors is None else (token.tensors,))
+    token_ids = tuple(token.token_id for token in tokens)
+    found = tuple(token.logprobs for token in tokens if token.logprobs is not None)
+    has_tensors = any(token.tensors is not None for token in tokens)
+    return Emission(index, token_ids, found, finish, tuple(token.tensors for token in tokens) if has_tensors else ())

@@ -1,33 +1,96 @@
 """Logits processors: one option each, vectorised over the rows of a batch that use it.
 
-Order of transformers 5.x; OpenAI's penalties and logit_bias stand where custom processors go there: after its own
-processors and before the warpers.
+Order of transformers 5.x, with Hamming diversity where 4.41 had it. OpenAI's penalties and logit_bias stand where
+custom processors go there: after its own processors and before the warpers.
 """
 
 from __future__ import annotations
 
+from penstock.generation.sampling.processors.allowed_tokens import AllowedTokens, AllowedTrie
 from penstock.generation.sampling.processors.base import LogitsProcessor, Warper
+from penstock.generation.sampling.processors.cutoffs import EpsilonCutoff, EtaCutoff
+from penstock.generation.sampling.processors.diversity import HammingDiversity
+from penstock.generation.sampling.processors.forced import ForcedBos, ForcedEos
+from penstock.generation.sampling.processors.invalid_values import RemoveInvalidValues
+from penstock.generation.sampling.processors.length_decay import ExponentialDecayLength
 from penstock.generation.sampling.processors.logit_bias import LogitBias
 from penstock.generation.sampling.processors.min_new_tokens import MinNewTokens
 from penstock.generation.sampling.processors.min_p import MinP
-from penstock.generation.sampling.processors.penalties import OpenAIPenalties, RepetitionPenalty
+from penstock.generation.sampling.processors.ngrams import EncoderNoRepeatNgram, NoRepeatNgram
+from penstock.generation.sampling.processors.normalisation import Renormalize
+from penstock.generation.sampling.processors.penalties import (
+    EncoderRepetitionPenalty,
+    OpenAIPenalties,
+    RepetitionPenalty,
+)
+from penstock.generation.sampling.processors.sequence_bias import BadWords, SequenceBias
+from penstock.generation.sampling.processors.suppression import BeginSuppressTokens, SuppressTokens
 from penstock.generation.sampling.processors.temperature import Temperature
+from penstock.generation.sampling.processors.top_h import TopH
 from penstock.generation.sampling.processors.top_k import TopK
 from penstock.generation.sampling.processors.top_p import TopP
+from penstock.generation.sampling.processors.typical import TypicalP
+from penstock.generation.sampling.processors.watermark import Watermark
 
-# In the order they run; the warpers Temperature, TopK, TopP, MinP follow (see batch.py).
-PROCESSORS: tuple[type[LogitsProcessor], ...] = (RepetitionPenalty, MinNewTokens, OpenAIPenalties, LogitBias)
+# In the order they run.
+PROCESSORS: tuple[type[LogitsProcessor], ...] = (
+    SequenceBias,
+    HammingDiversity,
+    EncoderRepetitionPenalty,
+    RepetitionPenalty,
+    NoRepeatNgram,
+    EncoderNoRepeatNgram,
+    BadWords,
+    MinNewTokens,
+    AllowedTrie,
+    AllowedTokens,
+    ForcedBos,
+    ForcedEos,
+    RemoveInvalidValues,
+    ExponentialDecayLength,
+    SuppressTokens,
+    BeginSuppressTokens,
+    OpenAIPenalties,
+    LogitBias,
+)
+# The warpers follow: Temperature, TopH, TopK, TopP, MinP, TypicalP, EpsilonCutoff, EtaCutoff (see batch.py). These of
+# them exist only where some row wants them, and send it the long way.
+OTHER_WARPERS = (TopH, TypicalP, EpsilonCutoff, EtaCutoff)
+# After the warpers.
+LATE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (Watermark, Renormalize)
 
 __all__ = [
+    "LATE_PROCESSORS",
+    "OTHER_WARPERS",
     "PROCESSORS",
+    "AllowedTokens",
+    "AllowedTrie",
+    "BadWords",
+    "BeginSuppressTokens",
+    "EncoderNoRepeatNgram",
+    "EncoderRepetitionPenalty",
+    "EpsilonCutoff",
+    "EtaCutoff",
+    "ExponentialDecayLength",
+    "ForcedBos",
+    "ForcedEos",
+    "HammingDiversity",
     "LogitBias",
     "LogitsProcessor",
     "MinNewTokens",
     "MinP",
+    "NoRepeatNgram",
     "OpenAIPenalties",
+    "RemoveInvalidValues",
+    "Renormalize",
     "RepetitionPenalty",
+    "SequenceBias",
+    "SuppressTokens",
     "Temperature",
+    "TopH",
     "TopK",
     "TopP",
+    "TypicalP",
     "Warper",
+    "Watermark",
 ]

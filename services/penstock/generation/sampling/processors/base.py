@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from penstock.generation.engine.sequence import Sequence
     from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.trackers import Tracker
 
 # What an option makes of a score stays within this. The sum of two such scores over the lowest temperature is finite
 # in fp32: an infinity would turn into a NaN, and what one request asks for must not break the step of all the others.
@@ -38,6 +40,16 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def wants(params: SamplingParams) -> bool:
         """Whether a row with these options uses this processor."""
+
+    @staticmethod
+    def prepare(params: SamplingParams) -> object:
+        """What it makes of the options once per request (`SamplingState.prepared`), shared by all its sequences."""
+        return None
+
+    @staticmethod
+    def tracker(sequence: Sequence, prepared: object) -> Tracker | None:
+        """What it keeps of the sequence's tokens (`SamplingState.trackers`); None: nothing."""
+        return None
 
     @abstractmethod
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
@@ -63,6 +75,20 @@ class Warper(ABC):
     @abstractmethod
     def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
         """Change `scores_RV` in place; `rows_R` are the rows' indices among the sampled rows of the batch."""
+
+
+def min_tokens_to_keep(params: SamplingParams) -> int:
+    """How many tokens a warper leaves at least: 1, or under beams one more than there are eos ids, as transformers
+    does, so that a beam can go on."""
+    return 1 if params.beams is None else max(len(params.eos_token_ids), 1) + 1
+
+
+def log_total(scores_V: torch.Tensor) -> float:
+    """log(sum(exp(scores))) of one row that has a finite score.
+
+    From log_softmax: a plain sum over one row is split by the number of threads.
+    """
+    return float(scores_V.amax() - scores_V.log_softmax(-1).amax())
 
 
 def drop_below(scores_V: torch.Tensor, lowest: torch.Tensor) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+from penstock.generation.sampling.trackers import PromptIds, TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
 
+    from penstock.generation.engine.sequence import Sequence
     from penstock.generation.sampling.params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState, TokenCounts
+    from penstock.generation.sampling.state import SamplingState
 
 
 class RepetitionPenalty(LogitsProcessor):
@@ -24,24 +26,43 @@ class RepetitionPenalty(LogitsProcessor):
 
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
-        self._seen = [state.seen for state in states if state.seen is not None]
-        penalties = [state.sequence.params.repetition_penalty for state in states]
-        # No denormal, which some processors take for 0: 0 / 0 is not a number.
-        self._penalties = np.maximum(np.array(penalties, dtype=np.float32), np.finfo(np.float32).tiny)
+        self._seen = [_counts(state, RepetitionPenalty) for state in states]
+        self._penalties = np.array([state.sequence.params.repetition_penalty for state in states])
         self._device = device
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return params.repetition_penalty != 1.0
 
+    @staticmethod
+    def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
+        return TokenCounts()
+
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._seen, scores_NV.shape[1])
-        penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
-        index_E = torch.from_numpy(places_E).to(self._device)
-        flat = scores_NV.view(-1)
-        scores_E = flat[index_E]
-        penalised_E = torch.where(scores_E < 0, scores_E * penalties_E, scores_E / penalties_E)
-        flat[index_E] = penalised_E.clamp_(-LARGEST_SCORE, LARGEST_SCORE)
+        _penalise(scores_NV, places_E, self._penalties.repeat(lengths))
+
+
+class EncoderRepetitionPenalty(LogitsProcessor):
+    """transformers' EncoderRepetitionPenaltyLogitsProcessor, whose "encoder" ids are the prompt of a decoder-only
+    model: as the repetition penalty with 1 / penalty, so that values above 1 hold the output to the prompt's words."""
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        self._rows = np.array(rows, dtype=np.int64)
+        self._prompts = [cast("PromptIds", state.trackers[EncoderRepetitionPenalty]) for state in states]
+        self._penalties = np.array([1.0 / state.sequence.params.encoder_repetition_penalty for state in states])
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.encoder_repetition_penalty != 1.0
+
+    @staticmethod
+    def tracker(sequence: Sequence, prepared: object) -> PromptIds:
+        return PromptIds(sequence.num_prompt_tokens)
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        places_E, lengths = _places(self._rows, self._prompts, scores_NV.shape[1])
+        _penalise(scores_NV, places_E, self._penalties.repeat(lengths))
 
 
 class OpenAIPenalties(LogitsProcessor):
@@ -51,7 +72,7 @@ class OpenAIPenalties(LogitsProcessor):
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
         params = [state.sequence.params for state in states]
         self._rows = np.array(rows, dtype=np.int64)
-        self._outputs = [state.outputs for state in states if state.outputs is not None]
+        self._outputs = [_counts(state, OpenAIPenalties) for state in states]
         self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
         self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
         self._device = device
@@ -59,6 +80,10 @@ class OpenAIPenalties(LogitsProcessor):
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+    @staticmethod
+    def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
+        return TokenCounts(first=sequence.num_prompt_tokens)
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._outputs, scores_NV.shape[1])
@@ -70,11 +95,29 @@ class OpenAIPenalties(LogitsProcessor):
         flat[index_E] = flat[index_E] - torch.from_numpy(penalties_E).to(self._device)
 
 
+def _counts(state: SamplingState, kind: type[LogitsProcessor]) -> TokenCounts:
+    return cast("TokenCounts", state.trackers[kind])
+
+
+def _penalise(scores_NV: torch.Tensor, places_E: npt.NDArray[np.int64], penalties_E: npt.NDArray[np.float64]) -> None:
+    # No denormal, which some processors take for 0: 0 / 0 is not a number.
+    range_ = np.finfo(np.float32)
+    penalties_E = np.clip(penalties_E, range_.tiny, range_.max).astype(np.float32)
+    penalty_E = torch.from_numpy(penalties_E).to(scores_NV.device)
+    index_E = torch.from_numpy(places_E).to(scores_NV.device)
+    flat = scores_NV.view(-1)
+    scores_E = flat[index_E]
+    penalised_E = torch.where(scores_E < 0, scores_E * penalty_E, scores_E / penalty_E)
+    penalised_E.clamp_(-LARGEST_SCORE, LARGEST_SCORE)
+    # What was removed stays removed.
+    flat[index_E] = penalised_E.masked_fill_(scores_E == -torch.inf, -torch.inf)
+
+
 def _places(
-    rows: npt.NDArray[np.int64], tokens: Seq[TokenCounts], vocab_size: int
+    rows: npt.NDArray[np.int64], tokens: Seq[TokenCounts | PromptIds], vocab_size: int
 ) -> tuple[npt.NDArray[np.int64], list[int]]:
     """Places in the flattened scores of every row's distinct tokens (no place twice), and how many each row has."""
-    lengths = [len(counts) for counts in tokens]
-    places_E = np.concatenate([counts.ids for counts in tokens])
+    lengths = [len(some.ids) for some in tokens]
+    places_E = np.concatenate([some.ids for some in tokens])
     places_E += (rows * vocab_size).repeat(lengths)
     return places_E, lengths

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.sampling.processors.base import Warper, drop_below
+from penstock.generation.sampling.processors.base import Warper, drop_below, min_tokens_to_keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -25,12 +25,18 @@ class TopP(Warper):
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
         # Infinity, not 1, where it is off: no sum, however rounded, reaches it.
         self._values = [p.top_p if p.top_p < 1.0 else torch.inf for p in params]
+        self._keep = [min_tokens_to_keep(p) for p in params]
         self.values_M1 = torch.tensor(self._values, dtype=torch.float64, device=device)[:, None]
 
     def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
         picked = self.values_M1[rows_R, 0].isfinite().nonzero()[:, 0]
         for row, place in zip(picked.tolist(), rows_R[picked].tolist(), strict=True):
+            keep = self._keep[place]
+            # The nucleus holds the most likely token in any case.
+            kept = scores_RV[row].topk(min(keep, scores_RV.shape[1])) if keep > 1 else None
             _drop_outside_nucleus(scores_RV[row], self._values[place])
+            if kept is not None:
+                scores_RV[row, kept.indices] = kept.values
 
 
 def _drop_outside_nucleus(scores_V: torch.Tensor, top_p: float) -> None:

@@ -1,0 +1,77 @@
+"""Attention weights of chosen rows, computed beside the attention proper from the keys in the paged pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.generation.attention.base import Attention, AttentionMetadata
+
+if TYPE_CHECKING:
+    from penstock.generation.runner.kv_cache import KVCachePool
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRow:
+    """A row of the step: the newest of `context` tokens of sequence `index` of the metadata."""
+
+    row: int
+    index: int
+    context: int
+
+
+class AttentionCapture(Attention):
+    """For one step: attends by another implementation, and keeps softmax(q k) of the chosen rows.
+
+    Attention never makes these weights as a whole, so they are made here, once per layer and row.
+    """
+
+    name = "capture"
+
+    def __init__(self, inner: Attention, rows: Sequence[CapturedRow]) -> None:
+        self._inner = inner
+        self._rows = rows
+        self._slots: list[Tensor] = []
+        # Per row: (heads, context) fp32 of every layer so far.
+        self._weights: list[list[Tensor]] = [[] for _ in rows]
+
+    def weights(self, place: int) -> Tensor:
+        """(layers, heads, context) fp32 of the row at `place`, after the forward pass. 0 outside a sliding window."""
+        return torch.stack(self._weights[place])
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward."""
+        out = self._inner.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window)
+        if not self._slots:
+            self._slots = [_slots(one, metadata, kv.block_size) for one in self._rows]
+        keys = kv.key(layer).view(kv.num_slots, kv.num_kv_heads, kv.head_dim)
+        for one, slots_C, found in zip(self._rows, self._slots, self._weights, strict=True):
+            k_CKD = keys.index_select(0, slots_C).float()
+            # The query heads that share a key/value head are neighbours.
+            q_KGD = q_THD[one.row].float().view(kv.num_kv_heads, -1, kv.head_dim)
+            scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * scale
+            if sliding_window is not None and one.context > sliding_window:
+                scores_KGC[:, :, : one.context - sliding_window] = -torch.inf
+            found.append(scores_KGC.softmax(-1).flatten(0, 1))
+        return out
+
+
+def _slots(one: CapturedRow, metadata: AttentionMetadata, block_size: int) -> Tensor:
+    """(context) slots of the pool."""
+    blocks = metadata.block_tables[one.index, : -(-one.context // block_size)].long()
+    within = torch.arange(block_size, device=blocks.device)
+    return (blocks[:, None] * block_size + within).flatten()[: one.context]

@@ -1,0 +1,85 @@
+"""Attention by the C++ kernels: rotary embedding and KV write in one pass, then attention over the pool itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.generation.attention.base import Attention, AttentionMetadata
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import HeadWeights
+    from penstock.generation.runner.kv_cache import KVCachePool
+
+
+class NativeAttention(Attention):
+    """csrc/attention.cpp and csrc/rows.cpp. float32 and bfloat16, head_dim up to 256; nothing is gathered or padded."""
+
+    name = "native"
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward."""
+        kv.key(layer).view(kv.num_slots, -1).index_copy_(0, metadata.slot_mapping, k_TKD.flatten(1))
+        kv.value(layer).view(kv.num_slots, -1).index_copy_(0, metadata.slot_mapping, v_TKD.flatten(1))
+        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+
+    def forward_qkv(
+        self,
+        qkv_TE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: HeadWeights,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward_qkv."""
+        keys, values = kv.key(layer), kv.value(layer)
+        q_THD: Tensor = torch.ops.penstock.rope_and_cache(
+            qkv_TE,
+            cos,
+            sin,
+            keys,
+            values,
+            metadata.slot_mapping,
+            heads.num_heads,
+            heads.q_norm,
+            heads.k_norm,
+            heads.eps,
+        )
+        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+
+    @staticmethod
+    def _attend(
+        q_THD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        out: Tensor = torch.ops.penstock.paged_attention(
+            q_THD,
+            kv.key(layer),
+            kv.value(layer),
+            metadata.block_tables,
+            metadata.query_start,
+            metadata.context_lens,
+            scale,
+            sliding_window or 0,
+        )
+        return out

@@ -1,0 +1,187 @@
+"""Assisted generation: drafts from the prompt or from a draft model, many verified in one forward pass.
+
+Coupled: every position is drawn from the model itself, by the request's own options and with the uniform of (seed,
+position), and a draft is accepted iff it is what was drawn. So the ids are exactly those of the same request without
+assistance, greedy or sampled, whatever the drafts. Greedy search is transformers' rule; for sampling transformers 5.23
+uses speculative sampling (Leviathan et al. 2023), which has the same distribution but draws other ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.decoding.base import Decision, Emission
+from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
+from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
+from penstock.generation.engine.drafts import goes_on, until_end
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.step import DraftOrder
+from penstock.generation.sampling.modes import AssistanceOptions, AssistantSchedule
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.decoding.parallel_sampling import Track
+    from penstock.generation.engine.grammar import GrammarState
+    from penstock.generation.engine.request import FinishReason, Request
+    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.engine.stopping import StopCriteria
+
+# Prompt tokens that are indexed in one step, about 2 ms: a longer prompt begins to be looked up in some steps later.
+_INDEXED_AT_A_TIME = 4096
+
+
+class AssistedGeneration(ParallelSampling):
+    """Greedy search and sampling, n >= 1, with drafts after every draw but the prompt's."""
+
+    def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
+        super().__init__(request, criteria, next_seq_id)
+        params = request.params
+        self._options = params.assistance or AssistanceOptions()
+        self._end_ids = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
+        # Sequences that drew and lack drafts.
+        self._ready: list[Sequence] = []
+        # Prompt lookup: of the prompt, and of every sequence.
+        self._prompt_index: NgramIndex | None = None
+        self._indices: dict[Sequence, NgramIndex] = {}
+        # Draft model: how many tokens it is asked for.
+        self._num_drafts: dict[Sequence, int] = {}
+
+    def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
+        decision = Decision()
+        drawn: dict[Sequence, list[SampledToken]] = {}
+        for drawer, token in sampled.items():
+            drawn.setdefault(drawer.origin or drawer, []).append(token)
+        self._ready = []
+        for sequence, tokens in drawn.items():
+            self._verify(self._tracks[sequence], tokens, decision)
+        if not self._options.uses_draft_model:
+            for sequence in self._ready:
+                self._draft(sequence, self._look_up(sequence))
+        return decision
+
+    def draft_orders(self) -> list[DraftOrder]:
+        if not self._options.uses_draft_model:
+            return []
+        threshold = self._options.confidence_threshold
+        orders = [DraftOrder(one, min(self._wanted(one), self._room(one)), threshold) for one in self._ready]
+        return [order for order in orders if order.num_tokens > 0]
+
+    def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
+        for sequence, token_ids in drafts.items():
+            self._draft(sequence, until_end(token_ids, self._end_ids))
+
+    def restarted(self) -> list[Sequence] | None:
+        """Drafts are not worth room or computation of a request that had to give way."""
+        self._drop_drafts()
+        return None
+
+    def end(self, reason: FinishReason) -> list[Emission]:
+        self._drop_drafts()
+        return super().end(reason)
+
+    def _verify(self, track: Track, tokens: list[SampledToken], decision: Decision) -> None:
+        """Take what was drawn after the last token and after its drafts, up to the first that was not drafted.
+
+        Fewer draws than drafts come when the step had no room for all: the drafts left over wait for the next one.
+        """
+        sequence, probes = track.sequence, track.sequence.probes
+        drafts = sequence.take_back_drafts()
+        accepted = 0
+        taken: list[SampledToken] = []
+        for token in tokens:
+            is_draft = accepted < len(drafts) and drafts[accepted] == token.token_id
+            if not is_draft:
+                sequence.roll_back(sequence.num_tokens)
+            stop = self._append(track, token)
+            taken.append(token)
+            accepted += is_draft
+            if stop is not None or not is_draft:
+                break
+        decision.accepted_drafts += accepted
+        decision.rejected_drafts += min(len(tokens), len(drafts)) - accepted
+        self._emit(track, tuple(taken), stop, decision)
+        if stop is not None:
+            return
+        if is_draft and accepted < len(drafts):
+            sequence.append_drafts(drafts[accepted:], probes[accepted:])
+            return
+        self._adapt(sequence, len(drafts), accepted)
+        self._ready.append(sequence)
+
+    def _adapt(self, sequence: Sequence, num_drafts: int, accepted: int) -> None:
+        """transformers' heuristic schedules: 2 more after drafts that were all right, 1 less after others.
+
+        Each sequence of each request begins anew, with either of them.
+        """
+        if num_drafts and self._options.schedule is not AssistantSchedule.CONSTANT:
+            wanted = self._wanted(sequence)
+            self._num_drafts[sequence] = wanted + 2 if accepted == num_drafts else max(1, wanted - 1)
+
+    def _wanted(self, sequence: Sequence) -> int:
+        return self._num_drafts.get(sequence, self._options.num_assistant_tokens)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Drafts that the sequence can still use: the row of the last one draws a token, too."""
+        return self._criteria.max_output_tokens - sequence.num_output_tokens - 1
+
+    def _look_up(self, sequence: Sequence) -> list[int]:
+        options = self._options
+        room = min(options.prompt_lookup_num_tokens or 0, self._room(sequence))
+        if room <= 0:
+            return []
+        if self._prompt_index is None:
+            self._prompt_index = NgramIndex(options.max_matching_ngram_size)
+        prompt = self._request.prompt_token_ids
+        if self._prompt_index.num_tokens < len(prompt):
+            self._prompt_index.extend(prompt[: self._prompt_index.num_tokens + _INDEXED_AT_A_TIME])
+            if self._prompt_index.num_tokens < len(prompt):
+                return []
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = self._prompt_index.copy()
+        return prompt_lookup(index, sequence.token_ids, room, self._end_ids)
+
+    def _draft(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Append drafts for verification, as far as the grammar allows them."""
+        drafts = drafts[: max(self._room(sequence), 0)]
+        states: list[GrammarState | None] = [None] * (len(drafts) + 1)
+        if drafts and sequence.grammar is not None:
+            drafts, states = _allowed(sequence.grammar, drafts)
+        if not drafts:
+            return
+        first = sequence.num_tokens
+        sequence.append_drafts(drafts, [])
+        sequence.probes = [
+            (first - 1 + place, self._probe(sequence, first + place, state)) for place, state in enumerate(states)
+        ]
+
+    def _probe(self, sequence: Sequence, num_tokens: int, grammar: GrammarState | None) -> Sequence:
+        """Its list is a copy: 5 us at a context of 4096 tokens, for the few dozen probes of a step."""
+        return Sequence(
+            seq_id=self._next_seq_id(),
+            index=sequence.index,
+            params=sequence.params,
+            seed=sequence.seed,
+            token_ids=sequence.token_ids[:num_tokens],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            draw=sequence.draw,
+            grammar=grammar,
+            origin=sequence,
+        )
+
+    def _drop_drafts(self) -> None:
+        for sequence in self._tracks:
+            if sequence.num_draft_tokens:
+                sequence.roll_back(sequence.num_tokens - sequence.num_draft_tokens)
+
+
+def _allowed(grammar: GrammarState, drafts: list[int]) -> tuple[list[int], list[GrammarState | None]]:
+    """The drafts before the first that the grammar refuses or that completes the output, which ends the sequence; and
+    the states before, between and after them."""
+    states = [grammar.copy()]
+    for token_id in drafts:
+        state = states[-1].copy()
+        if not goes_on(state, token_id):
+            break
+        states.append(state)
+    return drafts[: len(states) - 1], list(states)

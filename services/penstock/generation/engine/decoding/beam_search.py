@@ -1,0 +1,97 @@
+"""Beam search and beam sampling, as transformers 5.23's `_beam_search`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.decoding.base import Decision
+from penstock.generation.engine.decoding.beams import Beam, BeamStrategy, Extension, draw_spec
+from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
+from penstock.generation.engine.request import FinishReason
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.request import Request
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.engine.stopping import StopCriteria
+
+_BY_SCORE = attrgetter("score")
+
+
+class BeamSearch(BeamStrategy):
+    """In every step the best extensions of all beams are looked at: of the first `num_beams` those that a criterion
+    ends are hypotheses, and the best of the others go on.
+
+    Beam sampling draws the extensions instead, without replacement and with probabilities softmax(score): their
+    scores with Gumbel noise are ranked (Kool et al. 2019), which is the order of transformers' multinomial. What goes
+    on is chosen by score among the drawn.
+    """
+
+    def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
+        super().__init__(request, criteria, next_seq_id)
+        self._num_beams = self.options.num_beams
+        self._keep = self.candidates_per_beam * self._num_beams
+        self._samples = request.params.do_sample
+        # By the beam's place.
+        slots = [place if self._samples else None for place in range(self._num_beams)]
+        self._specs = [draw_spec(self._keep, gumbel_slot=slot) for slot in slots]
+        self._hypotheses = Hypotheses(self._num_beams, self.options, criteria.max_output_tokens)
+        self._beams: list[Beam] = []
+        self._drawn: dict[Sequence, SampledToken] = {}
+
+    @property
+    def width(self) -> int:
+        return self._num_beams
+
+    def first_beam(self) -> Beam:
+        self._beams = self._placed([self.root()])
+        return self._beams[0]
+
+    def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
+        self._drawn.update(sampled)
+        if len(self._drawn) < len(self._beams):
+            return Decision()
+        running = self._choose(self.ranked(self._beams, self._drawn, self._keep))
+        decision = Decision()
+        length = self._beams[0].sequence.num_output_tokens + 1
+        if running and not self._hypotheses.is_settled(running[0].score, length):
+            self._beams = self._placed(self.grow(self._beams, running, self._drawn, decision))
+        else:
+            # Where the processors leave no beam any token and nothing has ended, what there is counts as complete.
+            reason = None if self._hypotheses else FinishReason.CONSTRAINT_DONE
+            decision.emissions = self.emissions(self.ranking(reason))
+            decision.dropped = [beam.sequence for beam in self._beams]
+        self._drawn.clear()
+        return decision
+
+    def restarted(self) -> None:
+        """Everybody draws again."""
+        self._drawn.clear()
+
+    def ranking(self, reason: FinishReason | None) -> list[Hypothesis]:
+        if reason is not None:
+            for beam in self._beams:
+                self.close(self._hypotheses, beam, reason)
+        return list(self._hypotheses)
+
+    def _choose(self, ranked: list[Extension]) -> list[Extension]:
+        """What goes on, best first; what ended is a hypothesis when it is one of the first `num_beams`."""
+        running: list[Extension] = []
+        for place, extension in enumerate(ranked):
+            if len(running) == self._num_beams and not self._samples:
+                break
+            stop = self.stop_of(extension)
+            if stop is None:
+                running.append(extension)
+            elif place < self._num_beams:
+                self.conclude(self._hypotheses, extension, stop, self._drawn)
+        if self._samples:
+            running.sort(key=_BY_SCORE, reverse=True)
+        return running[: self._num_beams]
+
+    def _placed(self, beams: list[Beam]) -> list[Beam]:
+        for beam, spec in zip(beams, self._specs, strict=False):
+            beam.sequence.draw = spec
+        return beams

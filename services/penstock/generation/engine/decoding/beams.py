@@ -1,0 +1,235 @@
+"""What every beam mode is made of: beams that grow, fork and end, on sequences that share blocks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.common.errors import InvalidArgument
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.trail import Trail
+from penstock.generation.engine.draw import DrawKind, DrawSpec
+from penstock.generation.engine.grammar import GrammarError
+from penstock.generation.engine.request import FinishReason, SequenceFinish
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.stopping import Stop
+from penstock.generation.sampling.modes import BeamOptions
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
+    from penstock.generation.engine.request import Request
+    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.engine.stopping import StopCriteria, StopState
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """An open sequence of a search."""
+
+    sequence: Sequence
+    # Sum of the processed scores of its output tokens.
+    score: float
+    stop: StopState
+    # Logprobs of its tokens; None: none yet, or nobody asked.
+    trail: Trail | None = None
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Output tokens so far."""
+        return tuple(self.sequence.output_token_ids)
+
+
+def draw_spec(
+    num_candidates: int,
+    *,
+    gumbel_slot: int | None = None,
+    extra_ids: tuple[int, ...] = (),
+    taken_ids: tuple[int, ...] = (),
+) -> DrawSpec:
+    """What beams ask of the sampler."""
+    return DrawSpec(
+        kind=DrawKind.CANDIDATES,
+        num_candidates=num_candidates,
+        log_softmax=True,
+        extra_ids=extra_ids,
+        gumbel_slot=gumbel_slot,
+        taken_ids=taken_ids,
+    )
+
+
+class Extension(NamedTuple):
+    """A beam and a token that may come next."""
+
+    beam: Beam
+    token_id: int
+    # The token's processed score.
+    token_score: float
+    # Of the beam with the token: both their scores.
+    score: float
+    # What extensions are ranked by: the score, or the score with noise.
+    key: float
+
+
+_BY_KEY = attrgetter("key")
+
+
+class BeamStrategy(DecodingStrategy):
+    """Speaks only at its end, best sequence first, since no token is sure before; scores are cumulative logprobs.
+
+    Beams of a search go in step: draws are held until all have theirs. A beam's first child goes on in its sequence,
+    the others fork. A search begins with one beam: transformers begins with `num_beams` equal ones and bars all but
+    the first, with the same result.
+    """
+
+    def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
+        """Raises ValueError when the request has no beams."""
+        if request.params.beams is None:
+            raise ValueError("not a beam mode")
+        self.options: BeamOptions = request.params.beams
+        self.criteria = criteria
+        self._request = request
+        self._next_seq_id = next_seq_id
+        # A step looks at so many extensions per beam that its search can go on, whichever of them end it.
+        self.candidates_per_beam = max(2, 1 + criteria.num_eos)
+
+    def start(self) -> tuple[list[Sequence], list[Emission]]:
+        """Raises InvalidArgument when resumed ids are not what an earlier attempt returned."""
+        if any(self._request.resumed_token_ids):
+            return [], [self._delivered(index, ids) for index, ids in enumerate(self._request.resumed_token_ids)]
+        return [self.first_beam().sequence], []
+
+    @abstractmethod
+    def first_beam(self) -> Beam:
+        """The beam that the search begins with."""
+
+    @abstractmethod
+    def ranking(self, reason: FinishReason | None) -> list[Hypothesis]:
+        """What the search has found, best first; what is still open ends by `reason`, or counts for nothing."""
+
+    def end(self, reason: FinishReason) -> list[Emission]:
+        """max_time returns the best so far. Nothing was said of a request that is cut off, so nothing is counted."""
+        if reason is FinishReason.MAX_TIME:
+            return self.emissions(self.ranking(reason))
+        return [Emission(index, (), (), SequenceFinish(index, reason, 0)) for index in self._returned]
+
+    def emissions(self, ranking: list[Hypothesis]) -> list[Emission]:
+        """All that is returned. Where fewer sequences were found than asked for, the best are returned again."""
+        found = [ranking[index % len(ranking)] for index in self._returned]
+        return [
+            Emission(index, one.token_ids, one.logprobs, _finish(index, one.token_ids, one.stop, one.score))
+            for index, one in enumerate(found)
+        ]
+
+    def root(self) -> Beam:
+        """A beam with no output yet."""
+        request = self._request
+        sequence = self._sequence(list(request.prompt_token_ids))
+        if request.grammar is not None:
+            sequence.grammar = request.grammar.start(request.params.eos_token_ids)
+        return Beam(sequence, 0.0, self.criteria.new_state())
+
+    def ranked(self, beams: list[Beam], drawn: Mapping[Sequence, SampledToken], count: int) -> list[Extension]:
+        """The `count` best extensions of all beams; of equal ones the better beam's, then the lower id."""
+        by_beam = [_extensions(beam, drawn[beam.sequence]) for beam in beams]
+        return list(islice(merge(*by_beam, key=_BY_KEY, reverse=True), count))
+
+    def stop_of(self, extension: Extension) -> Stop | None:
+        """What the extension would end its beam by."""
+        beam = extension.beam
+        return self.criteria.check_candidate(beam.sequence, extension.token_id, beam.stop)
+
+    def grow(
+        self,
+        beams: list[Beam],
+        chosen: list[Extension],
+        drawn: Mapping[Sequence, SampledToken],
+        decision: Decision,
+    ) -> list[Beam]:
+        """The beams that take the place of `beams`, in the order of `chosen`; `decision` gets forks and drops."""
+        grown: list[Beam] = []
+        going: set[Beam] = set()
+        for extension in chosen:
+            parent = extension.beam
+            trail = self.trail(extension, drawn)
+            if parent in going:
+                child = self._fork(parent.sequence)
+                decision.forks.append((parent.sequence, child))
+                grown.append(Beam(child, extension.score, parent.stop.copy(), trail))
+            else:
+                # Takes over the stop state as well: it is advanced only below, when all copies are made.
+                going.add(parent)
+                grown.append(Beam(parent.sequence, extension.score, parent.stop, trail))
+        decision.dropped += [beam.sequence for beam in beams if beam not in going]
+        for beam, extension in zip(grown, chosen, strict=True):
+            beam.sequence.append(extension.token_id)
+            self.criteria.check(beam.sequence, beam.stop)
+        return grown
+
+    def close(self, hypotheses: Hypotheses, beam: Beam, reason: FinishReason) -> None:
+        """Take an open beam as ended with its last token."""
+        logprobs = beam.trail.unrolled() if beam.trail is not None else ()
+        hypotheses.add(beam.output, beam.score, Stop(reason), logprobs)
+
+    def conclude(
+        self, hypotheses: Hypotheses, extension: Extension, stop: Stop, drawn: Mapping[Sequence, SampledToken]
+    ) -> None:
+        """Take an extension that ends its beam as ended."""
+        trail = self.trail(extension, drawn)
+        logprobs = trail.unrolled() if trail is not None else ()
+        hypotheses.add((*extension.beam.output, extension.token_id), extension.score, stop, logprobs)
+
+    def trail(self, extension: Extension, drawn: Mapping[Sequence, SampledToken]) -> Trail | None:
+        """Logprobs of the extended sequence, when the request wants them."""
+        if self._request.params.top_logprobs is None:
+            return None
+        beam = extension.beam
+        return Trail.of(beam.trail, drawn[beam.sequence], extension.token_id, extension.token_score)
+
+    @property
+    def _returned(self) -> Iterable[int]:
+        return range(self._request.params.num_return_sequences)
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        child = self._sequence(list(parent.token_ids))
+        if parent.grammar is not None:
+            child.grammar = parent.grammar.copy()
+        return child
+
+    def _sequence(self, token_ids: list[int]) -> Sequence:
+        """All beams have the request's seed: what tells their draws apart is DrawSpec.gumbel_slot."""
+        params = self._request.params
+        num_prompt_tokens = len(self._request.prompt_token_ids)
+        return Sequence(self._next_seq_id(), 0, params, params.seed, token_ids, num_prompt_tokens)
+
+    def _delivered(self, index: int, resumed: list[int]) -> Emission:
+        """A sequence that an earlier attempt returned, which it did as a whole and with all others."""
+        beam, stop = self.root(), None
+        for token_id in resumed:
+            if stop is not None:
+                raise InvalidArgument("resumed_token_ids", "a sequence goes on after its end")
+            try:
+                beam.sequence.append(token_id)
+            except GrammarError:
+                raise InvalidArgument("resumed_token_ids", "do not obey the constraint") from None
+            stop = self.criteria.check(beam.sequence, beam.stop)
+        if stop is None:
+            raise InvalidArgument("resumed_token_ids", "beam modes return whole sequences only: nothing can go on")
+        return Emission(index, (), (), _finish(index, beam.output, stop, None))
+
+
+def _extensions(beam: Beam, drawn: SampledToken) -> Iterator[Extension]:
+    """Those of one beam, best first; made as they are asked for, which is for few of them."""
+    candidates = drawn.candidates
+    assert candidates is not None
+    base = beam.score
+    for token_id, score, key in zip(candidates.token_ids, candidates.scores, candidates.keys, strict=True):
+        yield Extension(beam, token_id, score, base + score, base + key)
+
+
+def _finish(index: int, token_ids: tuple[int, ...], stop: Stop, score: float | None) -> SequenceFinish:
+    return SequenceFinish(index, stop.reason, len(token_ids), stop.token_id, stop.string, score)

@@ -1,0 +1,43 @@
+"""Small rules about drafts that strategies, engine and draft models share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.common.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.grammar import GrammarState
+    from penstock.generation.engine.step import DraftOrder
+
+
+def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
+    """The drafts before the first id that would end the sequence: the row before it draws that id anyway."""
+    for position, token_id in enumerate(drafts):
+        if token_id in end_token_ids:
+            return drafts[:position]
+    return drafts
+
+
+def share_room(orders: Sequence[DraftOrder], room: int) -> list[DraftOrder]:
+    """The orders cut so that together they ask for at most `room` tokens; those with no share are left out."""
+    shared: list[DraftOrder] = []
+    for position, order in enumerate(orders):
+        tokens = min(order.num_tokens, max(room, 0) // (len(orders) - position))
+        if tokens:
+            shared.append(replace(order, num_tokens=tokens))
+            room -= tokens
+    return shared
+
+
+def goes_on(state: GrammarState, token_id: int) -> bool:
+    """Advance a state that drafts are tried on; False when the grammar refuses the token or is complete with it.
+
+    What is wrong with the state itself is told to the request when it really takes the token.
+    """
+    try:
+        return state.advance(token_id) and not state.is_done
+    except PenstockError:
+        return False

@@ -1,0 +1,140 @@
+"""From a constraint to a compiled grammar: off the event loop, within a budget, each source once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.common.token_bytes import TokenBytes
+from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec, check_spec
+from penstock.generation.grammar.state import CompiledGrammar
+from penstock.generation.grammar.tokenizer import GrammarTokenizer
+from penstock.generation.grammar.trial_pool import OverLimit, TrialPool
+
+TOO_COMPLEX = "CONSTRAINT_TOO_COMPLEX"
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """What is wrong with a source, remembered: it stays wrong."""
+
+    description: str
+    reason: str = "INVALID_FIELD"
+
+
+class GrammarCompiler:
+    """Compiles for one model. All methods belong to one event loop; nothing is loaded before the first constraint."""
+
+    def __init__(self, folder: Path, vocab_size: int, limits: GrammarLimits, table: TokenBytes | None) -> None:
+        """`table`: the folder's; None: its tokenizer has none, and constraints are refused."""
+        self.limits = limits
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._table = table
+        self._trials = TrialPool({"folder": str(folder), "vocab_size": vocab_size}, limits)
+        self._threads = ThreadPoolExecutor(limits.compile_processes, thread_name_prefix="grammar")
+        self._tokenizer: asyncio.Future[GrammarTokenizer] | None = None
+        self._cache: OrderedDict[bytes, CompiledGrammar | _Refusal] = OrderedDict()
+        self._running: dict[bytes, asyncio.Task[CompiledGrammar]] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the trial processes."""
+        return self._trials.pids
+
+    async def compile(self, spec: ConstraintSpec) -> CompiledGrammar:
+        """The grammar of `spec`, from the cache where it was compiled before.
+
+        Callers of one source wait for one compilation, which goes on when they give up. Raises InvalidArgument naming
+        the field of the constraint (reason CONSTRAINT_TOO_LARGE or CONSTRAINT_TOO_COMPLEX where it is over a budget),
+        FailedPrecondition for a model whose tokenizer allows no constraints, ResourceExhausted when too many wait.
+        """
+        if self._table is None:
+            raise FailedPrecondition(
+                "constraint: not with this model, whose folder has no tokenizer.json that can be split by token",
+                reason="NO_TOKENIZER",
+                field="constraint",
+            )
+        check_spec(spec, max_bytes=self.limits.max_bytes, max_choices=self.limits.max_choices)
+        key = spec.key
+        known = self._cache.get(key)
+        if known is not None:
+            self._cache.move_to_end(key)
+            return _raise_refusal(spec, known)
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.create_task(self._compile(spec, key))
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End what is running, and the processes."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._trials.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _compile(self, spec: ConstraintSpec, key: bytes) -> CompiledGrammar:
+        kind = spec.kind or ConstraintKind.GRAMMAR
+        request = {"kind": kind.value, "text": spec.text, "choices": spec.choices}
+        # Beside the first trial process, which reads its own.
+        tokenizer = self._load_tokenizer()
+        try:
+            answer = await self._trials.try_constraint(request)
+        except OverLimit as error:
+            raise InvalidArgument(
+                spec.field, f"is too complex: it takes more {error} to compile than allowed", reason=TOO_COMPLEX
+            ) from None
+        if "refused" in answer:
+            return _raise_refusal(spec, self._keep(key, _Refusal(answer["refused"])))
+        if "too_complex" in answer:
+            refusal = _Refusal(f"is too complex: {answer['too_complex']}", TOO_COMPLEX)
+            return _raise_refusal(spec, self._keep(key, refusal))
+        loop = asyncio.get_running_loop()
+        grammar = await loop.run_in_executor(
+            self._threads, _build, await asyncio.shield(tokenizer), answer["lark"], spec.field
+        )
+        return _raise_refusal(spec, self._keep(key, grammar))
+
+    def _load_tokenizer(self) -> asyncio.Future[GrammarTokenizer]:
+        if self._tokenizer is None:
+            loop = asyncio.get_running_loop()
+            self._tokenizer = loop.run_in_executor(
+                self._threads, GrammarTokenizer, self._folder, self._vocab_size, self._table
+            )
+        return self._tokenizer
+
+    def _keep(self, key: bytes, entry: CompiledGrammar | _Refusal) -> CompiledGrammar | _Refusal:
+        self._cache[key] = entry
+        while len(self._cache) > self.limits.cache_entries:
+            self._cache.popitem(last=False)
+        return entry
+
+    def _forget(self, key: bytes, task: asyncio.Task[CompiledGrammar]) -> None:
+        del self._running[key]
+        # Its callers may all be gone.
+        if not task.cancelled():
+            task.exception()
+
+
+def _build(tokenizer: GrammarTokenizer, lark: str, field: str) -> CompiledGrammar:
+    """On a thread; the trial process has done the same before."""
+    matcher = new_matcher(tokenizer, lark)
+    # The lexer's first states, which every output begins with.
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise RuntimeError("a grammar that compiled in the trial process did not compile here")
+    return CompiledGrammar(matcher, tokenizer, field)
+
+
+def _raise_refusal(spec: ConstraintSpec, entry: CompiledGrammar | _Refusal) -> CompiledGrammar:
+    if isinstance(entry, _Refusal):
+        raise InvalidArgument(spec.field, entry.description, reason=entry.reason)
+    return entry

@@ -1,0 +1,86 @@
+"""Whether a JSON schema has a document at all that comes to an end: llguidance would write an endless one for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+
+def has_finite_document(schema: dict[str, Any]) -> bool:
+    """False when every document would have to contain another one of its own kind.
+
+    Looks at `$ref` within the document, `allOf`, `anyOf`, `oneOf`, required properties and the least items of arrays;
+    what it does not know it takes for finite.
+    """
+    return _Search(schema).ends(schema)
+
+
+class _Search:
+    """A depth-first search for a way out. A reference that leads to itself is none."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._open: set[str] = set()
+        self._finite: set[str] = set()
+
+    def ends(self, schema: Any) -> bool:
+        if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+            return True
+        if "$ref" in schema and not self._reference_ends(schema["$ref"]):
+            return False
+        if not all(self.ends(part) for part in _list(schema, "allOf")):
+            return False
+        if any(parts and not any(map(self.ends, parts)) for parts in (_list(schema, "anyOf"), _list(schema, "oneOf"))):
+            return False
+        # Without a type any number would do.
+        match schema.get("type"):
+            case "object" | ["object"]:
+                return all(self.ends(part) for part in _required(schema))
+            case "array" | ["array"]:
+                return all(self.ends(part) for part in _least_items(schema))
+        return True
+
+    def _reference_ends(self, reference: Any) -> bool:
+        if not isinstance(reference, str) or not reference.startswith("#") or reference in self._finite:
+            return True
+        if reference in self._open:
+            return False
+        self._open.add(reference)
+        ends = self.ends(self._target(reference))
+        self._open.discard(reference)
+        if ends:
+            self._finite.add(reference)
+        return ends
+
+    def _target(self, reference: str) -> Any:
+        """What a JSON pointer points at; None for what is no pointer, or leads nowhere."""
+        found: Any = self._root
+        for step in unquote(reference).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return None if reference[1:2] not in ("", "/") else found
+
+
+def _list(schema: dict[str, Any], name: str) -> list[Any]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _required(schema: dict[str, Any]) -> list[Any]:
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    others = schema.get("additionalProperties")
+    return [known.get(name, others) for name in _list(schema, "required") if isinstance(name, str)]
+
+
+def _least_items(schema: dict[str, Any]) -> list[Any]:
+    least = schema.get("minItems", 0)
+    if not isinstance(least, int) or least < 1:
+        return []
+    first = _list(schema, "prefixItems")[:least]
+    return first if len(first) == least else [*first, schema.get("items")]

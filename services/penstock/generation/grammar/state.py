@@ -1,0 +1,115 @@
+"""Where one sequence stands in its grammar (engine.grammar.GrammarState over an llguidance matcher)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from penstock.common.errors import Internal, InvalidArgument, PenstockError
+from penstock.generation.grammar.tokenizer import GrammarTokenizer
+
+_LIMITS = ("ParserTooComplex", "LexerTooComplex")
+
+
+class CompiledGrammar:
+    """A grammar at the start of an output (engine.grammar.Grammar)."""
+
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: GrammarTokenizer, field: str, *, ends_itself: bool = False
+    ) -> None:
+        """`matcher` is without error and never advanced; `field` is what errors name."""
+        self._field = field
+        self._ends_itself = ends_itself
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+
+    def start(self, eos_token_ids: tuple[int, ...]) -> MatcherState:
+        """The state of an output that these ids end; none: only the grammar does."""
+        eos = () if self._ends_itself else eos_token_ids
+        return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field)
+
+    def ending_itself(self) -> CompiledGrammar:
+        """The same for a request that ignores end-of-sequence ids: they are text like any other, or not allowed."""
+        return CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True)
+
+
+class MatcherState:
+    """One output. An end-of-sequence id is allowed where the output is complete and nowhere else, even if the grammar
+    would take its text: it ends the sequence."""
+
+    __slots__ = ("_eos", "_failure", "_field", "_tokenizer", "is_done", "matcher")
+
+    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, eos: tuple[int, ...], field: str) -> None:
+        self.matcher = matcher
+        self.is_done = matcher.is_stopped()
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._field = field
+        self._failure: PenstockError | None = None
+
+    def advance(self, token_id: int) -> bool:
+        """As in GrammarState. Raises the PenstockError that the request ends with when the matcher has failed."""
+        if self._failure is not None:
+            raise self._failure
+        if token_id in self._eos:
+            return self.matcher.is_accepting()
+        if self.is_done or token_id >= self._tokenizer.vocab_size:
+            return False
+        taken = self.matcher.try_consume_tokens([token_id]) == 1
+        if self.matcher.is_error():
+            raise self._fail()
+        if taken:
+            self.is_done = self.matcher.is_stopped()
+        return taken
+
+    def copy(self) -> MatcherState:
+        """Independent of this one; shares what the lexer has computed."""
+        twin = MatcherState(self.matcher.deep_copy(), self._tokenizer, self._eos, self._field)
+        twin._failure = self._failure
+        return twin
+
+    def fill_mask(self, mask_W: npt.NDArray[np.int32]) -> None:
+        """As in GrammarState; W is ceil(vocabulary / 32) words."""
+        row = self._tokenizer.new_masks(1)[0]
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.finish_mask(row.view(np.uint32))
+        mask_W[:] = row[: len(mask_W)]
+
+    def finish_mask(self, row: npt.NDArray[np.uint32]) -> None:
+        """Turn what llguidance wrote (num_words) into what GrammarState promises, in place.
+
+        After a failure every token is allowed: the next `advance` raises, so none of them is ever emitted.
+        """
+        word, bit = divmod(self._tokenizer.vocab_size, 32)
+        complete = False
+        if int(row[word]) >> bit & 1:
+            # Also what llguidance answers once it has failed.
+            if self.matcher.is_error():
+                self._fail()
+                row.fill(0xFFFFFFFF)
+                return
+            complete = self.matcher.is_accepting()
+            row[word] &= ~(1 << bit) & 0xFFFFFFFF
+        for token_id in self._eos:
+            word, bit = divmod(token_id, 32)
+            if complete:
+                row[word] |= 1 << bit
+            else:
+                row[word] &= ~(1 << bit) & 0xFFFFFFFF
+        if (self._eos or complete) and not row.any():
+            self._failure = InvalidArgument(
+                self._field,
+                "leaves no token to go on with: nothing may end the output, or the vocabulary cannot spell it",
+                reason="CONSTRAINT_DEAD_END",
+            )
+            row.fill(0xFFFFFFFF)
+
+    def _fail(self) -> PenstockError:
+        if self.matcher.stop_reason() in _LIMITS or "too many" in self.matcher.get_error():
+            self._failure = InvalidArgument(
+                self._field, "became too complex while the output grew", reason="CONSTRAINT_TOO_COMPLEX"
+            )
+        else:
+            self._failure = Internal("the output left its constraint", reason="CONSTRAINT_FAILED")
+        return self._failure

@@ -1,0 +1,80 @@
+"""llguidance's view of a model's vocabulary: the bytes of every token, and which are control tokens.
+
+The tokenizer gets one id more than the model has, the end of output: whether an output may end here is read from its
+bit, whatever the end-of-sequence ids of a request are, and a grammar may still name the model's own control tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from penstock.common.token_bytes import TokenBytes
+
+
+class GrammarTokenizer:
+    """Immutable; shared by every grammar. Building it takes about a second for 150 000 tokens."""
+
+    def __init__(self, folder: Path, vocab_size: int, table: TokenBytes | None = None) -> None:
+        """`table`: the folder's own, where it is at hand.
+
+        Raises UnsupportedTokenizer, or what reading a broken file raises.
+        """
+        self.vocab_size = vocab_size
+        vocabulary = _Vocabulary(folder, vocab_size, table or TokenBytes.from_folder(folder))
+        wrapper = TokenizerWrapper(vocabulary)
+        self.native = vocabulary.native = LLTokenizer(wrapper)
+        # It has its own copy by now, and keeps the wrapper for its `__call__`.
+        wrapper.tokens = vocabulary.tokens = []
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words of a mask as llguidance writes it: the end of output included."""
+        return words_of(self.vocab_size + 1)
+
+    def new_masks(self, rows: int) -> npt.NDArray[np.int32]:
+        """Room for that many masks (rows, num_words)."""
+        return np.zeros((rows, self.num_words), dtype=np.int32)
+
+
+def words_of(vocab_size: int) -> int:
+    """32-bit words that hold a bit per id."""
+    return -(-vocab_size // 32)
+
+
+class _Vocabulary:
+    """What TokenizerWrapper asks for."""
+
+    bos_token_id = None
+    native: LLTokenizer | None = None
+
+    def __init__(self, folder: Path, vocab_size: int, table: TokenBytes) -> None:
+        self.eos_token_id = vocab_size
+        names = _control_tokens(folder / "tokenizer.json")
+        # Control tokens keep their names, by which a grammar refers to them; other text never matches them.
+        self.tokens = [
+            names[token_id].encode() if token_id in names else table.bytes_of(token_id, skip_special=False)
+            for token_id in range(vocab_size)
+        ]
+        self.tokens.append(b"<end of output>")
+        self.special_token_ids = [*names, vocab_size]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Some ids of a text. llguidance asks where it forces a spelling, which our grammars tell it not to."""
+        if self.native is None:
+            return []
+        return self.native.greedy_tokenize(text.decode() if isinstance(text, bytes) else text)
+
+
+def _control_tokens(path: Path) -> dict[int, str]:
+    """Added tokens that are no plain text: special ones, and those written like markup (`<think>`)."""
+    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", ())
+    return {entry["id"]: entry["content"] for entry in added if entry.get("special") or _is_markup(entry["content"])}
+
+
+def _is_markup(text: str) -> bool:
+    return len(text) > 2 and text[0] in "<[" and text[-1] in ">]"

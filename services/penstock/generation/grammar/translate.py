@@ -1,0 +1,86 @@
+"""From a constraint to the Lark text that llguidance compiles. Runs on untrusted text: in the trial process only.
+
+Every text ends with `no_forcing`: llguidance would otherwise allow only the canonical spelling of text that the
+grammar leaves no choice about, and a draw would not be from the model's own distribution over what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from penstock.generation.grammar.finite import has_finite_document
+from penstock.generation.grammar.spec import ConstraintKind
+
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+# JSON allows any amount of white space anywhere, and models have been seen to go on with it for ever: enough for a
+# line break and deep indentation, unless the schema has its own "x-guidance".
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_GUIDANCE = "x-guidance"
+_CONTROL = re.compile("[\x7f-\x9f]")
+
+
+class Untranslatable(Exception):
+    """The text is not of its kind; the message is for the caller and holds none of it."""
+
+
+def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...]) -> str:
+    """Raises Untranslatable."""
+    match kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return _json_schema(text) + OPTIONS
+        case ConstraintKind.JSON_OBJECT:
+            return _json_schema('{"type": "object"}') + OPTIONS
+        case ConstraintKind.REGEX:
+            lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+            return lark + OPTIONS
+        case ConstraintKind.CHOICE:
+            # One terminal: what is a prefix of another choice is told apart by its automaton.
+            return "start: CHOICE\nCHOICE: " + " | ".join(_literal(choice) for choice in choices) + OPTIONS
+        case ConstraintKind.GRAMMAR:
+            return _grammar(text) + OPTIONS
+
+
+def _json_schema(text: str) -> str:
+    """One JSON object, so that nothing of it can be Lark."""
+    try:
+        schema: Any = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise Untranslatable("must be a JSON document") from None
+    if not isinstance(schema, dict):
+        raise Untranslatable("must be a JSON object")
+    if not _ends(schema):
+        raise Untranslatable("has no document that ends: it requires itself")
+    if _GUIDANCE not in schema:
+        # As text: numbers stay as they are written, and the order of properties matters.
+        settings = json.dumps({"whitespace_pattern": WHITESPACE})
+        rest = text.lstrip()[1:]
+        text = f'{{"{_GUIDANCE}": {settings}{", " if schema else ""}{rest}'
+    return f"start: %json {text}"
+
+
+def _ends(schema: dict[str, Any]) -> bool:
+    try:
+        return has_finite_document(schema)
+    except RecursionError:  # llguidance refuses what is nested so deeply
+        return True
+
+
+def _refuse_constant(_: str) -> None:
+    raise ValueError("not JSON")
+
+
+def _literal(text: str) -> str:
+    """Lark's strings are JSON's, but for the control characters that only JSON takes as they are."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def _grammar(text: str) -> str:
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter's own kind of error, and whatever else odd text makes it raise
+        raise Untranslatable(f"is neither Lark (no `start:` rule) nor GBNF: {error}") from None

@@ -1,0 +1,108 @@
+"""Killable processes that try constraints: one at a time each, started when first needed, replaced after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.common.child_io import Child, ChildEnded
+from penstock.common.environment import child_environment
+from penstock.common.errors import Internal, ResourceExhausted
+from penstock.common.logging import get_logger
+from penstock.generation.grammar.limits import GrammarLimits
+
+_MODULE = "penstock.generation.grammar.trial_process"
+_log = get_logger("penstock.generation.grammar")
+
+
+class OverLimit(Exception):
+    """A constraint took more time or memory than allowed; its process is gone."""
+
+
+class TrialPool:
+    """At most `compile_processes` processes. All methods belong to one event loop."""
+
+    def __init__(self, settings: Mapping[str, Any], limits: GrammarLimits) -> None:
+        """`settings`: the folder and vocab_size of the child's GrammarTokenizer."""
+        self._settings = {
+            **settings,
+            "memory_bytes": limits.compile_memory_bytes,
+            "cpu_seconds": limits.compile_seconds,
+            "mask_seconds": limits.mask_seconds,
+        }
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.compile_processes)
+        self._idle: list[Child] = []
+        self._processes: set[Child] = set()
+        self._num_queued = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the live processes."""
+        return [process.pid for process in self._processes]
+
+    async def try_constraint(self, request: Mapping[str, Any]) -> dict[str, str]:
+        """The child's answer. Raises OverLimit, ResourceExhausted (queue) and Internal (no process starts)."""
+        if self._num_queued >= self._limits.max_queued:
+            raise ResourceExhausted(
+                "too many constraints are waiting to be compiled", reason="QUEUE_FULL", retry_after_seconds=0.5
+            )
+        self._num_queued += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_queued -= 1
+        try:
+            return await self._exchange(await self._take(), request)
+        finally:
+            self._places.release()
+
+    async def close(self) -> None:
+        """End every process."""
+        await asyncio.gather(*(self._end(process) for process in list(self._processes)))
+
+    async def _exchange(self, process: Child, request: Mapping[str, Any]) -> dict[str, str]:
+        answered = False
+        try:
+            async with asyncio.timeout(self._limits.compile_seconds):
+                answer: dict[str, str] = await process.ask(request)
+            answered = True
+            return answer
+        except TimeoutError:
+            raise OverLimit("time") from None
+        except ChildEnded:
+            # Memory that the kernel or the allocator refused, or the stack; or the kernel's clock ran faster than ours.
+            _log.warning("a constraint ended its trial process", status=process.returncode)
+            raise OverLimit("time" if process.returncode == -signal.SIGXCPU else "memory") from None
+        finally:
+            # An answer that nobody waits for would reach the next request.
+            if answered:
+                self._idle.append(process)
+            else:
+                await asyncio.shield(self._end(process))
+
+    async def _take(self) -> Child:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            self._processes.discard(process)
+        process = await Child.spawn(_MODULE, child_environment())
+        self._processes.add(process)
+        started = False
+        try:
+            async with asyncio.timeout(self._limits.start_seconds):
+                await process.ask(self._settings)
+            started = True
+        except (TimeoutError, ChildEnded) as error:
+            raise Internal("the process that compiles constraints did not start", reason="COMPILER_FAILED") from error
+        finally:
+            if not started:
+                await asyncio.shield(self._end(process))
+        return process
+
+    async def _end(self, process: Child) -> None:
+        self._processes.discard(process)
+        await process.kill()

@@ -1,0 +1,88 @@
+"""Child process: compiles constraints within time and memory limits, to find out which can be compiled.
+
+llguidance has limits of its own, but not on everything (a `multipleOf` of eight digits takes a minute, a large bounded
+repetition gigabytes), a native call cannot be interrupted, and a Rust stack overflow ends a process. So the first
+compilation of a source is done here, where it can be killed; what went well here is then done in the service, where
+it takes the same time and memory.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher
+
+from penstock.common import child_io
+from penstock.common.child_limits import limit_cpu, limit_memory
+from penstock.generation.grammar.matching import new_matcher, shorten
+from penstock.generation.grammar.spec import ConstraintKind
+from penstock.generation.grammar.tokenizer import GrammarTokenizer
+from penstock.generation.grammar.translate import Untranslatable, to_lark
+
+# Tokens of the walk that looks at the first masks.
+_WALK = 4
+
+
+def answer_to(tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float) -> dict[str, str]:
+    """{lark} of a constraint that compiles, {refused} or {too_complex} with a message of one that does not."""
+    try:
+        lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]))
+    except Untranslatable as error:
+        return {"refused": shorten(str(error))}
+    matcher = new_matcher(tokenizer, lark)
+    if matcher.is_error():
+        return _refusal(matcher)
+    return _walk(matcher, tokenizer, mask_seconds) or {"lark": lark}
+
+
+def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float) -> dict[str, str] | None:
+    """What is wrong with the first masks, on the path of the longest tokens; None: nothing."""
+    for _ in range(_WALK):
+        started = time.perf_counter()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return _refusal(matcher)
+        if time.perf_counter() - started > mask_seconds:
+            return {"too_complex": "the tokens that it allows take too long to find"}
+        allowed = mask & ((1 << tokenizer.vocab_size) - 1)
+        if matcher.is_stopped() or not allowed:
+            return None if mask else {"refused": "allows no output"}
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)
+    return None
+
+
+def _refusal(matcher: LLMatcher) -> dict[str, str]:
+    message = shorten(matcher.get_error())
+    if "NoExtensionBias" in (message, matcher.stop_reason()):
+        return {"refused": "allows no output"}
+    limited = matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")
+    too_large = any(word in message for word in ("too large", "too many", "too complex", "too big", "fuel", "too deep"))
+    return {"too_complex" if limited or too_large else "refused": message}
+
+
+def main() -> None:
+    answers = child_io.claim_stdout()
+    settings = child_io.read(sys.stdin.buffer)
+    tokenizer = GrammarTokenizer(Path(settings["folder"]), settings["vocab_size"])
+    limit_memory(settings["memory_bytes"])
+    # A process that the kernel or Rust ends leaves no core file of gigabytes.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers.write(child_io.pack({"ready": True}))
+    answers.flush()
+    while True:
+        try:
+            request = child_io.read(sys.stdin.buffer)
+        except EOFError:
+            return
+        # The parent's clock goes first: its answer says why.
+        limit_cpu(settings["cpu_seconds"] + 1)
+        answers.write(child_io.pack(answer_to(tokenizer, request, settings["mask_seconds"])))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Hidden states of chosen rows and layers, kept while a forward pass goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Capture(Protocol):
+    """Sees the hidden states of every layer go by."""
+
+    def take(self, layer: int, hidden_TI: Tensor) -> None:
+        """`layer` is numbered as in HiddenCapture. Must not change `hidden_TI`."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointCapture:
+    """Several that see the same forward pass."""
+
+    parts: tuple[Capture, ...]
+
+    def take(self, layer: int, hidden_TI: Tensor) -> None:
+        """See Capture.take."""
+        for part in self.parts:
+            part.take(layer, hidden_TI)
+
+
+def joint(*captures: Capture | None) -> Capture | None:
+    """Those that are not None, as one."""
+    parts = tuple(capture for capture in captures if capture is not None)
+    return JointCapture(parts) if len(parts) > 1 else next(iter(parts), None)
+
+
+@dataclass(slots=True)
+class HiddenCapture:
+    """Numbers of layers are those of transformers' hidden_states: 0 is the embedding, i the output of decoder layer
+    i - 1, and the last one is taken after the final norm."""
+
+    # (R) int64: rows of the step.
+    rows_R: Tensor
+    # None: all.
+    layers: Collection[int] | None = None
+    # layer -> (R, hidden), in the model's dtype.
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, layer: int, hidden_TI: Tensor) -> None:
+        """Keep the rows of `layer`, when it is one of the chosen."""
+        if self.layers is None or layer in self.layers:
+            self.states[layer] = hidden_TI.index_select(0, self.rows_R)

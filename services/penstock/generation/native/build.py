@@ -1,0 +1,109 @@
+"""Builds the C++ kernels once for this machine's torch and compiler, into a cache that later starts load from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from penstock.common.errors import StartupError
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = "penstock_native.so"
+# Every file of kernels is compiled once for each; ops.cpp picks at run time.
+_INSTRUCTION_SETS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
+}
+_KERNELS = ("attention.cpp", "rows.cpp")
+# Sums in any order, but NaN and infinity as they are: masks are infinities, and a NaN must reach the sampler.
+_FLAGS = (
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+    "-ffp-contract=fast",
+)
+
+
+def library_path(cache: Path) -> Path:
+    """Where the library of these sources and this torch is, or will be."""
+    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return cache / digest.hexdigest()[:16] / LIBRARY
+
+
+def build(cache: Path, *, compiler: str | None = None) -> Path:
+    """Compile, unless it was done before; the library's path. About 20 s on two cores.
+
+    Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails.
+    """
+    target = library_path(cache)
+    if target.exists():
+        return target
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise StartupError("the native kernels are for x86-64", flag="--kernels")
+    command = compiler or shutil.which("g++") or shutil.which("c++")
+    if command is None:
+        raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = _compile(command, Path(scratch))
+        linked = Path(scratch) / LIBRARY
+        _run([command, "-shared", "-o", str(linked), *map(str, objects), *_libraries()])
+        # At once for everybody else, who may be building the same.
+        os.replace(linked, target)
+    return target
+
+
+def _compile(command: str, scratch: Path) -> list[Path]:
+    jobs = [
+        (scratch / f"{Path(name).stem}.{namespace}.o", SOURCES / name, (f"-DNS={namespace}", *flags))
+        for name in _KERNELS
+        for namespace, flags in _INSTRUCTION_SETS.items()
+    ]
+    jobs.append((scratch / "ops.o", SOURCES / "ops.cpp", ("-fopenmp", *_includes())))
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        running = [
+            pool.submit(_run, [command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
+            for target, source, flags in jobs
+        ]
+        for job in running:
+            job.result()
+    return [target for target, _, _ in jobs]
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:])
+        raise StartupError(f"the native kernels could not be compiled: {problem}", flag="--kernels")
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _includes() -> tuple[str, ...]:
+    include = _torch_folder() / "include"
+    return (f"-I{include}", f"-I{include / 'torch/csrc/api/include'}")
+
+
+def _libraries() -> tuple[str, ...]:
+    """torch's own OpenMP, not the system's: two of them would keep two pools of threads."""
+    folder = _torch_folder() / "lib"
+    openmp = sorted(folder.glob("libgomp*.so*")) + sorted((folder.parent.parent / "torch.libs").glob("libgomp*.so*"))
+    runtime = (str(openmp[0]),) if openmp else ("-lgomp",)
+    return (f"-L{folder}", "-ltorch_cpu", "-lc10", "-Wl,--no-as-needed", *runtime, f"-Wl,-rpath,{folder}")

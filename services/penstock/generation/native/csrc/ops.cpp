@@ -1,0 +1,138 @@
+// The operators torch sees (torch.ops.penstock.*): they check shapes, share the work among threads and pick the build of
+// the kernels that the CPU can run.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <vector>
+
+#include "kernels.h"
+
+namespace penstock {
+namespace {
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool wide = has_avx512();
+
+#define KERNEL(name) (wide ? avx512::name : avx2::name)
+
+// Of this CPU, or the narrower one when asked for (tests run both): "avx512", "avx2" or "".
+std::string instruction_set(const std::string& wanted) {
+  if (!wanted.empty()) wide = wanted == "avx512" && has_avx512();
+  return wide ? "avx512" : has_avx2() ? "avx2" : "";
+}
+
+bool is_bf16(const at::Tensor& x) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat, "bfloat16 or float32, not ", x.dtype());
+  return x.scalar_type() == at::kBFloat16;
+}
+
+void* scratch() {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<void, Free> memory(
+      std::aligned_alloc(64, (std::max(avx512::attention_scratch_bytes(), avx2::attention_scratch_bytes()) + 63) / 64 * 64));
+  return memory.get();
+}
+
+at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& tables,
+                           const at::Tensor& query_start, const at::Tensor& context_lens, double scale, int64_t window) {
+  const int64_t T = q.size(0), H = q.size(1), D = q.size(2), K = keys.size(2), S = context_lens.size(0);
+  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == D && keys.is_contiguous() && values.is_contiguous());
+  TORCH_CHECK(keys.size(3) == D && D <= MAX_HEAD_DIM && H % K == 0 && keys.sizes() == values.sizes());
+  TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
+  TORCH_CHECK(q.scalar_type() == keys.scalar_type() && q.scalar_type() == values.scalar_type());
+  auto out = at::empty({T, H, D}, q.options());
+  const AttentionArgs args{q.const_data_ptr(), out.data_ptr(), keys.const_data_ptr(), values.const_data_ptr(),
+                           tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
+                           context_lens.const_data_ptr<int32_t>(), q.stride(0), int(D), int(H), int(K),
+                           int(keys.size(1)), window, float(scale), is_bf16(q)};
+  std::vector<AttentionTask> tasks;
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t rows = int64_t(args.query_start[s + 1] - args.query_start[s]) * (H / K);
+    for (int64_t k = 0; k < K; ++k)
+      for (int64_t first = 0; first < rows; first += MAX_TASK_ROWS) {
+        const int count = int(std::min<int64_t>(MAX_TASK_ROWS, rows - first));
+        tasks.push_back({int(s), int(k), first, count, int64_t(args.context_lens[s]) * (count + 16)});
+      }
+  }
+  // The largest first, so that the last one to end is a small one.
+  std::stable_sort(tasks.begin(), tasks.end(), [](const auto& x, const auto& y) { return x.cost > y.cost; });
+  std::atomic<size_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    void* memory = scratch();
+    for (size_t i; (i = next.fetch_add(1)) < tasks.size();) KERNEL(attend)(args, tasks[i], memory);
+  });
+  return out;
+}
+
+// Rows of `width` elements: about this many elements are worth another thread.
+constexpr int64_t GRAIN = 16384;
+int64_t grain(int64_t width) { return std::max<int64_t>(1, GRAIN / width); }
+
+at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, at::Tensor& keys, at::Tensor& values,
+                          const at::Tensor& slots, int64_t num_heads, const std::optional<at::Tensor>& q_norm,
+                          const std::optional<at::Tensor>& k_norm, double eps) {
+  const int64_t T = qkv.size(0), K = keys.size(2), D = keys.size(3);
+  TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) == (num_heads + 2 * K) * D && D <= MAX_HEAD_DIM);
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == T * D / 2 && sin.numel() == T * D / 2);
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && slots.is_contiguous() && slots.size(0) == T);
+  TORCH_CHECK(qkv.scalar_type() == keys.scalar_type() && qkv.scalar_type() == cos.scalar_type());
+  auto q = at::empty({T, num_heads, D}, qkv.options());
+  const RopeArgs args{qkv.const_data_ptr(), qkv.stride(0), cos.const_data_ptr(), sin.const_data_ptr(),
+                      q_norm ? q_norm->const_data_ptr() : nullptr, k_norm ? k_norm->const_data_ptr() : nullptr,
+                      q.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.const_data_ptr<int64_t>(), int(num_heads),
+                      int(K), int(D), float(eps), is_bf16(qkv)};
+  at::parallel_for(0, T, grain(qkv.size(1)), [&](int64_t first, int64_t last) { KERNEL(rope)(args, first, last); });
+  return q;
+}
+
+at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tensor& weight, double eps) {
+  TORCH_CHECK(hidden.is_contiguous() && x.is_contiguous() && hidden.sizes() == x.sizes() && weight.is_contiguous());
+  TORCH_CHECK(hidden.scalar_type() == x.scalar_type() && hidden.scalar_type() == weight.scalar_type());
+  auto out = at::empty_like(hidden);
+  const NormArgs args{hidden.data_ptr(), x.const_data_ptr(), weight.const_data_ptr(), out.data_ptr(), hidden.size(-1),
+                      float(eps), is_bf16(hidden)};
+  at::parallel_for(0, hidden.size(0), grain(args.width), [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+  return out;
+}
+
+at::Tensor silu_mul(const at::Tensor& gate_up) {
+  TORCH_CHECK(gate_up.is_contiguous() && gate_up.size(1) % 2 == 0);
+  auto out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  const SiluArgs args{gate_up.const_data_ptr(), out.data_ptr(), out.size(1), is_bf16(gate_up)};
+  at::parallel_for(0, out.size(0), grain(2 * args.width), [&](int64_t first, int64_t last) { KERNEL(silu_mul)(args, first, last); });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(penstock, m) {
+  m.def("instruction_set(str wanted) -> str", instruction_set);
+  m.def(
+      "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor query_start, Tensor context_lens, float scale, "
+      "int window) -> Tensor");
+  m.def(
+      "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, int num_heads, "
+      "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor(a!) hidden, Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("silu_mul(Tensor gate_up) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(penstock, CPU, m) {
+  m.impl("paged_attention", paged_attention);
+  m.impl("rope_and_cache", rope_and_cache);
+  m.impl("add_rms_norm", add_rms_norm);
+  m.impl("silu_mul", silu_mul);
+}
+
+}  // namespace penstock

@@ -1,0 +1,107 @@
+// SIMD by the compiler's vector extensions, so that one source serves every instruction set. NS names the namespace of the
+// one it is compiled for; a vector is as wide as its registers.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace penstock {
+struct bf16 {
+  uint16_t bits;
+};
+namespace NS {
+
+#ifdef __AVX512F__
+constexpr int L = 16;
+#else
+constexpr int L = 8;
+#endif
+typedef float vf __attribute__((vector_size(4 * L)));
+typedef int32_t vi __attribute__((vector_size(4 * L)));
+typedef uint32_t vu __attribute__((vector_size(4 * L)));
+typedef uint16_t vh __attribute__((vector_size(2 * L)));
+
+static inline vf splat(float x) { return vf{} + x; }
+
+static inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+static inline float to_float(float x) { return x; }
+
+// Round to nearest even, as torch does; NaN stays NaN.
+static inline void store(bf16* p, float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  p->bits = f != f ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+static inline void store(float* p, float f) { *p = f; }
+
+static inline vf load(const float* p) {
+  vf v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+static inline vf load(const bf16* p) {
+  vh h;
+  std::memcpy(&h, p, sizeof(h));
+  return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+static inline void store_all(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
+static inline void store_all(bf16* p, vf v) {
+#ifdef __AVX512BF16__
+  __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+#else
+  vu bits = (vu)v;
+  vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  rounded = v == v ? rounded : vu{} + 0x7FC0;
+  vh h = __builtin_convertvector(rounded, vh);
+#endif
+  std::memcpy(p, &h, sizeof(h));
+}
+// The value after a trip through T.
+static inline vf rounded(vf v, const float*) { return v; }
+static inline vf rounded(vf v, const bf16*) {
+  bf16 buffer[L];
+  store_all(buffer, v);
+  return load(buffer);
+}
+static inline float sum_all(vf v) {
+  float total = 0;
+  for (int l = 0; l < L; ++l) total += v[l];
+  return total;
+}
+
+// 2^x for x <= 0, relative error below 2e-7; -inf gives 0.
+static inline vf exp2_nonpositive(vf x) {
+#ifdef __AVX512F__
+  __m512 v = _mm512_max_ps((__m512)x, _mm512_set1_ps(-200.0f));
+  __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  vf t = (vf)_mm512_sub_ps(v, n);
+#else
+  x = x < splat(-126.0f) ? splat(-126.0f) : x;
+  vi n = __builtin_convertvector(x - splat(0.5f), vi);
+  vf t = x - __builtin_convertvector(n, vf);
+#endif
+  vf y = splat(1.535336188319500e-4f);
+  y = y * t + splat(1.339887440266574e-3f);
+  y = y * t + splat(9.618437357674640e-3f);
+  y = y * t + splat(5.550332471162809e-2f);
+  y = y * t + splat(2.402264791363012e-1f);
+  y = y * t + splat(6.931472028550421e-1f);
+  y = y * t + splat(1.0f);
+#ifdef __AVX512F__
+  return (vf)_mm512_scalef_ps((__m512)y, n);
+#else
+  vi bits = (n + 127) << 23;
+  vf p;
+  std::memcpy(&p, &bits, sizeof(p));
+  return x <= splat(-126.0f) ? vf{} : y * p;
+#endif
+}
+
+}  // namespace NS
+}  // namespace penstock

@@ -1,0 +1,26 @@
+"""The built kernels as Python functions. Torch operators of torch's dispatcher: nothing is called before `load`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from penstock.common.logging import get_logger
+from penstock.generation.native.build import library_path
+
+_log = get_logger("penstock.generation")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def load(cache: Path) -> str | None:
+    """Load what was built; the instruction set that it uses, None when nothing was built or it cannot run here."""
+    path = library_path(cache)
+    if not path.exists():
+        return None
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        _log.warning("the native kernels cannot be loaded", cause=str(error).splitlines()[0])
+        return None
+    return torch.ops.penstock.instruction_set("") or None

@@ -1,0 +1,231 @@
+"""The draft model of assisted generation: a second model that runs ahead of the served one."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.drafts import goes_on
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.engine.step import DraftOrder, Runner, SampledToken
+    from penstock.generation.sampling.params import SamplingParams
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """What the draft model has of a sequence: a sequence of its own, with blocks of the draft pool."""
+
+    sequence: Sequence
+    # Its first tokens that are the original's for good; behind them are the last drafts.
+    num_settled: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An order that is being filled."""
+
+    order: DraftOrder
+    shadow: Sequence
+    # Drafts still to draw; none: it is finished.
+    num_left: int
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return self.shadow.num_tokens - self.shadow.num_computed_tokens
+
+
+class ModelDrafter:
+    """The engine's Drafter over a runner of its own (model, sampler and pool). Used by the engine's thread.
+
+    Drafts are drawn with the request's own options, penalties and grammar included, and with the uniforms that the
+    served model will draw with at the same positions: the closer the two distributions, the more often both draws
+    agree. Nothing but speed depends on that.
+
+    Between two calls the pool keeps what is computed of a sequence, so a call computes its new tokens only; refused
+    drafts are rolled back. When the pool is full, the sequences that were drafted for least recently are forgotten; a
+    sequence for which even that leaves no room gets no drafts.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_context_tokens: int,
+        max_prefill_tokens: int,
+    ) -> None:
+        """`max_context_tokens` are the draft model's. `max_prefill_tokens`: most rows of one call before its first
+        draft; a longer prompt takes several calls, which bring nothing but the last."""
+        self._runner = runner
+        self._max_context_tokens = max_context_tokens
+        self._max_prefill_tokens = max_prefill_tokens
+        self._tables = BlockTables(BlockPool(num_blocks, block_size), prefix_cache=False)
+        # By seq_id, the least recently used first.
+        self._shadows: OrderedDict[int, _Shadow] = OrderedDict()
+        # What the runner has to forget before its next step.
+        self._released: list[int] = []
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of the draft pool that sequences hold."""
+        return self._tables.pool.num_used
+
+    def draft(self, orders: Seq[DraftOrder]) -> list[list[int]]:
+        """See engine.step.Drafter. As many forward passes as the longest order asks for tokens, over all orders."""
+        for order in orders:
+            self._follow(order)
+        busy = {order.sequence.seq_id for order in orders}
+        drafts = [self._start(order, busy) for order in orders]
+        active = [draft for draft in drafts if draft is not None and draft.num_left > 0]
+        active.sort(key=lambda draft: draft.num_missing)
+        entries = self._catch_up(active)
+        while entries:
+            self._run(entries)
+            active = [draft for draft in active if draft.num_left > 0 and draft.num_missing == 1]
+            entries = [(draft, 1) for draft in active]
+        return [[] if draft is None else self._answer(draft.order) for draft in drafts]
+
+    def release(self, seq_ids: Seq[int]) -> None:
+        """See engine.step.Drafter."""
+        for seq_id in seq_ids:
+            self._forget(seq_id)
+
+    def clear(self) -> None:
+        """Forget every sequence: their blocks may be overwritten."""
+        self.release(tuple(self._shadows))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks): for tests."""
+        self._tables.pool.check_integrity()
+        held = sum(len(shadow.sequence.block_table) for shadow in self._shadows.values())
+        assert held == self._tables.pool.num_used, "blocks that no sequence holds"
+
+    def _follow(self, order: DraftOrder) -> None:
+        """Bring the shadow to the original's tokens; what was computed of other tokens is void."""
+        original = order.sequence
+        shadow = self._shadows.get(original.seq_id)
+        if shadow is None:
+            shadow = self._shadows[original.seq_id] = _Shadow(_new_shadow(order))
+        self._shadows.move_to_end(original.seq_id)
+        own = shadow.sequence
+        # The row of the last token is needed for the first draft.
+        limit = min(own.num_computed_tokens, original.num_tokens - 1)
+        common = min(shadow.num_settled, limit)
+        while common < limit and own.token_ids[common] == original.token_ids[common]:
+            common += 1
+        if common < own.num_computed_tokens:
+            own.num_computed_tokens = common
+            # What its sampler counted holds refused tokens.
+            self._released.append(original.seq_id)
+        own.token_ids[shadow.num_settled :] = original.token_ids[shadow.num_settled :]
+        shadow.num_settled = original.num_tokens
+        own.grammar = None if original.grammar is None else original.grammar.copy()
+
+    def _start(self, order: DraftOrder, busy: set[int]) -> _Draft | None:
+        """Room for the drafts; None when there is none."""
+        own = self._shadows[order.sequence.seq_id].sequence
+        # The last draft is never computed.
+        num_drafts = min(order.num_tokens, self._max_context_tokens - own.num_tokens + 1)
+        end = own.num_tokens + num_drafts - 1
+        if num_drafts < 1 or not self._make_room(own, end, busy):
+            self._forget(own.seq_id)
+            return None
+        self._tables.make_writable(own, end)
+        return _Draft(order, own, num_drafts)
+
+    def _make_room(self, own: Sequence, end: int, busy: set[int]) -> bool:
+        """Forget idle sequences until `own` can be computed up to `end`; False when that is not enough."""
+        pool = self._tables.pool
+        while self._tables.blocks_to_write(own, end) > pool.num_free:
+            idle = next((seq_id for seq_id in self._shadows if seq_id not in busy), None)
+            if idle is None:
+                return False
+            self._forget(idle)
+        return True
+
+    def _catch_up(self, active: list[_Draft]) -> list[tuple[_Draft, int]]:
+        """Tokens of each to compute first, those with the fewest before the others."""
+        entries = []
+        budget = self._max_prefill_tokens
+        for draft in active:
+            num_tokens = min(draft.num_missing, budget)
+            if num_tokens:
+                entries.append((draft, num_tokens))
+                budget -= num_tokens
+        return entries
+
+    def _run(self, entries: list[tuple[_Draft, int]]) -> None:
+        """One forward pass; who has computed all tokens draws one."""
+        scheduled = []
+        for draft, num_tokens in entries:
+            own = draft.shadow
+            sample = (own,) if num_tokens == draft.num_missing else ()
+            scheduled.append(ScheduledSequence(own, own.num_computed_tokens, num_tokens, sample))
+        result = self._runner.execute(SchedulerOutput(tuple(scheduled), released=tuple(self._released)))
+        self._released.clear()
+        for (draft, num_tokens), entry in zip(entries, scheduled, strict=True):
+            draft.shadow.num_computed_tokens += num_tokens
+            if entry.sample:
+                self._take(draft, result.sampled.get(draft.shadow.seq_id))
+            else:
+                draft.num_left = 0
+
+    @staticmethod
+    def _take(draft: _Draft, drawn: SampledToken | None) -> None:
+        """Append a drawn token and decide whether another one follows; None: the model gave no number."""
+        own, params = draft.shadow, draft.shadow.params
+        draft.num_left -= 1
+        if drawn is None or (drawn.token_id in params.eos_token_ids and not params.ignore_eos):
+            draft.num_left = 0
+            return
+        if own.grammar is not None and not goes_on(own.grammar, drawn.token_id):
+            draft.num_left = 0
+            return
+        own.token_ids.append(drawn.token_id)
+        # As transformers' ConfidenceCriteria: the token itself still counts.
+        if drawn.logprob is not None and math.exp(drawn.logprob) < draft.order.confidence_threshold:
+            draft.num_left = 0
+
+    def _answer(self, order: DraftOrder) -> list[int]:
+        shadow = self._shadows[order.sequence.seq_id]
+        return shadow.sequence.token_ids[shadow.num_settled :]
+
+    def _forget(self, seq_id: int) -> None:
+        shadow = self._shadows.pop(seq_id, None)
+        if shadow is not None:
+            self._tables.free(shadow.sequence)
+            self._released.append(seq_id)
+
+
+def _new_shadow(order: DraftOrder) -> Sequence:
+    original = order.sequence
+    return Sequence(
+        seq_id=original.seq_id,
+        index=original.index,
+        params=_draft_params(original.params, order.confidence_threshold),
+        seed=original.seed,
+        token_ids=[],
+        num_prompt_tokens=original.num_prompt_tokens,
+    )
+
+
+def _draft_params(params: SamplingParams, confidence_threshold: float) -> SamplingParams:
+    """What the draws of the request depend on; of its outputs only the probability that a threshold is for."""
+    return replace(
+        params,
+        top_logprobs=0 if confidence_threshold > 0.0 else None,
+        prompt_logprobs=None,
+        tensors=None,
+        assistance=None,
+    )

@@ -1,0 +1,151 @@
+"""Only certain tokens: a fixed set, or the paths of a trie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self, cast
+
+import numpy as np
+import torch
+
+from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.places import id_array, only
+from penstock.generation.sampling.trackers import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import numpy.typing as npt
+
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.sampling.params import SamplingParams, TokenSequence
+    from penstock.generation.sampling.state import SamplingState
+
+
+class AllowedTokens(LogitsProcessor):
+    """`allowed_token_ids`: everything else is removed, at every position.
+
+    Where the processors before it left none of them, they get a score of 0 and so come in spite of them, as in
+    transformers' PrefixConstrainedLogitsProcessor: under beams only when no beam of the request can go on, and never in
+    group beam search, which 5.x does not have and where 4.41.1 did not.
+    """
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        self._rows, self._states = rows, states
+        self._ids = [torch.from_numpy(cast("npt.NDArray[np.int64]", s.plan.prepared[AllowedTokens])) for s in states]
+        self._ids = [ids_A.to(device) for ids_A in self._ids]
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.allowed_token_ids is not None
+
+    @staticmethod
+    def prepare(params: SamplingParams) -> npt.NDArray[np.int64]:
+        return id_array(params.allowed_token_ids or ())
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        _keep_only(scores_NV, self._rows, self._states, self._ids)
+
+
+class TrieNode:
+    """A place in the trie of one request: the paths that begin alike. What follows is found when an output comes here,
+    since a request may bring tens of thousands of ids and its outputs see few of them."""
+
+    __slots__ = ("_allowed_A", "_children", "_depth", "_paths")
+
+    def __init__(self, paths: Seq[TokenSequence], depth: int = 0) -> None:
+        self._paths = paths
+        self._depth = depth
+        self._children: dict[int, TrieNode] | None = None
+        self._allowed_A: torch.Tensor | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether some path ends here."""
+        return any(len(path) == self._depth for path in self._paths)
+
+    @property
+    def children(self) -> dict[int, TrieNode]:
+        """By the token that leads there."""
+        if self._children is None:
+            begun: dict[int, list[TokenSequence]] = {}
+            for path in self._paths:
+                if len(path) > self._depth:
+                    begun.setdefault(path[self._depth], []).append(path)
+            self._children = {token_id: TrieNode(paths, self._depth + 1) for token_id, paths in begun.items()}
+        return self._children
+
+    def allowed(self, eos_A: torch.Tensor) -> torch.Tensor:
+        """What may follow: the next tokens of its paths, and the end-of-sequence ids where a path ends."""
+        if self._allowed_A is None:
+            ends = eos_A.tolist() if self.is_end or not self.children else []
+            self._allowed_A = torch.from_numpy(id_array([*self.children, *ends])).to(eos_A.device)
+        return self._allowed_A
+
+
+class TrieCursor(Tracker):
+    """Where the output stands in the trie; None where it left it."""
+
+    __slots__ = ("_first", "_root", "node")
+
+    def __init__(self, root: TrieNode, num_prompt_tokens: int) -> None:
+        self._root = root
+        self._first = num_prompt_tokens
+        self.node: TrieNode | None = root
+
+    def follow(self, token_ids: Seq[int], start: int) -> None:
+        if start == 0:
+            self.node = self._root
+        for token_id in token_ids[max(start, self._first) :]:
+            self.node = None if self.node is None else self.node.children.get(token_id)
+
+    def copy(self) -> Self:
+        twin = type(self)(self._root, self._first)
+        twin.node = self.node
+        return twin
+
+
+class AllowedTrie(LogitsProcessor):
+    """`allowed_token_trie`, the declarative form of transformers' prefix_allowed_tokens_fn: every output is a path from
+    the root, and what follows a whole path is the end of the sequence. Forced as `AllowedTokens` are."""
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        self._rows, self._states = rows, states
+        self._cursors = [cast("TrieCursor", state.trackers[AllowedTrie]) for state in states]
+        self._eos = [torch.from_numpy(id_array(s.sequence.params.eos_token_ids)).to(device) for s in states]
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.allowed_token_trie is not None
+
+    @staticmethod
+    def prepare(params: SamplingParams) -> TrieNode:
+        return TrieNode(params.allowed_token_trie or ())
+
+    @staticmethod
+    def tracker(sequence: Sequence, prepared: object) -> TrieCursor:
+        return TrieCursor(cast("TrieNode", prepared), sequence.num_prompt_tokens)
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        allowed = [
+            eos_A if cursor.node is None else cursor.node.allowed(eos_A)
+            for cursor, eos_A in zip(self._cursors, self._eos, strict=True)
+        ]
+        _keep_only(scores_NV, self._rows, self._states, allowed)
+
+
+def _keep_only(scores_NV: torch.Tensor, rows: Seq[int], states: Seq[SamplingState], allowed: Seq[torch.Tensor]) -> None:
+    alive: set[int] = set()
+    dead: list[tuple[int, torch.Tensor, SamplingState]] = []
+    for row, ids_A, state in zip(rows, allowed, states, strict=True):
+        # Ascending, and seldom beyond the vocabulary: they are many, and looked through once a row.
+        kept_A = ids_A if len(ids_A) and ids_A[-1] < scores_NV.shape[1] else ids_A[ids_A < scores_NV.shape[1]]
+        only(scores_NV[row], kept_A)
+        if float(scores_NV[row].amax()) == -torch.inf:
+            dead.append((row, kept_A, state))
+        else:
+            alive.add(id(state.sequence.params))
+    for row, kept_A, state in dead:
+        # All sequences of a request hold the same options.
+        beams = state.sequence.params.beams
+        if beams is None or (beams.num_beam_groups == 1 and id(state.sequence.params) not in alive):
+            scores_NV[row, kept_A] = 0.0

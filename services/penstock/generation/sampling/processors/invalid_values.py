@@ -1,0 +1,34 @@
+"""Logits that are not numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.generation.sampling.processors.base import LogitsProcessor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.sampling.state import SamplingState
+
+
+class RemoveInvalidValues(LogitsProcessor):
+    """transformers' InfNanRemoveLogitsProcessor: a NaN becomes 0, an infinity the largest number of its sign."""
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        self._rows = rows
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.remove_invalid_values
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        for row in self._rows:
+            # None: the largest and the smallest number.
+            torch.nan_to_num_(scores_NV[row], nan=0.0, posinf=None, neginf=None)

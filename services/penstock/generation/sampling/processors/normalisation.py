@@ -1,0 +1,34 @@
+"""Scores that are log-probabilities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from penstock.generation.sampling.processors.base import LogitsProcessor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.sampling.state import SamplingState
+
+
+class Renormalize(LogitsProcessor):
+    """transformers' LogitNormalization: log_softmax. Runs after everything else."""
+
+    is_argmax_invariant: ClassVar[bool] = True
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        self._rows = rows
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.renormalize_logits
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        for row in self._rows:
+            scores_NV[row] = scores_NV[row].log_softmax(-1)

@@ -1,0 +1,61 @@
+"""Scores of some tokens of some rows, as places in the flattened scores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as Seq
+
+    import numpy.typing as npt
+
+
+def id_array(ids: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Distinct token ids, ascending."""
+    return np.unique(np.fromiter(ids, dtype=np.int64))
+
+
+class Places:
+    """Tokens of rows: (row, id) pairs, ids beyond the vocabulary left out.
+
+    A checkpoint may name ids beyond its output layer; they cannot be drawn in any case.
+    """
+
+    def __init__(self, rows: Seq[int], ids: Seq[npt.NDArray[np.int64]], device: torch.device) -> None:
+        """`ids[i]` are tokens of row `rows[i]`."""
+        self._rows_E = np.array(rows, dtype=np.int64).repeat([len(some) for some in ids])
+        self._ids_E = np.concatenate(ids) if ids else np.empty(0, dtype=np.int64)
+        self._device = device
+        # For the vocabulary of this many tokens; that never changes in a process.
+        self._vocab_size = 0
+        self._index_E = torch.empty(0, dtype=torch.int64)
+        self._kept_E: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+
+    def index(self, vocab_size: int) -> torch.Tensor:
+        """Places in the flattened scores."""
+        if vocab_size != self._vocab_size:
+            self._kept_E = self._ids_E < vocab_size
+            places_E = self._rows_E * vocab_size + self._ids_E
+            self._index_E = torch.from_numpy(places_E[self._kept_E]).to(self._device)
+            self._vocab_size = vocab_size
+        return self._index_E
+
+    def fill(self, scores_NV: torch.Tensor, value: float) -> None:
+        """Set every score."""
+        scores_NV.view(-1)[self.index(scores_NV.shape[1])] = value
+
+    def of(self, values_E: npt.NDArray[np.float32], vocab_size: int) -> torch.Tensor:
+        """The values (one per pair) of the places of `index`."""
+        self.index(vocab_size)
+        return torch.from_numpy(values_E[self._kept_E]).to(self._device)
+
+
+def only(scores_V: torch.Tensor, ids_A: torch.Tensor) -> None:
+    """Everything but these tokens of one row becomes -inf, in place."""
+    kept_A = scores_V[ids_A]
+    scores_V.fill_(-torch.inf)
+    scores_V[ids_A] = kept_A

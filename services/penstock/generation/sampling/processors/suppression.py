@@ -1,0 +1,68 @@
+"""Tokens that may not be drawn: ever, or as the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from penstock.generation.sampling.processors.base import LogitsProcessor
+from penstock.generation.sampling.processors.places import Places, id_array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import numpy.typing as npt
+    import torch
+
+    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.sampling.state import SamplingState
+
+
+class SuppressTokens(LogitsProcessor):
+    """transformers' SuppressTokensLogitsProcessor: -inf at every position."""
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        ids = [cast("npt.NDArray[np.int64]", state.plan.prepared[SuppressTokens]) for state in states]
+        self._places = Places(rows, ids, device)
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return bool(params.suppress_tokens)
+
+    @staticmethod
+    def prepare(params: SamplingParams) -> npt.NDArray[np.int64]:
+        return id_array(params.suppress_tokens)
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        self._places.fill(scores_NV, -np.inf)
+
+
+class BeginSuppressTokens(LogitsProcessor):
+    """transformers' SuppressTokensAtBeginLogitsProcessor: -inf for the first output token; where forced_bos makes the
+    second of a prompt of one token, for the second."""
+
+    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+        self._rows = rows
+        self._ids = [cast("npt.NDArray[np.int64]", state.plan.prepared[BeginSuppressTokens]) for state in states]
+        self._begin = [_begin(state) for state in states]
+        self._device = device
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return bool(params.begin_suppress_tokens)
+
+    @staticmethod
+    def prepare(params: SamplingParams) -> npt.NDArray[np.int64]:
+        return id_array(params.begin_suppress_tokens)
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        active = [place for place, row in enumerate(self._rows) if positions_N[row] == self._begin[place]]
+        if active:
+            rows, ids = [self._rows[place] for place in active], [self._ids[place] for place in active]
+            Places(rows, ids, self._device).fill(scores_NV, -np.inf)
+
+
+def _begin(state: SamplingState) -> int:
+    sequence = state.sequence
+    return int(sequence.num_prompt_tokens <= 1 and sequence.params.forced_bos_token_id is not None)

@@ -1,0 +1,74 @@
+"""Which tokens may follow, for the sequences of a step that have a grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Sequence as Seq
+
+    import numpy.typing as npt
+
+    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.sampling.params import SamplingParams
+
+# Byte -> what is added to the scores of its eight ids: 0 where the bit is set, else -inf.
+_BIAS_OF_BYTE = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+_BIAS_OF_BYTE = _BIAS_OF_BYTE.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Masks of R sequences. Valid until the next step."""
+
+    # (R, at least ceil(V / 32)): bit i % 32 of word i // 32 says that token i may follow. Contiguous.
+    words_RW: npt.NDArray[np.int32]
+    # seq_id -> row of `words_RW`.
+    row_of: Mapping[int, int]
+
+    def apply(self, scores_NV: torch.Tensor, sequences: Seq[Sequence]) -> None:
+        """Set scores to -inf, in place, where the sequence of a row may not go on with the token.
+
+        Where nothing that is allowed has a finite score, the grammar's word wins over whatever took it away: what is
+        allowed gets the score 0. In a beam search only when none of its beams can go on, which are all here then.
+        """
+        rows, masks = [], []
+        for row, sequence in enumerate(sequences):
+            mask = self.row_of.get(sequence.seq_id)
+            if mask is not None:
+                rows.append(row)
+                masks.append(mask)
+        if not rows:
+            return
+        bias_MV = self._bias(masks, scores_NV.shape[1]).to(scores_NV.device)
+        if len(rows) == len(sequences):
+            masked_MV = scores_NV.add_(bias_MV)
+        else:
+            index_M = torch.tensor(rows, dtype=torch.int64, device=scores_NV.device)
+            masked_MV = scores_NV[index_M].add_(bias_MV)
+            scores_NV[index_M] = masked_MV
+        highest_M = masked_MV.amax(dim=1).tolist()
+        if -np.inf in highest_M:
+            for place in _stuck([sequences[row].params for row in rows], highest_M):
+                scores_NV[rows[place]] = bias_MV[place]
+
+    def _bias(self, masks: list[int], vocab_size: int) -> torch.Tensor:
+        """(M, V) fp32 on the host: 0 or -inf."""
+        words_MW = self.words_RW if masks == list(range(len(self.words_RW))) else self.words_RW[masks]
+        bias_MB8 = np.take(_BIAS_OF_BYTE, words_MW.view(np.uint8), axis=0)
+        return torch.from_numpy(bias_MB8.reshape(len(masks), -1)[:, :vocab_size])
+
+
+def _stuck(options: list[SamplingParams], highest_M: list[float]) -> list[int]:
+    """Places of the rows that only the grammar's word brings on. All beams of a request hold the same options."""
+    alive = {id(params) for params, highest in zip(options, highest_M, strict=True) if highest > -np.inf}
+    return [
+        place
+        for place, (params, highest) in enumerate(zip(options, highest_M, strict=True))
+        if highest == -np.inf and (params.beams is None or params.beams.num_beam_groups > 1 or id(params) not in alive)
+    ]

@@ -1,0 +1,98 @@
+"""Compiled constraints without processes, and texts as tokens, for tests of the grammar package."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from penstock.common.checkpoint import demo_folder
+from penstock.generation.grammar.matching import new_matcher
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.grammar.state import CompiledGrammar, MatcherState
+from penstock.generation.grammar.tokenizer import GrammarTokenizer, words_of
+from penstock.generation.grammar.translate import to_lark
+from tokenizers import Tokenizer
+
+VOCAB_SIZE = 4096
+# <|im_end|> and <|endoftext|> of the demo tokenizer.
+EOS = (4089, 4087)
+
+
+@functools.cache
+def text_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
+
+
+@functools.cache
+def grammar_tokenizer(vocab_size: int = VOCAB_SIZE) -> GrammarTokenizer:
+    return GrammarTokenizer(demo_folder(), vocab_size)
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = text_tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def schema(document: Any) -> ConstraintSpec:
+    return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(document))
+
+
+def regex(text: str) -> ConstraintSpec:
+    return ConstraintSpec(ConstraintKind.REGEX, text)
+
+
+def lark(text: str) -> ConstraintSpec:
+    return ConstraintSpec(ConstraintKind.GRAMMAR, text)
+
+
+def choice(*values: str) -> ConstraintSpec:
+    return ConstraintSpec(ConstraintKind.CHOICE, choices=values)
+
+
+def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) -> CompiledGrammar:
+    """In this process and at once; the constraint must be a good one."""
+    tokenizer = tokenizer or grammar_tokenizer()
+    assert spec.kind is not None
+    matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
+    assert not matcher.is_error(), matcher.get_error()
+    return CompiledGrammar(matcher, tokenizer, spec.field)
+
+
+def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:
+    """The ids whose bits are set."""
+    words = np.zeros(words_of(vocab_size), dtype=np.int32)
+    state.fill_mask(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    assert not bits[vocab_size:].any()
+    return set(np.flatnonzero(bits).tolist())
+
+
+def accepts(grammar: CompiledGrammar, text: str) -> bool:
+    """Whether the whole text is an output: token by token, and complete at its end."""
+    state = grammar.start(EOS)
+    return all(state.advance(token_id) for token_id in ids_of(text)) and state.advance(EOS[0])
+
+
+def spellings(value: Any) -> Iterator[str]:
+    """JSON texts of a value: every order of its properties (a grammar has one), with and without escapes."""
+    for ordered in itertools.islice(_orders(value), 200):
+        for ensure_ascii in (False, True):
+            text = json.dumps(ordered, ensure_ascii=ensure_ascii)
+            if text.isprintable():
+                yield text
+
+
+def _orders(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for names in itertools.islice(itertools.permutations(value), 120):
+            for members in itertools.product(*(list(_orders(value[name])) for name in names)):
+                yield dict(zip(names, members, strict=True))
+    elif isinstance(value, list):
+        for items in itertools.product(*(list(_orders(item)) for item in value)):
+            yield list(items)
+    else:
+        yield value

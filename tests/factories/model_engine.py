@@ -1,0 +1,72 @@
+"""An engine over a real (tiny) model, and what a decoding mode has to keep whatever runs beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from factories.engine import Answer, collect, engine_config, run
+from penstock.generation.devices.registry import open_device
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.request import Request
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+from penstock.generation.runner.kv_cache import KVCachePool
+from penstock.generation.runner.model_runner import ModelRunner
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequences=64)
+
+
+def load_tiny(folder: Path) -> CausalLM:
+    """The checkpoint in fp32 on one thread."""
+    torch.set_num_threads(1)
+    device = open_device("cpu")
+    device.start(num_threads=1)
+    return load_model(folder, dtype="float32", device=device)
+
+
+def model_engine(model: CausalLM, config: EngineConfig = ROOMY) -> Engine:
+    """An engine on a pool of its own; what is read before it is written shows."""
+    geometry = (model.config.num_layers, config.num_blocks, config.block_size)
+    kv = KVCachePool(*geometry, model.config.num_kv_heads, model.config.head_dim, model.dtype, model.device)
+    for layer in range(model.config.num_layers):
+        kv.key(layer).fill_(float("nan"))
+        kv.value(layer).fill_(float("nan"))
+    return Engine(config, ModelRunner(model, kv), None)
+
+
+def answer_alone(model: CausalLM, item: Request) -> Answer:
+    """What the request gets from an idle engine."""
+    return run(model_engine(model), item)[item.request_id]
+
+
+def check_company(model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig) -> Engine:
+    """Every request gets what it gets alone, one joining per step, and again with whatever prefixes are cached then.
+
+    The engine is returned for its counters.
+    """
+    alone = {item.request_id: answer_alone(model, item).ids for item in make_requests()}
+    engine = model_engine(model, config)
+    answers: dict[str, Answer] = {}
+    for item in make_requests():
+        engine.add(item)
+        collect(answers, engine.step())
+        engine.check_integrity()
+    run(engine, answers=answers)
+    assert {name: answer.ids for name, answer in answers.items()} == alone
+    again = run(engine, *make_requests())
+    assert {name: answer.ids for name, answer in again.items()} == alone
+    assert engine.load().kv_blocks_used == 0
+    return engine
+
+
+def golden_cases(mode: str, options: Iterable[str]) -> list[Mapping[str, Any]]:
+    """The cases of a golden file whose keyword arguments are all among `options`."""
+    cases = json.loads((GOLDENS / f"{mode}.json").read_text(encoding="utf-8"))["cases"]
+    known = set(options)
+    return [case for case in cases if case["kwargs"].keys() <= known]

@@ -1,0 +1,212 @@
+"""Beam search against transformers' generate(): the same sequences in the same order with the same scores."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories.checkpoints import reference_model, tiny_checkpoint
+from factories.engine import Answer, engine_config, request, run
+from factories.model_engine import answer_alone, check_company, load_tiny, model_engine
+from penstock.generation.engine.request import FinishReason, Request
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.sampling.modes import BeamOptions, EarlyStopping
+from transformers import PreTrainedModel
+
+PROMPT = [17, 203, 44, 9, 118, 60, 7]
+# Not an end in any of these tests.
+PAD = 319
+EARLY = {EarlyStopping.FALSE: False, EarlyStopping.TRUE: True, EarlyStopping.NEVER: "never"}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=11)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> CausalLM:
+    return load_tiny(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return reference_model(folder)
+
+
+def generate(reference: PreTrainedModel, prompt: list[int], **options: Any) -> tuple[list[list[int]], list[float]]:
+    """What transformers returns: padded sequences without their prompt, and their scores."""
+    found = reference.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    return found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist()
+
+
+def check(answer: Answer, expected: tuple[list[list[int]], list[float]]) -> None:
+    assert answer.finished is not None
+    for ids, score, finish in zip(*expected, answer.finished.sequences, strict=True):
+        ours = answer.ids[finish.index]
+        assert ours + [PAD] * (len(ids) - len(ours)) == ids
+        assert finish.num_tokens == len(ours)
+        assert finish.cumulative_logprob == pytest.approx(score, rel=1e-6, abs=1e-4)
+
+
+@cache
+def met_ids(reference: PreTrainedModel) -> list[int]:
+    ids = generate(reference, PROMPT, num_beams=4, num_return_sequences=4, max_new_tokens=12, eos_token_id=None)[0]
+    return list(dict.fromkeys(itertools.chain.from_iterable(zip(*ids, strict=True))))
+
+
+def usual_ids(reference: PreTrainedModel, count: int) -> list[int]:
+    """Ids that a search meets: from its own answer without ends."""
+    return met_ids(reference)[2 : 2 + 3 * count : 3]
+
+
+SIZES = ((2, 1, 12), (4, 3, 20), (5, 5, 9), (4, 4, 1), (3, 2, 40), (6, 6, 16), (2, 2, 30))
+SETTINGS = list(itertools.product([0, 1, 3], EARLY, [-1.0, 0.0, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("turn", range(len(SETTINGS)))
+def test_sequences_and_scores_are_those_of_generate(model: CausalLM, reference: PreTrainedModel, turn: int) -> None:
+    num_eos, early, penalty = SETTINGS[turn]
+    eos = usual_ids(reference, num_eos)
+    for num_beams, count, max_new_tokens in (SIZES[turn % len(SIZES)], SIZES[(turn + 3) % len(SIZES)]):
+        expected = generate(
+            reference,
+            PROMPT,
+            num_beams=num_beams,
+            num_return_sequences=count,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos or None,
+            early_stopping=EARLY[early],
+            length_penalty=penalty,
+            repetition_penalty=1.2,
+        )
+        item = request(
+            PROMPT,
+            max_new_tokens=max_new_tokens,
+            num_return_sequences=count,
+            eos_token_ids=tuple(eos),
+            repetition_penalty=1.2,
+            beams=BeamOptions(num_beams, early_stopping=early, length_penalty=penalty),
+        )
+        check(answer_alone(model, item), expected)
+
+
+def test_more_end_ids_than_beams_leave_enough_to_go_on(model: CausalLM, reference: PreTrainedModel) -> None:
+    eos = [*usual_ids(reference, 6), *range(300, 310)]
+    expected = generate(reference, PROMPT, num_beams=3, num_return_sequences=3, max_new_tokens=15, eos_token_id=eos)
+    item = request(
+        PROMPT, max_new_tokens=15, num_return_sequences=3, eos_token_ids=tuple(eos), beams=BeamOptions(num_beams=3)
+    )
+    answer = answer_alone(model, item)
+    check(answer, expected)
+    assert answer.finished is not None
+    assert {one.reason for one in answer.finished.sequences} == {FinishReason.STOP_EOS}
+
+
+def test_min_new_tokens_keeps_beams_from_ending(model: CausalLM, reference: PreTrainedModel) -> None:
+    eos = usual_ids(reference, 4)
+    expected = generate(
+        reference, PROMPT, num_beams=4, num_return_sequences=4, max_new_tokens=15, min_new_tokens=9, eos_token_id=eos
+    )
+    item = request(
+        PROMPT,
+        max_new_tokens=15,
+        min_new_tokens=9,
+        num_return_sequences=4,
+        eos_token_ids=tuple(eos),
+        beams=BeamOptions(num_beams=4),
+    )
+    check(answer_alone(model, item), expected)
+
+
+def test_beam_sampling_draws_what_generate_draws(model: CausalLM, reference: PreTrainedModel) -> None:
+    """Their draws are not ours: the best sequences of many runs are compared as distributions."""
+    options: dict[str, Any] = {"max_new_tokens": 2, "num_return_sequences": 2, "temperature": 2.0, "top_k": 6}
+    runs = 400
+    engine = model_engine(model)
+    items = [request(PROMPT, do_sample=True, seed=seed, beams=BeamOptions(2), **options) for seed in range(runs)]
+    ours = Counter(tuple(map(tuple, answer.ids.values())) for answer in run(engine, *items).values())
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        # One row per run: transformers draws for each alone.
+        found = reference.generate(
+            torch.tensor([PROMPT] * runs), do_sample=True, num_beams=2, pad_token_id=PAD, eos_token_id=None, **options
+        )
+    pairs = found[:, len(PROMPT) :].view(runs, 2, 2).tolist()
+    theirs = Counter(tuple(map(tuple, pair)) for pair in pairs)
+    assert chi_square_p(ours, theirs) > 0.001
+
+
+def chi_square_p(one: Counter[Any], other: Counter[Any]) -> float:
+    """p-value of both being drawn from one distribution; what is seen fewer than 10 times is taken together."""
+    rare = [key for key in one | other if one[key] + other[key] < 10]
+    usual = [key for key in one | other if key not in rare]
+    rows = [(one[key], other[key]) for key in usual]
+    rows.append((sum(one[key] for key in rare), sum(other[key] for key in rare)))
+    rows = [row for row in rows if sum(row)]
+    assert len(rows) > 5
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in rows)
+    # Equal totals: the statistic has one degree of freedom less than there are rows.
+    return float(1.0 - torch.special.gammainc(torch.tensor((len(rows) - 1) / 2.0), torch.tensor(statistic / 2.0)))
+
+
+def test_every_beam_mode_gives_the_same_in_company_and_when_preempted(model: CausalLM) -> None:
+    def crowd() -> list[Request]:
+        phrases = (((40, 41),), ((50,), (51, 52)))
+        modes: list[dict[str, Any]] = [
+            {"beams": BeamOptions(4)},
+            {"beams": BeamOptions(3), "do_sample": True, "temperature": 1.5, "top_k": 20},
+            {"beams": BeamOptions(4, 2, 0.7)},
+            {"beams": BeamOptions(4, constraints=phrases)},
+            {"do_sample": True, "num_return_sequences": 3, "top_p": 0.9},
+        ]
+        penalties: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}]
+        return [
+            request([*PROMPT, number], request_id=f"{number}", max_new_tokens=14, seed=number, eos_token_ids=(1, 2, 3),
+                    **modes[number % 5], **penalties[number % 2])
+            for number in range(10)
+        ]  # fmt: skip
+
+    roomy = engine_config(num_blocks=200, max_batch_tokens=64)
+    tight = engine_config(num_blocks=44, block_size=3, max_batch_tokens=16, watermark=0.0)
+    assert check_company(model, crowd, roomy).stats.preemptions == 0
+    assert check_company(model, crowd, tight).stats.preemptions > 0
+
+
+def test_whether_any_beam_can_go_on_is_decided_by_all_of_them_even_after_a_preemption(model: CausalLM) -> None:
+    """A beam that ends with 10 is dead while another lives: what is allowed must not come in spite of that."""
+
+    def item() -> Request:
+        return request(
+            PROMPT,
+            max_new_tokens=8,
+            allowed_token_ids=frozenset({10, 11, 12}),
+            bad_words_ids=((10, 10), (10, 11), (10, 12)),
+            sequence_bias={(10,): 4.0},
+            beams=BeamOptions(6),
+            num_return_sequences=3,
+        )
+
+    alone = answer_alone(model, item()).ids
+    assert not any(10 in ids[:-1] for ids in alone.values())
+    # Few tokens a step: beams that are computed again do not all get there at once.
+    config = engine_config(num_blocks=20, max_batch_tokens=9, max_running_sequences=8, prefix_cache=False)
+    preemptions = 0
+    for length in range(20, 48, 3):
+        engine = model_engine(model, config)
+        first, second = request([3] * length, max_new_tokens=30), item()
+        assert run(engine, first, second)[second.request_id].ids == alone
+        preemptions += engine.stats.preemptions
+    assert preemptions

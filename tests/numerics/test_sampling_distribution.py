@@ -1,0 +1,129 @@
+"""Draws against exact probabilities by chi-square at fixed seeds: sampling, and Gumbel top-k without replacement."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from factories.sequences import params, sequence
+from penstock.generation.engine.draw import DrawKind, DrawSpec
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
+from penstock.generation.sampling.params import derive_seed
+from penstock.generation.sampling.sampler import Sampler
+from torch import Tensor
+
+CPU = torch.device("cpu")
+DRAWS = 10_000
+AT_A_TIME = 2000
+torch.set_num_threads(1)
+
+
+def logits(vocab: int, seed: int, scale: float = 2.0) -> Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def assert_chi_square(observed: Tensor, expected: Tensor) -> None:
+    """p > 0.001; cells of fewer than 8 expected draws are pooled. Wilson-Hilferty's normal approximation."""
+    large = expected >= 8
+    observed = torch.cat([observed[large], observed[~large].sum()[None]])
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    kept = expected > 0
+    statistic = float(((observed - expected) ** 2 / expected)[kept].sum())
+    freedom = int(kept.sum()) - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert z < 3.09
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.5},
+    {"top_k": 30},
+    {"top_p": 0.85},
+    {"typical_p": 0.7},
+    {"top_h": 0.8},
+    {"epsilon_cutoff": 0.004},
+    {"eta_cutoff": 0.01},
+    {"watermark": WatermarkOptions()},
+    {"watermark": WatermarkOptions(seeding_scheme="selfhash"), "top_k": 50},
+    {"renormalize_logits": True, "min_p": 0.02},
+    {"repetition_penalty": 1.4, "bad_words_ids": ((5, 3), (9,)), "sequence_bias": {(4, 5, 7): 2.0}, "top_p": 0.95},
+    {"allowed_token_ids": frozenset(range(20)), "temperature": 0.6},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tokens_are_drawn_with_the_processed_probabilities(options: dict[str, Any]) -> None:
+    given_V = logits(300, 11)
+    one = sequence([4, 5], params(do_sample=True, **options))
+    probs_V = Sampler(CPU).processed_scores(given_V[None], [one])[0].double().softmax(-1)
+    observed_V = torch.zeros(300, dtype=torch.float64)
+    for first in range(0, DRAWS, AT_A_TIME):
+        batch = [
+            sequence([4, 5], params(do_sample=True, seed=derive_seed(21, first + place), **options), seq_id=place)
+            for place in range(AT_A_TIME)
+        ]
+        tokens = Sampler(CPU).sample(given_V.repeat(AT_A_TIME, 1), batch)
+        observed_V += torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=300)
+    assert observed_V[probs_V == 0].sum() == 0
+    assert_chi_square(observed_V, probs_V * DRAWS)
+
+
+def beam(seed: int, slot: int, seq_id: int, count: int, **options: Any) -> Sequence:
+    one = sequence([4, 5], params(do_sample=True, beams=BeamOptions(2), seed=seed, **options), seq_id=seq_id)
+    one.draw = DrawSpec(DrawKind.CANDIDATES, count, log_softmax=True, gumbel_slot=slot)
+    return one
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 4}], ids=str)
+def test_the_best_keys_of_two_beams_are_draws_without_replacement(options: dict[str, Any]) -> None:
+    """As transformers' beam sampling: multinomial over the flattened scores of the beams, here three of 2 x 6."""
+    vocab, offsets = 6, torch.tensor([-0.4, -1.1])
+    given_2V = torch.stack([logits(vocab, 1, 1.0), logits(vocab, 2, 1.0)])
+    pair = [beam(0, slot, slot, vocab, **options) for slot in range(2)]
+    flat = (Sampler(CPU).processed_scores(given_2V, pair) + offsets[:, None]).flatten().double().softmax(-1).tolist()
+    counts: dict[tuple[int, ...], int] = {}
+    for first in range(0, DRAWS, AT_A_TIME):
+        batch = [
+            beam(derive_seed(5, first + place), slot, 2 * place + slot, vocab, **options)
+            for place in range(AT_A_TIME)
+            for slot in range(2)
+        ]
+        found = [token.candidates for token in Sampler(CPU).sample(given_2V.repeat(AT_A_TIME, 1), batch)]
+        for place in range(0, len(found), 2):
+            keys = []
+            for slot, one in enumerate(found[place : place + 2]):
+                assert one is not None
+                keys += [
+                    (key + float(offsets[slot]), slot * vocab + token_id)
+                    for key, token_id in zip(one.keys, one.token_ids, strict=True)
+                ]
+            drawn = tuple(token_id for _, token_id in sorted(keys, reverse=True)[:3])
+            counts[drawn] = counts.get(drawn, 0) + 1
+    orders = list(itertools.permutations([place for place, prob in enumerate(flat) if prob > 0], 3))
+    expected = [flat[a] * flat[b] / (1 - flat[a]) * flat[c] / (1 - flat[a] - flat[b]) for a, b, c in orders]
+    assert sum(expected) == pytest.approx(1.0)
+    assert counts.keys() <= set(orders)
+    observed = torch.tensor([counts.get(order, 0) for order in orders], dtype=torch.float64)
+    assert_chi_square(observed, torch.tensor(expected, dtype=torch.float64) * DRAWS)
+
+
+def test_slots_and_positions_draw_independently() -> None:
+    """The pair of first tokens of two slots has the product of their probabilities."""
+    vocab, given_V = 5, logits(5, 3, 1.0)
+    probs_V = given_V.double().softmax(-1)
+    observed = torch.zeros(vocab, vocab, dtype=torch.float64)
+    for first in range(0, DRAWS, AT_A_TIME):
+        batch = [
+            beam(derive_seed(9, first + place), slot, 2 * place + slot, 1)
+            for place in range(AT_A_TIME)
+            for slot in range(2)
+        ]
+        tokens = Sampler(CPU).sample(given_V.repeat(2 * AT_A_TIME, 1), batch)
+        best = [token.candidates.token_ids[0] for token in tokens if token.candidates is not None]
+        for left, right in zip(best[::2], best[1::2], strict=True):
+            observed[left, right] += 1
+    assert_chi_square(observed.flatten(), (probs_V[:, None] * probs_V).flatten() * DRAWS)

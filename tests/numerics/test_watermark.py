@@ -1,0 +1,97 @@
+"""The watermark end to end: what is drawn under it is what the detectors, transformers' and ours, agree to find."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from factories.sequences import params, sequence
+from penstock.generation.sampling.green_lists import green_bits, is_green
+from penstock.generation.sampling.modes import WatermarkOptions
+from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.watermark import WatermarkDetector
+from transformers import LlamaConfig, WatermarkingConfig
+from transformers import WatermarkDetector as ReferenceDetector
+from transformers.generation.logits_process import WatermarkLogitsProcessor
+
+CPU = torch.device("cpu")
+VOCAB = 1009
+torch.set_num_threads(1)
+SCHEMES = [
+    WatermarkOptions(bias=4.0),
+    WatermarkOptions(0.5, 3.0, 12345, "lefthash", 1),
+    WatermarkOptions(0.25, 5.0, 15485863, "selfhash", 1),
+    WatermarkOptions(0.4, 5.0, 99_999_999_977, "selfhash", 3),
+]
+
+
+def reference_config(options: WatermarkOptions) -> WatermarkingConfig:
+    return WatermarkingConfig(
+        options.greenlist_ratio, options.bias, options.hashing_key, options.seeding_scheme, options.context_width
+    )
+
+
+def generate(options: WatermarkOptions | None, seed: int, length: int) -> list[int]:
+    """Output of a model of random logits."""
+    one = sequence([5, 6, 7], params(do_sample=True, top_k=60, seed=seed, watermark=options))
+    sampler = Sampler(CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(length):
+        one.append(sampler.sample(torch.randn(1, VOCAB, generator=generator) * 2, [one])[0].token_id)
+    return one.output_token_ids
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 151_936])
+@pytest.mark.parametrize("options", SCHEMES, ids=str)
+def test_green_lists_are_those_of_transformers(options: WatermarkOptions, vocab_size: int) -> None:
+    rng = random.Random(3)
+    reference = WatermarkLogitsProcessor(
+        vocab_size,
+        "cpu",
+        options.greenlist_ratio,
+        options.bias,
+        options.hashing_key,
+        options.seeding_scheme,
+        options.context_width,
+    )
+    for _ in range(4):
+        context = [rng.randrange(vocab_size) for _ in range(3)]
+        expected = set(reference._get_greenlist_ids(torch.tensor(context)).tolist())
+        probed = [*rng.sample(range(vocab_size), 20), *list(expected)[:20]]
+        assert [is_green(vocab_size, options, context, i) for i in probed] == [i in expected for i in probed]
+        bits = green_bits(vocab_size, options, context)
+        assert sum(byte.bit_count() for byte in bits.tolist()) == len(expected)
+
+
+@pytest.mark.parametrize("ignore_repeated", [False, True])
+@pytest.mark.parametrize("options", SCHEMES, ids=str)
+def test_evidence_is_that_of_transformers(options: WatermarkOptions, ignore_repeated: bool) -> None:
+    reference = ReferenceDetector(
+        LlamaConfig(vocab_size=VOCAB, bos_token_id=1), "cpu", reference_config(options), ignore_repeated
+    )
+    detector = WatermarkDetector(options, VOCAB, bos_token_id=1, ignore_repeated_ngrams=ignore_repeated)
+    texts = [generate(options, 1, 40), generate(None, 2, 40), [1, *generate(options, 3, 12)], [8, 9] * 10]
+    for text in texts:
+        expected = reference(torch.tensor([text]), return_dict=True)
+        found = detector.detect(text)
+        assert found.num_tokens_scored == expected.num_tokens_scored[0]
+        assert found.num_green_tokens == expected.num_green_tokens[0]
+        assert found.green_fraction == pytest.approx(expected.green_fraction[0])
+        assert found.z_score == pytest.approx(expected.z_score[0])
+        assert found.p_value == pytest.approx(expected.p_value[0])
+        assert found.prediction == expected.prediction[0]
+        assert found.confidence == pytest.approx(expected.confidence[0])
+
+
+@pytest.mark.parametrize("options", SCHEMES, ids=str)
+def test_marked_text_is_found_and_unmarked_text_is_not(options: WatermarkOptions) -> None:
+    detector = WatermarkDetector(options, VOCAB)
+    assert detector.detect(generate(options, 5, 80)).prediction
+    assert not detector.detect(generate(None, 5, 80)).prediction
+
+
+def test_too_few_tokens_are_an_error() -> None:
+    detector = WatermarkDetector(WatermarkOptions(context_width=2), VOCAB, bos_token_id=1)
+    with pytest.raises(ValueError, match="too few"):
+        detector.detect([1, 5, 6])

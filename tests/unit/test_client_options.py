@@ -1,0 +1,244 @@
+"""Keyword options of the Python client: transformers' names and types in, the wire's fields out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import json_format
+from penstock.v1 import config_pb2, text_pb2
+from penstock_client import GenerationOptions
+from penstock_client._options import chat_request, check_options, generate_request
+from transformers import WatermarkingConfig
+
+
+def request_of(**options: Any) -> text_pb2.GenerateTextRequest:
+    return generate_request("Hello", options)
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """Fields by their own names, floats as they were written."""
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+CONFIG: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_new_tokens": 5, "min_length": 0}, {"max_new_tokens": 5, "min_length": 0}),
+    ({"num_beams": 4, "length_penalty": 0.5}, {"num_beams": 4, "length_penalty": 0.5}),
+    ({"early_stopping": True}, {"early_stopping": "EARLY_STOPPING_TRUE"}),
+    ({"early_stopping": False}, {"early_stopping": "EARLY_STOPPING_FALSE"}),
+    ({"early_stopping": "never"}, {"early_stopping": "EARLY_STOPPING_NEVER"}),
+    (
+        {"num_assistant_tokens_schedule": "heuristic"},
+        {"num_assistant_tokens_schedule": "ASSISTANT_TOKENS_SCHEDULE_HEURISTIC"},
+    ),
+    ({"dola_layers": "low"}, {"dola_layers": {"preset": "low"}}),
+    ({"dola_layers": [2, 4]}, {"dola_layers": {"indices": {"indices": [2, 4]}}}),
+    ({"dola_layers": []}, {"dola_layers": {"indices": {}}}),
+    ({"negative_prompt": "no"}, {"negative_prompt_text": "no"}),
+    ({"negative_prompt": [1, 2]}, {"negative_prompt_ids": {"ids": [1, 2]}}),
+    ({"negative_prompt_ids": [1]}, {"negative_prompt_ids": {"ids": [1]}}),
+    ({"bad_words_ids": [[1], [2, 3]]}, {"bad_words_ids": [{"ids": [1]}, {"ids": [2, 3]}]}),
+    (
+        {"force_words_ids": [[1, 2], [[3], [4, 5]]]},
+        {
+            "force_words_ids": [
+                {"alternatives": [{"ids": [1, 2]}]},
+                {"alternatives": [{"ids": [3]}, {"ids": [4, 5]}]},
+            ]
+        },
+    ),
+    (
+        {"constraints": [[1, 2], [[3], [4]]]},
+        {
+            "constraints": [
+                {"phrasal": {"ids": [1, 2]}},
+                {"disjunctive": {"alternatives": [{"ids": [3]}, {"ids": [4]}]}},
+            ]
+        },
+    ),
+    ({"forced_eos_token_id": 7}, {"forced_eos_token_id": [7]}),
+    ({"forced_eos_token_id": [7, 8]}, {"forced_eos_token_id": [7, 8]}),
+    (
+        {"exponential_decay_length_penalty": (5, 1.5)},
+        {"exponential_decay_length_penalty": {"start_index": 5, "decay_factor": 1.5}},
+    ),
+    ({"suppress_tokens": (1, 2)}, {"suppress_tokens": [1, 2]}),
+    (
+        {"sequence_bias": {(1, 2): -0.5, (3,): 2}},
+        {"sequence_bias": [{"token_ids": [1, 2], "bias": -0.5}, {"token_ids": [3], "bias": 2.0}]},
+    ),
+    ({"sequence_bias": [[[1, 2], -0.5]]}, {"sequence_bias": [{"token_ids": [1, 2], "bias": -0.5}]}),
+    (
+        {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}},
+        {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"}},
+    ),
+    (
+        {"watermarking_config": WatermarkingConfig(greenlist_ratio=0.5)},
+        {
+            "watermarking_config": {
+                "greenlist_ratio": 0.5,
+                "bias": 2.0,
+                "hashing_key": "15485863",
+                "seeding_scheme": "lefthash",
+                "context_width": 1,
+            }
+        },
+    ),
+    ({"logit_bias": {3: -1.5}}, {"logit_bias": {"3": -1.5}}),
+    ({"allowed_token_ids": range(3)}, {"allowed_token_ids": [0, 1, 2]}),
+    ({"allowed_token_trie": [[1, 2], [3]]}, {"allowed_token_trie": {"sequences": [{"ids": [1, 2]}, {"ids": [3]}]}}),
+    ({"temperature": 0.0, "top_k": 0, "do_sample": False}, {"temperature": 0.0, "top_k": 0, "do_sample": False}),
+    ({"temperature": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("options", "config"), CONFIG, ids=lambda value: str(value)[:50])
+def test_a_value_of_transformers_becomes_the_wires(options: dict[str, Any], config: dict[str, Any]) -> None:
+    assert as_dict(request_of(**options).config) == config
+
+
+def test_transformers_own_constraints_are_taken() -> None:
+    class PhrasalConstraint:
+        token_ids = (1, 2)
+
+    assert as_dict(request_of(constraints=[PhrasalConstraint()]).config) == {
+        "constraints": [{"phrasal": {"ids": [1, 2]}}]
+    }
+
+
+def test_every_field_has_a_keyword_and_every_keyword_a_field() -> None:
+    keywords = set(GenerationOptions.__annotations__)
+    for message, renamed in (
+        (config_pb2.GenerationConfig, {"negative_prompt_text"}),
+        (config_pb2.StopConfig, set()),
+        (config_pb2.OutputConfig, set()),
+        (config_pb2.Constraint, set()),
+    ):
+        fields = {field.name for field in message.DESCRIPTOR.fields}
+        assert fields - keywords == renamed
+        keywords -= fields
+    assert keywords == {
+        "negative_prompt", "config", "model", "adapter", "request_id", "session_id", "priority", "cache_salt",
+        "add_special_tokens", "add_generation_prompt", "continue_final_message",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        ({"json_schema": '{"type": "object"}'}, {"json_schema": '{"type": "object"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": 'start: "x"'}, {"grammar": 'start: "x"'}),
+        ({"choice": ["yes", "no"]}, {"choice": {"values": ["yes", "no"]}}),
+    ],
+)
+def test_structured_output_is_a_keyword(options: dict[str, Any], constraint: dict[str, Any]) -> None:
+    assert as_dict(request_of(**options).constraint) == constraint
+    assert as_dict(chat_request("Hello", (), (), None, options).constraint) == constraint
+    assert not request_of(regex=None).HasField("constraint")
+
+
+def test_a_schema_may_be_a_mapping() -> None:
+    schema = {"type": "object", "properties": {"näme": {"type": "string"}}}
+    assert json.loads(request_of(json_schema=schema).constraint.json_schema) == schema
+
+
+def test_two_kinds_of_structured_output_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="'regex' and 'choice'"):
+        request_of(regex="a", choice=["b"])
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "value"),
+    [
+        (ValueError, "early_stopping", "always"),
+        (ValueError, "early_stopping", 1),
+        (ValueError, "num_assistant_tokens_schedule", "sometimes"),
+        (ValueError, "bad_words_ids", []),
+        (ValueError, "force_words_ids", []),
+        (ValueError, "sequence_bias", {}),
+        (ValueError, "max_new_tokens", -1),
+        (ValueError, "exponential_decay_length_penalty", (1,)),
+        (TypeError, "num_beams", "four"),
+        (TypeError, "bad_words_ids", ["word"]),
+        (TypeError, "bad_words_ids", [1]),
+        (TypeError, "suppress_tokens", ["x"]),
+        (ValueError, "watermarking_config", {"ngram_len": 5}),
+        (TypeError, "choice", "yes"),
+        (TypeError, "num_beeps", 3),
+    ],
+)
+def test_a_wrong_option_is_named(error: type[Exception], name: str, value: Any) -> None:
+    with pytest.raises(error, match=name):
+        request_of(**{name: value})
+
+
+def test_outputs_and_stops() -> None:
+    request = request_of(
+        output_scores=True, scores_top_k=5, tensor_steps=[0, 2], stop_strings="end", stop_token_ids=[1, [2, 3]]
+    )
+    assert as_dict(request.output) == {"output_scores": True, "scores_top_k": 5, "tensor_steps": [0, 2]}
+    assert as_dict(request.stop) == {"stop_strings": ["end"], "stop_token_ids": [{"ids": [1]}, {"ids": [2, 3]}]}
+
+
+def test_keywords_go_over_the_config_that_is_given() -> None:
+    config = config_pb2.GenerationConfig(top_k=5, top_p=0.5)
+    assert as_dict(request_of(config=config, top_k=3).config) == {"top_k": 3, "top_p": 0.5}
+
+
+def test_options_of_one_method_only() -> None:
+    assert request_of(add_special_tokens=False).HasField("add_special_tokens")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    chat = chat_request("Hello", (), (), None, options)
+    assert (chat.HasField("add_generation_prompt"), chat.continue_final_message) == (True, True)
+    check_options(continue_final_message=True)
+    check_options(add_special_tokens=False)
+    with pytest.raises(TypeError, match="'continue_final_message': is for chat only"):
+        request_of(continue_final_message=True)
+    with pytest.raises(TypeError, match="'add_special_tokens': is for generate only"):
+        chat_request("Hello", (), (), None, {"add_special_tokens": True})
+
+
+@pytest.mark.parametrize("kind", [text_pb2.GenerateTextRequest, text_pb2.ChatRequest])
+def test_every_scalar_of_a_request_is_an_option(kind: Any) -> None:
+    scalars = {field.name for field in kind.DESCRIPTOR.fields if field.message_type is None}
+    assert scalars - {"text"} <= set(GenerationOptions.__annotations__)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_token_ids": 1.5},
+        {"top_logprobs": "x"},
+        {"tensor_steps": 3},
+        {"priority": "high"},
+        {"regex": 5},
+        {"seed": -1},
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused_by_the_options_name(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises((TypeError, ValueError), match=f"option '{name}'"):
+        request_of(**options)
+
+
+def test_one_stop_token_is_no_list() -> None:
+    assert as_dict(request_of(stop_token_ids=5))["stop"] == {"stop_token_ids": [{"ids": [5]}]}
+
+
+def test_a_logit_bias_may_have_openais_keys() -> None:
+    """JSON, and so `penstock complete --option`, knows text as keys only."""
+    assert request_of(logit_bias={"5": 1.0, 6: -1.0}).config.logit_bias == {5: 1.0, 6: -1.0}
+    with pytest.raises(ValueError, match="option 'logit_bias'"):
+        request_of(logit_bias={"five": 1.0})
+
+
+def test_numpys_numbers_are_ids() -> None:
+    five = np.int64(5)
+    config = request_of(force_words_ids=[[five]], forced_eos_token_id=five, stop_token_ids=[five]).config
+    assert [list(entry.ids) for entry in config.force_words_ids[0].alternatives] == [[5]]
+    assert list(config.forced_eos_token_id) == [5]
+    assert request_of(stop_token_ids=[five]) == request_of(stop_token_ids=five) == request_of(stop_token_ids=[5])

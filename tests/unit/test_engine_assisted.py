@@ -1,0 +1,299 @@
+"""Assisted generation changes nothing but the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import pytest
+from factories.engine import Answer, FakeDrafter, FakeRunner, collect, engine_config, make_engine, request, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.common.token_bytes import TokenBytes
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.request import FinishReason
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.step import SampledToken
+from penstock.generation.sampling.modes import AssistanceOptions, AssistantSchedule
+
+# Few tokens, so that lookups are often right and stop conditions are met.
+VOCABULARY = 4
+TEXT = TokenBytes({token: bytes([97 + token]) for token in range(VOCABULARY)}, special=[])
+LOOKUP = AssistanceOptions(prompt_lookup_num_tokens=6, max_matching_ngram_size=2)
+MODEL = AssistanceOptions(num_assistant_tokens=5, confidence_threshold=0.0)
+ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000, max_draft_rows=200)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of a request without assistance."""
+    head = draw(st.sampled_from([[], [1, 2, 3] * 3, [1] * 17]))
+    return {
+        "prompt": head + draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)),
+        "max_new_tokens": draw(st.integers(1, 24)),
+        "num_return_sequences": draw(st.sampled_from([1, 1, 1, 2, 4])),
+        "do_sample": draw(st.booleans()),
+        "seed": draw(st.integers(0, 3)),
+        "eos_token_ids": draw(st.sampled_from([(), (3,)])),
+        "ignore_eos": draw(st.booleans()),
+        "stop_strings": draw(st.sampled_from([(), ("abca",), ("bb", "cab")])),
+        "stop_token_ids": draw(st.sampled_from([(), ((2, 1, 0),)])),
+        "top_logprobs": draw(st.sampled_from([None, 0, 2])),
+        "priority": draw(st.integers(0, 2)),
+    }
+
+
+assistances = st.one_of(
+    st.builds(
+        AssistanceOptions,
+        prompt_lookup_num_tokens=st.integers(1, 9),
+        max_matching_ngram_size=st.integers(1, 3),
+    ),
+    st.builds(
+        AssistanceOptions,
+        num_assistant_tokens=st.integers(1, 9),
+        schedule=st.sampled_from(AssistantSchedule),
+    ),
+)
+configs = st.builds(
+    engine_config,
+    num_blocks=st.integers(50, 90),
+    block_size=st.integers(1, 6),
+    max_running_sequences=st.integers(4, 9),
+    max_batch_tokens=st.integers(9, 40),
+    max_draft_rows=st.integers(0, 30),
+    prefix_cache=st.booleans(),
+    watermark=st.sampled_from([0.0, 0.1]),
+)
+drafters = st.builds(
+    FakeDrafter,
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    vocab_size=st.just(VOCABULARY),
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+)
+
+
+def engine_of(config: Any = ROOMY, **kwargs: Any) -> tuple[Engine, FakeRunner]:
+    return make_engine(config, vocab_size=VOCABULARY, stop_text=TEXT, **kwargs)
+
+
+def alone(spec: dict[str, Any]) -> Answer:
+    item = request(**spec)
+    return run(engine_of()[0], item)[item.request_id]
+
+
+def fits(config: Any, spec: dict[str, Any]) -> bool:
+    count = spec["num_return_sequences"]
+    return bool(config.blocks_needed(len(spec["prompt"]), spec["max_new_tokens"], count) <= config.num_blocks)
+
+
+def words(answer: Answer) -> list[Any]:
+    """All that a caller is told, but how it is cut into deltas."""
+    assert answer.finished is not None
+    logprobs = [[entry for delta in answer.deltas if delta.index == i for entry in delta.logprobs] for i in range(4)]
+    # Sums of the same numbers in the same order.
+    return [answer.ids, logprobs, answer.finished.sequences, answer.finished.completion_tokens]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    drawn=st.lists(st.tuples(specs(), st.none() | assistances), min_size=1, max_size=7),
+    config=configs,
+    drafter=drafters,
+    data=st.data(),
+)
+def test_assisted_requests_get_exactly_what_they_get_unassisted(
+    drawn: list[tuple[dict[str, Any], AssistanceOptions | None]], config: Any, drafter: FakeDrafter, data: st.DataObject
+) -> None:
+    engine, _ = engine_of(config, drafter=drafter)
+    answers: dict[str, Answer] = {}
+    submitted = []
+    for spec, assistance in drawn:
+        if fits(config, spec):
+            item = request(**spec, assistance=assistance)
+            engine.add(item)
+            submitted.append((spec, item))
+        for _ in range(data.draw(st.integers(0, 4))):
+            collect(answers, engine.step())
+            engine.check_integrity()
+    run(engine, answers=answers)
+    for spec, item in submitted:
+        assert words(answers[item.request_id]) == words(alone(spec))
+    assert engine.load().kv_blocks_used == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(spec=specs(), assistance=assistances, drafter=drafters, moment=st.integers(0, 12))
+def test_an_aborted_request_has_counted_no_draft_as_output(
+    spec: dict[str, Any], assistance: AssistanceOptions, drafter: FakeDrafter, moment: int
+) -> None:
+    engine, _ = engine_of(drafter=drafter)
+    item = request(**spec, assistance=assistance)
+    answers: dict[str, Answer] = {}
+    engine.add(item)
+    for _ in range(moment):
+        collect(answers, engine.step())
+    engine.abort(item.request_id)
+    run(engine, answers=answers)
+    answer = answers[item.request_id]
+    assert answer.finished is not None
+    assert {end.index: end.num_tokens for end in answer.finished.sequences} == {
+        end.index: len(answer.ids.get(end.index, [])) for end in answer.finished.sequences
+    }
+
+
+def test_right_drafts_save_steps_and_are_counted() -> None:
+    drafter = FakeDrafter(1.0)
+    engine, runner = make_engine(drafter=drafter)
+    item = request([1, 2, 3], max_new_tokens=19, assistance=MODEL)
+    finished = run(engine, item)[item.request_id].finished
+    assert finished is not None
+    # The prompt's draw, then 6 tokens a step: 5 drafts and the token after them.
+    assert [step.num_tokens for step in runner.steps] == [3, 6, 6, 6]
+    assert (finished.accepted_draft_tokens, finished.rejected_draft_tokens) == (15, 0)
+    assert engine.stats.accepted_draft_tokens == 15
+
+
+def test_wrong_drafts_cost_no_step_and_are_counted() -> None:
+    engine, runner = make_engine(drafter=FakeDrafter(0.0))
+    item = request([1, 2, 3], max_new_tokens=4, assistance=MODEL)
+    finished = run(engine, item)[item.request_id].finished
+    assert finished is not None
+    # Never more drafts than the length limit leaves a use for.
+    assert [step.num_tokens for step in runner.steps] == [3, 3, 2, 1]
+    assert (finished.accepted_draft_tokens, finished.rejected_draft_tokens) == (0, 3)
+
+
+def test_a_prompt_lookup_continues_a_repetition() -> None:
+    engine, runner = make_engine(script=dict(enumerate([7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9])))
+    item = request([1, 7, 8, 9, 7, 8, 9], max_new_tokens=12, assistance=LOOKUP)
+    answer = run(engine, item)[item.request_id]
+    assert answer.ids[0] == [7, 8, 9] * 4
+    assert len(runner.steps) < 6
+    assert answer.finished is not None
+    assert answer.finished.accepted_draft_tokens > 6
+
+
+@pytest.mark.parametrize("schedule", list(AssistantSchedule))
+def test_the_number_of_drafts_follows_the_schedule(schedule: AssistantSchedule) -> None:
+    options = AssistanceOptions(num_assistant_tokens=4, schedule=schedule)
+    good, bad = FakeDrafter(1.0), FakeDrafter(0.0)
+    for drafter, expected in ((good, [4, 6, 8, 10]), (bad, [4, 3, 2, 1, 1])):
+        engine, _ = make_engine(ROOMY, drafter=drafter)
+        run(engine, request([1, 2], max_new_tokens=60, assistance=options))
+        asked = [call[0].num_tokens for call in drafter.calls[: len(expected)]]
+        assert asked == ([4] * len(expected) if schedule is AssistantSchedule.CONSTANT else expected)
+
+
+def test_drafts_fill_a_step_up_to_its_bound_and_end_where_it_is_full() -> None:
+    config = engine_config(max_draft_rows=10, num_blocks=300, max_batch_tokens=200)
+    for count, expected in ((1, 6), (2, 10), (4, 10), (10, 10), (12, 12)):
+        engine, runner = make_engine(config, drafter=FakeDrafter(0.0))
+        run(engine, *(request([number], max_new_tokens=30, assistance=MODEL) for number in range(count)))
+        assert runner.steps[5].num_tokens == expected
+
+
+def test_lookup_drafts_that_a_step_has_no_room_for_wait_for_the_next() -> None:
+    script = dict(enumerate([7, 8] * 12))
+    engine, runner = make_engine(engine_config(max_draft_rows=3), script=script)
+    item = request([7, 8, 7, 8], max_new_tokens=24, assistance=LOOKUP)
+    answer = run(engine, item)[item.request_id]
+    assert answer.ids[0] == [7, 8] * 12
+    assert max(step.num_tokens for step in runner.steps[1:]) == 3
+    assert answer.finished is not None
+    assert answer.finished.rejected_draft_tokens == 0
+
+
+def test_nobody_gives_way_for_a_draft() -> None:
+    """Two requests that fit the pool exactly, but not with drafts beyond what they will keep."""
+    config = engine_config(num_blocks=12, block_size=1, watermark=0.0)
+    engine, _ = make_engine(config, drafter=FakeDrafter(0.0))
+    run(engine, *(request([number, 1], max_new_tokens=5, assistance=MODEL) for number in (0, 1)))
+    assert engine.stats.preemptions == 0
+
+
+def test_the_drafter_hears_of_every_sequence_that_is_gone() -> None:
+    drafter = FakeDrafter(0.5)
+    engine, _ = make_engine(drafter=drafter)
+    run(engine, request([1], max_new_tokens=5, num_return_sequences=3, do_sample=True, assistance=MODEL))
+    run(engine, request([2], max_new_tokens=2))
+    assert {order.sequence.seq_id for call in drafter.calls for order in call} <= set(drafter.released)
+
+
+def test_max_time_ends_a_request_with_drafts_at_its_last_token() -> None:
+    now = [0.0]
+    engine, _ = make_engine(drafter=FakeDrafter(1.0), clock=lambda: now[0])
+    item = request([1, 2], max_new_tokens=60, max_time=1.0, assistance=MODEL)
+    answers: dict[str, Answer] = {}
+    engine.add(item)
+    for _ in range(4):
+        collect(answers, engine.step())
+    now[0] = 2.0
+    run(engine, answers=answers)
+    answer = answers[item.request_id]
+    assert answer.finished is not None
+    end = answer.finished.sequences[0]
+    assert end.reason is FinishReason.MAX_TIME
+    assert end.num_tokens == len(answer.ids[0])
+
+
+class Alternating:
+    """A grammar in which even and odd tokens take turns, and `length` tokens are complete."""
+
+    def __init__(self, length: int, taken: int = 0, parity: int = 0) -> None:
+        self.length, self.taken, self.parity = length, taken, parity
+
+    def start(self, eos_token_ids: tuple[int, ...]) -> Alternating:
+        return Alternating(self.length)
+
+    @property
+    def is_done(self) -> bool:
+        return self.taken == self.length
+
+    def advance(self, token_id: int) -> bool:
+        if self.is_done or token_id % 2 != self.parity:
+            return False
+        self.taken, self.parity = self.taken + 1, 1 - self.parity
+        return True
+
+    def copy(self) -> Alternating:
+        return Alternating(self.length, self.taken, self.parity)
+
+    def fill_mask(self, mask_W: Any) -> None:
+        raise AssertionError("the fake runner asks by advance")
+
+
+class GrammaticalRunner(FakeRunner):
+    """Draws the best token that the drawer's own grammar state takes."""
+
+    def draw(self, sequence: Sequence, context: Items[int]) -> SampledToken:
+        assert sequence.grammar is not None
+        assert not sequence.grammar.is_done
+        wanted = super().draw(sequence, context).token_id
+        return SampledToken(next(t for t in range(wanted, wanted + 2) if sequence.grammar.copy().advance(t)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(1, 30), quality=st.sampled_from([0.3, 1.0]), lookup=st.booleans(), n=st.integers(1, 2))
+def test_every_probe_draws_by_its_own_state_of_the_grammar(length: int, quality: float, lookup: bool, n: int) -> None:
+    ids = []
+    for assistance in (None, LOOKUP if lookup else MODEL):
+        drafter = FakeDrafter(quality, vocab_size=VOCABULARY)
+        engine = Engine(ROOMY, GrammaticalRunner(ROOMY, vocab_size=VOCABULARY), None, drafter=drafter)
+        item = request([1, 0, 1, 0], max_new_tokens=40, assistance=assistance, do_sample=True, num_return_sequences=n)
+        item.grammar = Alternating(length)
+        answer = run(engine, item)[item.request_id]
+        assert answer.finished is not None
+        assert {end.reason for end in answer.finished.sequences} == {FinishReason.CONSTRAINT_DONE}
+        ids.append(answer.ids)
+    assert ids[0] == ids[1]
+
+
+def test_a_very_long_prompt_is_indexed_over_several_steps() -> None:
+    config = engine_config(num_blocks=40, block_size=512, max_context_tokens=20_000, max_batch_tokens=20_000)
+    engine, runner = make_engine(config, script=dict.fromkeys(range(12), 7))
+    item = request([*range(100, 9100), 7, 7], max_new_tokens=12, assistance=LOOKUP)
+    answer = run(engine, item)[item.request_id]
+    assert answer.ids[0] == [7] * 12
+    # 4096 prompt tokens a step: the third knows them all.
+    assert [step.num_tokens for step in runner.steps][:4] == [9002, 1, 1, 4]

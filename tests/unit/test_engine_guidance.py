@@ -1,0 +1,195 @@
+"""Classifier-free guidance in the engine: a draw and its guide's row are of one step, whatever the pool does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import pytest
+from factories.engine import Answer, collect, engine_config, is_guide, make_engine, ranking, request, run
+from factories.sequences import params, sequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.common.errors import InvalidArgument
+from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.footprint import blocks_needed, most_sequences
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.request import Request
+from penstock.generation.engine.step import RunnerOutput, SchedulerOutput
+from penstock.generation.sampling.modes import GuidanceOptions
+
+ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
+
+
+def guidance(*negative: int) -> GuidanceOptions:
+    return GuidanceOptions(2.0, negative)
+
+
+def guided(prompt: list[int], negative: list[int], steps: int) -> list[int]:
+    """What the fake runner's greedy search over both branches gives, without an engine."""
+    output: list[int] = []
+    for _ in range(steps):
+        output.append(ranking(0, [*prompt, *output, -1, *negative, *output], 50)[0][0])
+    return output
+
+
+def test_both_branches_get_the_same_output_and_only_the_guided_one_speaks() -> None:
+    engine, runner = make_engine()
+    item = request([1, 2, 3, 4, 5], max_new_tokens=4, guidance=guidance(7, 8))
+    answer = run(engine, item)[item.request_id]
+    assert answer.ids == {0: guided([1, 2, 3, 4, 5], [7, 8], 4)}
+    assert [step.num_tokens for step in runner.steps] == [4 + 1, 2, 2, 2, 2]
+    assert engine.load().kv_blocks_used == 0
+
+
+def test_without_a_negative_prompt_the_guide_starts_from_the_last_prompt_token() -> None:
+    engine, _ = make_engine()
+    item = request([1, 2, 3], max_new_tokens=3, guidance=guidance())
+    assert run(engine, item)[item.request_id].ids == {0: guided([1, 2, 3], [3], 3)}
+
+
+def test_returned_sequences_share_the_prompt_and_their_guides_the_negative_prompt() -> None:
+    engine, runner = make_engine()
+    item = request(
+        list(range(16)), max_new_tokens=3, guidance=guidance(*range(12)), num_return_sequences=3, do_sample=True
+    )
+    run(engine, item)
+    assert [step.num_tokens for step in runner.steps] == [15 + 11, 2, 6, 6]
+
+
+@pytest.mark.parametrize("resumed", [[[4], [5, 6]], [[], [5, 6]], [[4, 4, 4, 4], []]])
+def test_resumed_sequences_go_on_as_if_nothing_had_happened(resumed: list[list[int]]) -> None:
+    spec: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "guidance": guidance(9, 9), "seed": 3}
+    whole = request([1, 2, 3], max_new_tokens=6, **spec)
+    ids = run(make_engine()[0], whole)[whole.request_id].ids
+    cut = [ids[index][: len(tokens)] for index, tokens in enumerate(resumed)]
+    rest = request([1, 2, 3], max_new_tokens=6, resumed_token_ids=cut, **spec)
+    answer = run(make_engine()[0], rest)[rest.request_id]
+    assert {index: cut[index] + answer.ids[index] for index in ids} == ids
+
+
+def test_prompt_logprobs_are_the_prompts_not_the_negative_prompts() -> None:
+    engine, _ = make_engine()
+    item = request([1, 2, 3, 4], max_new_tokens=2, guidance=guidance(5, 6, 7), prompt_logprobs=0)
+    started = run(engine, item)[item.request_id].started
+    assert started is not None
+    assert [entry.chosen and entry.chosen.token_id for entry in started.prompt_logprobs] == [None, 2, 3, 4]
+
+
+def test_cached_tokens_are_the_prompts_not_the_negative_prompts() -> None:
+    engine, _ = make_engine()
+    run(engine, request(range(20), max_new_tokens=1))
+    item = request(range(20), max_new_tokens=1, guidance=guidance(33))
+    started = run(engine, item)[item.request_id].started
+    assert started is not None
+    assert started.cached_tokens == 16
+
+
+def test_a_negative_prompt_takes_its_place_in_the_context_and_in_the_pool() -> None:
+    config = engine_config(max_context_tokens=20)
+    engine, _ = make_engine(config)
+    with pytest.raises(InvalidArgument, match=r"config\.negative_prompt_ids"):
+        engine.check(request([1], guidance=guidance(*range(20))))
+    item = request([1], max_new_tokens=100, guidance=guidance(*range(15)))
+    assert len(run(engine, item)[item.request_id].ids[0]) == 5
+    params = request([1], guidance=guidance(*range(15)), num_return_sequences=2, do_sample=True).params
+    assert most_sequences(params) == 4
+    assert blocks_needed(config, params, 1, 8) == config.blocks_needed(1, 8, 2) + config.blocks_needed(15, 8, 2)
+
+
+def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
+    tables = BlockTables(BlockPool(7, 2), prefix_cache=True)
+    off = params()
+    # Everything is cached and not held, the guide's beginning longest ago: it would be evicted first.
+    for tokens in ([6] * 4, list(range(10))):
+        earlier = sequence(tokens, off)
+        tables.start([(earlier, [])])
+        earlier.num_computed_tokens = len(tokens)
+        tables.computed(earlier, "")
+        tables.free(earlier)
+    prompt, guide = sequence([1, 2, 3, 4, 5, 6, 7, 8], off, seq_id=1), sequence([6] * 5, off, seq_id=2)
+    prefix = tables.find_prefix(guide, "", 4)
+    assert len(prefix) == 2
+    tables.start([(prompt, []), (guide, prefix)])
+    assert guide.block_table[:2] == prefix
+    assert set(prompt.block_table).isdisjoint(guide.block_table)
+    tables.pool.check_integrity()
+
+
+class FailingRunner:
+    """A runner whose model gives no numbers for the guides."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._runner = make_engine(config)[1]
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        result = self._runner.execute(output)
+        bad = {one.seq_id for entry in output.scheduled for one in entry.sample if is_guide(one)}
+        return RunnerOutput({}, {}, frozenset(bad)) if bad else result
+
+    def release(self, seq_ids: Items[int]) -> None:
+        self._runner.release(seq_ids)
+
+
+def test_a_guide_without_numbers_ends_its_request() -> None:
+    config = engine_config()
+    engine = Engine(config, FailingRunner(config), None)
+    item = request([1, 2, 3], guidance=guidance(4))
+    finished = run(engine, item)[item.request_id].finished
+    assert finished is not None
+    assert finished.error is not None
+    assert finished.error.reason == "MODEL_OUTPUT_NAN"
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> dict[str, Any]:
+    head = draw(st.sampled_from([[], [1, 2, 3, 4, 5, 6, 7, 8, 9]]))
+    negative = draw(st.sampled_from([None, [], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1], [6] * 8]))
+    return {
+        "prompt": head + draw(st.lists(st.integers(0, 2), min_size=1, max_size=10)),
+        "max_new_tokens": draw(st.integers(1, 10)),
+        "num_return_sequences": draw(st.sampled_from([1, 1, 2])),
+        "do_sample": True,
+        "seed": draw(st.integers(0, 3)),
+        "eos_token_ids": draw(st.sampled_from([(), (3, 4, 5, 6, 7)])),
+        "guidance": None if negative is None else guidance(*negative),
+        "priority": draw(st.integers(0, 2)),
+    }
+
+
+configs = st.builds(
+    engine_config,
+    num_blocks=st.integers(28, 60),
+    block_size=st.integers(1, 6),
+    max_running_sequences=st.integers(4, 9),
+    max_batch_tokens=st.integers(9, 40),
+    prefix_cache=st.booleans(),
+    watermark=st.sampled_from([0.0, 0.1]),
+)
+
+
+def fits(config: EngineConfig, item: Request) -> bool:
+    params = item.params
+    return blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(specs(), min_size=1, max_size=6), configs, st.data())
+def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
+    drawn: list[dict[str, Any]], config: EngineConfig, data: st.DataObject
+) -> None:
+    engine, _ = make_engine(config)
+    answers: dict[str, Answer] = {}
+    submitted = [(spec, item) for spec in drawn if fits(config, item := request(**spec))]
+    for _, item in submitted:
+        engine.add(item)
+        for _ in range(data.draw(st.integers(0, 4))):
+            collect(answers, engine.step())
+            engine.check_integrity()
+    run(engine, answers=answers)
+    for spec, item in submitted:
+        one = request(**spec)
+        assert answers[item.request_id].ids == run(make_engine(ROOMY)[0], one)[one.request_id].ids
+    assert engine.load().kv_blocks_used == 0

@@ -1,0 +1,209 @@
+"""Compiling constraints: once per source, within a budget, and what the caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from factories.grammars import EOS, VOCAB_SIZE, allowed, choice, lark, regex, schema
+from penstock.common.checkpoint import demo_folder
+from penstock.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from penstock.common.token_bytes import TokenBytes
+from penstock.generation.grammar.compiler import GrammarCompiler
+from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.grammar.matching import shorten
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.grammar.trial_pool import TrialPool
+
+# Takes llguidance minutes: its automaton counts remainders.
+ENDLESS = schema({"type": "integer", "multipleOf": 99_999_989})
+SECRET = "s3cret" * 30
+
+
+@contextlib.asynccontextmanager
+async def compiler(*, table: bool = True, **limits: Any) -> AsyncIterator[GrammarCompiler]:
+    tokens = TokenBytes.from_folder(demo_folder()) if table else None
+    made = GrammarCompiler(demo_folder(), VOCAB_SIZE, GrammarLimits(**limits), tokens)
+    try:
+        yield made
+    finally:
+        await made.close()
+        assert made.pids == []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not condition():  # noqa: ASYNC110 (nothing tells when a pipe was written)
+            await asyncio.sleep(0)
+
+
+async def refusal(one: GrammarCompiler, spec: ConstraintSpec) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as raised:
+        await one.compile(spec)
+    return raised.value
+
+
+async def test_every_kind_compiles() -> None:
+    specs = [schema({"type": "object"}), ConstraintSpec(ConstraintKind.JSON_OBJECT), regex("a+"), choice("a", "b")]
+    async with compiler() as one:
+        for spec in [*specs, lark('start: "a"'), lark('root ::= "a" | "b"')]:
+            state = (await one.compile(spec)).start(EOS)
+            assert 0 < len(allowed(state)) < 100
+
+
+async def test_nothing_is_started_before_the_first_constraint() -> None:
+    async with compiler() as one:
+        assert one.pids == []
+        await one.compile(regex("a"))
+        assert len(one.pids) == 1
+
+
+async def test_a_source_is_compiled_once_for_all_that_ask_at_the_same_time() -> None:
+    async with compiler() as one:
+        grammars = await asyncio.gather(*(one.compile(regex("[a-z]{3}")) for _ in range(5)))
+        assert len({id(grammar) for grammar in grammars}) == 1
+        assert len(one.pids) == 1
+        assert await one.compile(regex("[a-z]{3}")) is grammars[0]
+        assert await one.compile(regex("[a-z]{4}")) is not grammars[0]
+
+
+async def test_the_least_recently_used_is_forgotten() -> None:
+    async with compiler(cache_entries=2) as one:
+        first = await one.compile(regex("a"))
+        second = await one.compile(regex("b"))
+        assert await one.compile(regex("a")) is first
+        await one.compile(regex("c"))
+        assert await one.compile(regex("a")) is first
+        assert await one.compile(regex("b")) is not second
+
+
+async def test_a_caller_who_gives_up_leaves_the_others_their_grammar() -> None:
+    async with compiler() as one:
+        impatient = asyncio.create_task(one.compile(regex("x{2,9}")))
+        patient = asyncio.create_task(one.compile(regex("x{2,9}")))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        assert allowed((await patient).start(EOS))
+
+
+async def test_a_compilation_over_its_time_is_refused_and_holds_nobody_up() -> None:
+    async with compiler(compile_seconds=1.0, compile_processes=2) as one:
+        await asyncio.gather(one.compile(regex("a")), one.compile(regex("b")))
+        slow = asyncio.create_task(refusal(one, ENDLESS))
+        await asyncio.sleep(0)
+        await one.compile(regex("ab"))
+        assert not slow.done()
+        error = await slow
+        assert (error.field, error.reason) == ("constraint.json_schema", "CONSTRAINT_TOO_COMPLEX")
+        assert await one.compile(schema({"type": "integer"}))
+
+
+async def test_a_compilation_that_ends_its_process_is_refused_and_the_next_one_works() -> None:
+    async with compiler(compile_seconds=30.0) as one:
+        await one.compile(regex("a"))
+        slow = asyncio.create_task(refusal(one, ENDLESS))
+        await until(lambda: not one._trials._idle)
+        (pid,) = one.pids
+        os.kill(pid, signal.SIGKILL)
+        assert (await slow).reason == "CONSTRAINT_TOO_COMPLEX"
+        assert await one.compile(regex("b"))
+        assert pid not in one.pids
+
+
+async def test_a_compilation_over_its_memory_is_refused() -> None:
+    many = "|".join(f"x{number}y{number * 7919 % 10007}[a-z]{{1,50}}" for number in range(6000))
+    async with compiler(compile_memory_bytes=4 << 20) as one:
+        assert (await refusal(one, regex(many))).reason == "CONSTRAINT_TOO_COMPLEX"
+
+
+async def test_what_waits_for_a_process_is_bounded() -> None:
+    async with compiler(compile_processes=1, max_queued=1, compile_seconds=20.0) as one:
+        await one.compile(regex("a"))
+        running = asyncio.create_task(one.compile(ENDLESS))
+        await until(lambda: not one._trials._idle)
+        waiting = asyncio.create_task(one.compile(regex("b")))
+        await until(lambda: one._trials._num_queued == 1)
+        with pytest.raises(ResourceExhausted) as raised:
+            await one.compile(regex("c"))
+        assert raised.value.reason == "QUEUE_FULL"
+        assert await one.compile(regex("a"))
+        for task in (running, waiting):
+            task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "reason"),
+    [
+        (ConstraintSpec(None), "constraint", "INVALID_FIELD"),
+        (regex(""), "constraint.regex", "INVALID_FIELD"),
+        (regex("(" + SECRET), "constraint.regex", "INVALID_FIELD"),
+        (regex("x" * 2000), "constraint.regex", "CONSTRAINT_TOO_LARGE"),
+        (lark("no grammar " + SECRET), "constraint.grammar", "INVALID_FIELD"),
+        (lark(f'start: missing "{SECRET}"'), "constraint.grammar", "INVALID_FIELD"),
+        (lark("start: /[^\\x00-\\x{10FFFF}]/"), "constraint.grammar", "INVALID_FIELD"),
+        (schema({"$ref": "#"}), "constraint.json_schema", "INVALID_FIELD"),
+        (ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{"), "constraint.json_schema", "INVALID_FIELD"),
+        (ConstraintSpec(ConstraintKind.JSON_SCHEMA, '{} start: "x"'), "constraint.json_schema", "INVALID_FIELD"),
+        (ConstraintSpec(ConstraintKind.JSON_SCHEMA, '{"minimum": NaN}'), "constraint.json_schema", "INVALID_FIELD"),
+        (ConstraintSpec(ConstraintKind.JSON_SCHEMA, "[" * 1000), "constraint.json_schema", "INVALID_FIELD"),
+        (schema(True), "constraint.json_schema", "INVALID_FIELD"),
+        (schema({"not": {"type": "string"}}), "constraint.json_schema", "INVALID_FIELD"),
+        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "constraint.json_schema", "INVALID_FIELD"),
+        (schema({"type": "string", "pattern": "(?=a)" + SECRET}), "constraint.json_schema", "INVALID_FIELD"),
+        (schema({"$ref": "https://example.com/schema.json"}), "constraint.json_schema", "INVALID_FIELD"),
+        (ConstraintSpec(ConstraintKind.JSON_OBJECT, enabled=False), "constraint.json_object", "INVALID_FIELD"),
+        (choice(), "constraint.choice", "INVALID_FIELD"),
+        (choice("a", ""), "constraint.choice", "INVALID_FIELD"),
+        (choice("a", "b", "a"), "constraint.choice", "INVALID_FIELD"),
+        (choice("a", "b", "c", "d"), "constraint.choice", "CONSTRAINT_TOO_LARGE"),
+    ],
+)
+async def test_a_refusal_names_the_field_and_does_not_echo_it(spec: ConstraintSpec, field: str, reason: str) -> None:
+    async with compiler(max_bytes=1500, max_choices=3) as one:
+        for _ in range(2):
+            error = await refusal(one, spec)
+            assert (error.field, error.reason) == (field, reason)
+            assert len(error.message) < 300
+            assert SECRET not in error.message
+
+
+async def test_a_model_without_a_usable_tokenizer_takes_no_constraint() -> None:
+    async with compiler(table=False) as one:
+        with pytest.raises(FailedPrecondition) as raised:
+            await one.compile(regex("a"))
+        assert (raised.value.field, raised.value.reason) == ("constraint", "NO_TOKENIZER")
+        assert one.pids == []
+
+
+async def test_closing_ends_what_is_running() -> None:
+    async with compiler(compile_seconds=60.0) as one:
+        await one.compile(regex("a"))
+        running = asyncio.create_task(one.compile(ENDLESS))
+        await until(lambda: not one._trials._idle)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_trial_process_ends_with_its_service() -> None:
+    pool = TrialPool({"folder": str(demo_folder()), "vocab_size": VOCAB_SIZE}, GrammarLimits())
+    await pool.try_constraint({"kind": "regex", "text": "a", "choices": ()})
+    (process,) = pool._processes
+    process._requests.close()
+    assert await process._process.wait() == 0
+
+
+def test_messages_are_short_and_keep_their_reason() -> None:
+    assert shorten('at 1(8): invalid regex "a(b": regex parse error:\n    a(b\n     ^\nerror: unclosed group\n') == (
+        "invalid regex: unclosed group"
+    )
+    assert shorten(f'1(3): unknown name: "{SECRET}" (at "x")\n   1 | start') == "1(3): unknown name: …"
+    assert len(shorten("word " * 500)) <= 200
+    assert json.dumps(shorten("a\tb\r c")) == '"a b c"'
