@@ -17,12 +17,11 @@ from penstock.common.errors import StartupError
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "penstock_native.so"
-# Every file of kernels is compiled once for each; ops.cpp picks at run time.
+# Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time.
 _INSTRUCTION_SETS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
     "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
 }
-_KERNELS = ("attention.cpp", "rows.cpp")
 # Sums in any order, but NaN and infinity as they are: masks are infinities, and a NaN must reach the sampler.
 _FLAGS = (
     "-O3",
@@ -69,12 +68,13 @@ def build(cache: Path, *, compiler: str | None = None) -> Path:
 
 
 def _compile(command: str, scratch: Path) -> list[Path]:
-    jobs = [
-        (scratch / f"{Path(name).stem}.{namespace}.o", SOURCES / name, (f"-DNS={namespace}", *flags))
-        for name in _KERNELS
-        for namespace, flags in _INSTRUCTION_SETS.items()
-    ]
-    jobs.append((scratch / "ops.o", SOURCES / "ops.cpp", ("-fopenmp", *_includes())))
+    jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        if source.name.startswith("ops_"):
+            jobs.append((scratch / f"{source.stem}.o", source, ("-fopenmp", *_includes())))
+            continue
+        for namespace, flags in _INSTRUCTION_SETS.items():
+            jobs.append((scratch / f"{source.stem}.{namespace}.o", source, (f"-DNS={namespace}", *flags)))
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         running = [
             pool.submit(_run, [command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])

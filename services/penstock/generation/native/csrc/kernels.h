@@ -1,4 +1,4 @@
-// Arguments of the kernels, and the two builds of each: ops.cpp picks one at run time.
+// Arguments of the kernels, and the two builds of each: dispatch.h picks one at run time.
 #pragma once
 #include <cstddef>
 #include <cstdint>

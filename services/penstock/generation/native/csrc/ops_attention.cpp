@@ -1,39 +1,12 @@
-// The operators torch sees (torch.ops.penstock.*): they check shapes, share the work among threads and pick the build of
-// the kernels that the CPU can run.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
-#include <algorithm>
+// The operators of attention that torch sees (torch.ops.penstock.*): they check shapes and share the work among threads.
 #include <atomic>
 #include <cstdlib>
 #include <vector>
 
-#include "kernels.h"
+#include "dispatch.h"
 
 namespace penstock {
 namespace {
-
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
-}
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-
-bool wide = has_avx512();
-
-#define KERNEL(name) (wide ? avx512::name : avx2::name)
-
-// Of this CPU, or the narrower one when asked for (tests run both): "avx512", "avx2" or "".
-std::string instruction_set(const std::string& wanted) {
-  if (!wanted.empty()) wide = wanted == "avx512" && has_avx512();
-  return wide ? "avx512" : has_avx2() ? "avx2" : "";
-}
-
-bool is_bf16(const at::Tensor& x) {
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat, "bfloat16 or float32, not ", x.dtype());
-  return x.scalar_type() == at::kBFloat16;
-}
 
 void* scratch() {
   struct Free {
@@ -76,10 +49,6 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
   return out;
 }
 
-// Rows of `width` elements: about this many elements are worth another thread.
-constexpr int64_t GRAIN = 16384;
-int64_t grain(int64_t width) { return std::max<int64_t>(1, GRAIN / width); }
-
 at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, at::Tensor& keys, at::Tensor& values,
                           const at::Tensor& slots, int64_t num_heads, const std::optional<at::Tensor>& q_norm,
                           const std::optional<at::Tensor>& k_norm, double eps) {
@@ -97,42 +66,19 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
   return q;
 }
 
-at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK(hidden.is_contiguous() && x.is_contiguous() && hidden.sizes() == x.sizes() && weight.is_contiguous());
-  TORCH_CHECK(hidden.scalar_type() == x.scalar_type() && hidden.scalar_type() == weight.scalar_type());
-  auto out = at::empty_like(hidden);
-  const NormArgs args{hidden.data_ptr(), x.const_data_ptr(), weight.const_data_ptr(), out.data_ptr(), hidden.size(-1),
-                      float(eps), is_bf16(hidden)};
-  at::parallel_for(0, hidden.size(0), grain(args.width), [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
-  return out;
-}
-
-at::Tensor silu_mul(const at::Tensor& gate_up) {
-  TORCH_CHECK(gate_up.is_contiguous() && gate_up.size(1) % 2 == 0);
-  auto out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
-  const SiluArgs args{gate_up.const_data_ptr(), out.data_ptr(), out.size(1), is_bf16(gate_up)};
-  at::parallel_for(0, out.size(0), grain(2 * args.width), [&](int64_t first, int64_t last) { KERNEL(silu_mul)(args, first, last); });
-  return out;
-}
-
 }  // namespace
 
-TORCH_LIBRARY(penstock, m) {
-  m.def("instruction_set(str wanted) -> str", instruction_set);
+TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor query_start, Tensor context_lens, float scale, "
       "int window) -> Tensor");
   m.def(
       "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, int num_heads, "
       "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor");
-  m.def("add_rms_norm(Tensor(a!) hidden, Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("silu_mul(Tensor gate_up) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("paged_attention", paged_attention);
   m.impl("rope_and_cache", rope_and_cache);
-  m.impl("add_rms_norm", add_rms_norm);
-  m.impl("silu_mul", silu_mul);
 }
 
 }  // namespace penstock
