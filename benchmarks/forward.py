@@ -21,39 +21,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
 from _report import write
+from checkpoints import QWEN
 from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.kv_cache import KVCachePool
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 BLOCK_SIZE = 16
-SHAPE: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
+SHAPE: dict[str, Any] = dict(QWEN.fields)
 
 
 def checkpoint(cache: Path, seed: int) -> Path:
     """The random model's folder, made when it is not there."""
-    folder = cache / "qwen2.5-0.5b-random-bf16"
-    if not (folder / "model.safetensors").is_file():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE), dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-    return folder
+    return checkpoints.checkpoint("qwen2.5-0.5b", cache, seed)
 
 
 class Ours:

@@ -1,0 +1,150 @@
+"""Random-weight checkpoints of real shapes, made on first use outside git, with a tokenizer that every engine loads.
+
+    python benchmarks/checkpoints.py qwen2.5-0.5b llama-3.2-1b [--cache DIR]
+
+The weights are transformers' own initialisation (normal, 0.02), so logits are finite and speed is that of the shape.
+config.json names no end-of-sequence token: outputs have the length that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A family of transformers (`Qwen2` for Qwen2Config) and the fields of its config."""
+
+    family: str
+    fields: Mapping[str, Any]
+
+
+QWEN = Shape(
+    "Qwen2",
+    {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)
+LLAMA = Shape(
+    "Llama",
+    {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+)
+SHAPES = {"qwen2.5-0.5b": QWEN, "llama-3.2-1b": LLAMA}
+
+
+def checkpoint(name: str, cache: Path = CACHE, seed: int = 0) -> Path:
+    """The folder of the random model `name`, made when it is not there. Raises KeyError for an unknown shape.
+
+    A folder is filled under another name and renamed, so that one cut short is not taken for whole.
+    """
+    shape = SHAPES[name]
+    folder = cache / f"{name}-random-bf16"
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    _save_weights(shape, unfinished, seed)
+    _save_tokenizer(int(shape.fields["vocab_size"]), unfinished)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another process was faster, or an older version left a folder without a tokenizer
+        folder.rename(folder.with_name(f"{unfinished.name}.old"))
+        unfinished.rename(folder)
+    return folder
+
+
+def resolve(model: str, cache: Path = CACHE) -> Path:
+    """The folder of a shape's name, or `model` itself. Raises SystemExit when it is neither."""
+    if model in SHAPES:
+        return checkpoint(model, cache)
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    raise SystemExit(f"--model {model}: neither a folder with config.json nor one of {', '.join(SHAPES)}")
+
+
+def _save_weights(shape: Shape, folder: Path, seed: int) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{shape.family}Config")(**shape.fields)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"do_sample": False}) + "\n")
+
+
+def _save_tokenizer(vocab_size: int, folder: Path) -> None:
+    """Byte-level BPE without merges: a byte of text is a token, and the other ids are words of four letters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    end = "<|endoftext|>"
+    vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    while len(vocabulary) < vocab_size - 1:
+        vocabulary["Ġ" + _word(len(vocabulary))] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([end])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts) + "\n")
+
+
+def _word(number: int) -> str:
+    """Four letters, another for every number below 26⁴."""
+    letters = ""
+    for _ in range(4):
+        number, letter = divmod(number, 26)
+        letters += chr(ord("a") + letter)
+    return letters
+
+
+def main() -> None:
+    """Make what is missing and print where it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(SHAPES), choices=[*SHAPES, []], metavar="NAME")
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    options = parser.parse_args()
+    for name in options.names:
+        print(checkpoint(name, options.cache))
+
+
+if __name__ == "__main__":
+    main()

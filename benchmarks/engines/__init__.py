@@ -1,0 +1,27 @@
+"""Engines under one interface, each in a process of its own. Adapters import their engine only when they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Where an engine's adapter is, and what its process needs."""
+
+    # Module and class, such as engines.penstock:Penstock.
+    adapter: str
+    # Folder below the cache whose bin/python runs it; empty: this interpreter.
+    venv: str = ""
+    # Workloads that it does not take unless they are asked of it: a static batch cannot stand for them.
+    skips: frozenset[str] = frozenset()
+
+
+ENGINES = {
+    "penstock": EngineSpec("benchmarks.engines.penstock:PenstockEngine"),
+    "penstock-grpc": EngineSpec("benchmarks.engines.penstock_grpc:PenstockStack"),
+    "transformers": EngineSpec("benchmarks.engines.transformers:Generate", skips=frozenset({"W5", "W6"})),
+    "openvino": EngineSpec("benchmarks.engines.openvino:OpenVino", venv="peers-venv"),
+    "llamacpp": EngineSpec("benchmarks.engines.llamacpp:LlamaCpp", venv="peers-venv"),
+    "vllm": EngineSpec("benchmarks.engines.vllm:Vllm", venv="vllm-venv"),
+}

@@ -1,0 +1,87 @@
+"""What every engine's adapter does."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class Unsupported(Exception):
+    """The engine does not have what was asked, such as a number format."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run's choices, the same for every engine."""
+
+    model: str
+    # bf16, fp32, int8 or int4.
+    dtype: str
+    threads: int
+    # Tokens that the KV memory holds, where the engine lets one choose.
+    kv_tokens: int
+    max_context: int
+    # Where converted checkpoints are kept.
+    cache: str
+    # The engine's own options, as KEY=VALUE of --option ENGINE.KEY=VALUE.
+    options: dict[str, str] = field(default_factory=dict)
+
+    def converted(self, name: str) -> Path:
+        """Where a form of the model belongs that an engine converted for itself."""
+        return Path(self.cache) / f"{Path(self.model).resolve().name}.{name}"
+
+
+class TokenTimes:
+    """Seconds from the start to every output token of every request."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.times: list[list[float]] = [[] for _ in range(num_requests)]
+        self._start = time.perf_counter()
+
+    def add(self, request: int, count: int = 1) -> None:
+        """`count` tokens of a request came just now."""
+        self.times[request].extend([time.perf_counter() - self._start] * count)
+
+    def add_to_all(self, requests: Iterable[int]) -> None:
+        """A token of each of these came just now."""
+        now = time.perf_counter() - self._start
+        for request in requests:
+            self.times[request].append(now)
+
+
+class Adapter(ABC):
+    """One engine in this process. Called in the order prepare, load, run…, close, from one thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """What is not load time: imports, and converting the checkpoint. Raises ImportError, Unsupported."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """From files to an engine that is warm and waits for work."""
+
+    @abstractmethod
+    def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
+        """Decode greedily, all requests at once; output i has exactly outputs[i] tokens. Returns TokenTimes.times."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The engine's own, with what else names it."""
+
+    def facts(self) -> dict[str, int | float | str]:
+        """What else is worth writing down after loading, such as bytes of weights."""
+        return {}
+
+    def processes(self) -> list[int]:
+        """Ids of the processes whose memory counts."""
+        return [os.getpid()]
+
+    def close(self) -> None:  # noqa: B027  # most engines end with their process
+        """End what was started."""

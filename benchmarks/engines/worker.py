@@ -1,0 +1,129 @@
+"""The process of one engine: reads commands as JSON lines from stdin, answers them on a file descriptor of its own.
+
+    python -m benchmarks.engines.worker ADAPTER FD
+
+Between commands it waits in a read, so that the engines whose turn it is not leave the cores alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.base import Adapter, Settings
+
+CHUNK = 1 << 23
+
+
+class Worker:
+    """Carries out the driver's commands."""
+
+    def __init__(self, adapter: str) -> None:
+        self._adapter_name = adapter
+        self._adapter: Adapter | None = None
+
+    def load(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Bring the engine up; how long that took, beside how long reading the weights' files takes."""
+        module, _, name = self._adapter_name.partition(":")
+        chosen = Settings(**settings)
+        adapter: Adapter = getattr(importlib.import_module(module), name)(chosen)
+        adapter.prepare()
+        reading = _read_seconds(Path(chosen.model))
+        _reset_peaks(adapter.processes())
+        start = time.perf_counter()
+        adapter.load()
+        seconds = time.perf_counter() - start
+        self._adapter = adapter
+        return {
+            "version": adapter.version(),
+            "load_seconds": seconds,
+            "read_seconds": reading,
+            "load_peak_rss_bytes": _status(adapter.processes(), "VmHWM"),
+            "loaded_rss_bytes": _status(adapter.processes(), "VmRSS"),
+            **adapter.facts(),
+        }
+
+    def run(self, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
+        """One cell once. Raises RuntimeError when the engine gave another number of tokens than asked."""
+        if self._adapter is None:
+            raise RuntimeError("run before load")
+        _reset_peaks(self._adapter.processes())
+        times = self._adapter.run(prompts, outputs)
+        got = [len(one) for one in times]
+        if got != outputs:
+            wrong = next(index for index, (a, b) in enumerate(zip(got, outputs, strict=True)) if a != b)
+            raise RuntimeError(f"request {wrong} got {got[wrong]} tokens instead of {outputs[wrong]}")
+        return {"times": times, "peak_rss_bytes": _status(self._adapter.processes(), "VmHWM")}
+
+    def close(self) -> dict[str, Any]:
+        """End the engine."""
+        if self._adapter is not None:
+            self._adapter.close()
+        return {}
+
+
+def _read_seconds(folder: Path) -> float:
+    """Time of reading the weights' files; the second time, so that all of them come from the page cache."""
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        buffer = bytearray(CHUNK)
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        seconds = time.perf_counter() - start
+    return seconds
+
+
+def _reset_peaks(pids: list[int]) -> None:
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): VmHWM starts again
+
+
+def _status(pids: list[int], field: str) -> int:
+    """Bytes, summed over processes."""
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def main() -> None:
+    """Until close, or the end of stdin."""
+    adapter, answers = sys.argv[1], os.fdopen(int(sys.argv[2]), "w")
+    worker = Worker(adapter)
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "load": worker.load,
+        "run": worker.run,
+        "close": worker.close,
+    }
+    for line in sys.stdin:
+        message = json.loads(line)
+        name = message.pop("command")
+        try:
+            answer = commands[name](**message)
+        except Exception as error:  # the driver goes on without this engine, and shows why
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0], "missing": _is_missing(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if name == "close":
+            break
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, ImportError)
+
+
+if __name__ == "__main__":
+    main()

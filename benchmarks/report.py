@@ -1,0 +1,190 @@
+"""Markdown tables and a plot of what benchmarks/workloads.py wrote.
+
+    python benchmarks/report.py FILE.json [--plot FILE.png]
+
+The last row of the first table compares Penstock with the best other engine of each column: the median over rounds of
+the ratio of the two in the same round, above 1 where Penstock is ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.cells import HEADLINES, Headline
+
+OURS = ("penstock", "penstock-grpc")
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+
+def rows_of(result: dict[str, Any]) -> Rows:
+    """By (workload, engine)."""
+    return {(row["workload"], row["engine"]): row for row in result["rows"]}
+
+
+def engines_of(result: dict[str, Any]) -> list[str]:
+    """In the order of their rows."""
+    return list(dict.fromkeys(row["engine"] for row in result["rows"]))
+
+
+def columns_of(result: dict[str, Any]) -> list[Headline]:
+    """The headline figures of the workloads that were run."""
+    measured = {row["workload"] for row in result["rows"]}
+    return [one for one in HEADLINES if one.workload in measured]
+
+
+def best_peer(rows: Rows, engines: list[str], column: Headline) -> str | None:
+    """The engine that is not ours with the best median; None when there is none."""
+    peers = [name for name in engines if name not in OURS and (column.workload, name) in rows]
+
+    def median(name: str) -> float:
+        return float(rows[column.workload, name]["median"][column.figure])
+
+    if not peers:
+        return None
+    return min(peers, key=median) if column.smaller_is_better else max(peers, key=median)
+
+
+def ratio(rows: Rows, ours: str, peer: str, column: Headline) -> float:
+    """Median over rounds; above 1 ours is better."""
+    pairs = zip(rows[column.workload, ours]["rounds"], rows[column.workload, peer]["rounds"], strict=False)
+    return statistics.median(column.ratio(a[column.figure], b[column.figure]) for a, b in pairs)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Speed with ratios, shares of the roofline, loading and memory, and what the run was."""
+    parts = [_about(result), _speeds(result)]
+    if any("roofline_share" in row for row in result["rows"]):
+        parts += ["Share of the machine's limit (ideal time over measured):", _shares(result)]
+    parts += ["Inter-token ms (median), peak RSS of a workload (GB):", _memory(result), _loading(result)]
+    parts += [f"`{name}` took no part: {why}." for name, why in result["failures"].items()]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _about(result: dict[str, Any]) -> str:
+    where, what = result["environment"], result["settings"]
+    text = (
+        f"{what['model']}, random weights, {what['dtype']}, {what['threads']} threads, "
+        f"{what['rounds']} rounds in turns; "
+        f"commit {where['commit']}, {where['time']}, {where['cores']} cores of an {where['cpu']}, "
+        f"load average {where['load_average']:.1f} at the start."
+    )
+    if result["machine"]:
+        bandwidth = max(one["bandwidth"] for one in result["machine"])
+        peaks = {name: max(one["peaks"][name] for one in result["machine"]) for name in result["machine"][0]["peaks"]}
+        shown = ", ".join(f"{name} {peak / 1e9:.0f} GOP/s" for name, peak in peaks.items())
+        text += f" Limits measured in the run: {bandwidth / 1e9:.1f} GB/s; {shown}."
+    return text
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    shown = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in shown)
+
+
+def _speeds(result: dict[str, Any]) -> str:
+    rows, engines, columns = rows_of(result), engines_of(result), columns_of(result)
+    best = {column: best_peer(rows, engines, column) for column in columns}
+
+    def cell(engine: str, column: Headline) -> str:
+        row = rows.get((column.workload, engine))
+        if row is None:
+            return "–"
+        text = column.show(row["median"][column.figure])
+        return f"**{text}**" if best[column] == engine else text
+
+    lines = [[engine, *(cell(engine, column) for column in columns)] for engine in engines]
+    for ours in (name for name in OURS if name in engines):
+        compared = [
+            f"{ratio(rows, ours, peer, column):.2f}" if peer and (column.workload, ours) in rows else "–"
+            for column, peer in best.items()
+        ]
+        lines.append([f"{ours} / best other", *compared])
+    return _table(["", *(column.title for column in columns)], lines)
+
+
+def _shares(result: dict[str, Any]) -> str:
+    rows, columns = rows_of(result), columns_of(result)
+
+    def cell(engine: str, column: Headline) -> str:
+        row = rows.get((column.workload, engine))
+        return "–" if row is None else f"{row['roofline_share'][column.roofline]:.0%}"
+
+    lines = [[engine, *(cell(engine, column) for column in columns)] for engine in engines_of(result)]
+    titles = [f"{column.workload} {column.roofline}" for column in columns]
+    return _table(["", *titles], lines)
+
+
+def _memory(result: dict[str, Any]) -> str:
+    rows = rows_of(result)
+    workloads = list(dict.fromkeys(row["workload"] for row in result["rows"]))
+
+    def cell(engine: str, workload: str) -> str:
+        row = rows.get((workload, engine))
+        if row is None:
+            return "–"
+        return f"{row['median']['itl_s'] * 1e3:.1f}, {row['median']['peak_rss_bytes'] / 1e9:.2f}"
+
+    lines = [[engine, *(cell(engine, workload) for workload in workloads)] for engine in engines_of(result)]
+    return _table(["", *workloads], lines)
+
+
+def _loading(result: dict[str, Any]) -> str:
+    lines = [
+        [
+            name,
+            facts["version"],
+            f"{facts['load_seconds']:.1f}",
+            f"{facts['load_seconds'] - facts['read_seconds']:.1f}",
+            f"{facts['load_peak_rss_bytes'] / 1e9:.2f}",
+            f"{facts['loaded_rss_bytes'] / 1e9:.2f}",
+        ]
+        for name, facts in result["engines"].items()
+    ]
+    header = ["", "version", "load s", "beyond reading the file", "peak RSS while loading, GB", "RSS loaded, GB"]
+    return _table(header, lines) if lines else ""
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """One panel for each headline figure: a bar for every engine, a dot for every round. Raises ImportError."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    rows, engines, columns = rows_of(result), engines_of(result), columns_of(result)
+    figure, panels = pyplot.subplots(1, len(columns), figsize=(2.6 * len(columns), 3.6), squeeze=False)
+    for panel, column in zip(panels[0], columns, strict=True):
+        shown = [name for name in engines if (column.workload, name) in rows]
+        for place, name in enumerate(shown):
+            row = rows[column.workload, name]
+            scale = 1e3 if column.figure.endswith("_s") and column.smaller_is_better else 1.0
+            panel.bar(place, scale * row["median"][column.figure], color="tab:blue" if name in OURS else "silver")
+            dots = [scale * one[column.figure] for one in row["rounds"]]
+            panel.plot([place] * len(dots), dots, "k.", markersize=3)
+        panel.set_title(column.title, fontsize=9)
+        panel.set_xticks(range(len(shown)), shown, rotation=60, ha="right", fontsize=8)
+    figure.suptitle(f"{result['settings']['model']} {result['settings']['dtype']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw it there (PNG or SVG; needs matplotlib)")
+    options = parser.parse_args()
+    result = json.loads(options.file.read_text())
+    print(markdown(result))
+    if options.plot is not None:
+        plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What this machine could do at best: a probe of memory and multiplication, and the ideal time of a workload.
+
+    python benchmarks/roofline.py [--threads 2] [--seconds 4]
+
+Bandwidth is the best of several readers over 1 GiB, many times the last cache: numpy's reductions, a thread for each
+part, and oneDNN's product of one row with a prepacked bf16 matrix. The peak of multiplication is oneDNN's prepacked
+product of 256 rows with [9728, 1792] matrices. Every figure is the best of its repeats: a machine's limit is what it
+reached, and the shares given with it are then a little low rather than flattering.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.cells import Workload
+
+GIB = 1 << 30
+ROWS, OUT, IN = 256, 9728, 1792
+BYTES_PER_WEIGHT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes a second read, and multiply-add operations a second (two for each pair) by number format."""
+
+    bandwidth: float
+    peaks: dict[str, float]
+
+    def peak(self, dtype: str) -> float:
+        """Of a weight format; 4-bit weights are multiplied as 8-bit ones at best."""
+        return self.peaks["int8" if dtype == "int4" else dtype]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes that bytes and operations follow from."""
+
+    body: int
+    head: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Model:
+        """From config.json (Llama, Qwen2 and kin)."""
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or hidden // heads
+        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+        mlp = 3 * hidden * config["intermediate_size"]
+        vocab = config["vocab_size"]
+        return cls(layers * (attention + mlp), vocab * hidden, layers, heads, kv_heads, head_dim, vocab)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token, in bf16."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+    def attention_operations(self, rows: int, before: int) -> float:
+        """Of `rows` tokens that follow `before`: scores and their product with the values."""
+        pairs = rows * before + rows * (rows + 1) / 2
+        return 4.0 * self.layers * self.heads * self.head_dim * pairs
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """Seconds that a workload takes at the machine's limits: all prompts first, then a step for every further token."""
+
+    prefill: float
+    decode: float
+
+    def shares(self, figures: dict[str, float]) -> dict[str, float]:
+        """Of the limit: of the time to the last first token, of the time after it, and of the whole."""
+        wall, first = figures["wall_s"], figures["last_ttft_s"]
+        return {
+            "prefill": self.prefill / first,
+            "decode": self.decode / (wall - first) if wall > first else 0.0,
+            "total": (self.prefill + self.decode) / wall,
+        }
+
+
+def ideal(workload: Workload, model: Model, machine: Machine, dtype: str) -> Ideal:
+    """A step takes what its weights and keys and values take to read, or its operations to do, whichever is more.
+
+    A common prefix is computed once. Attention counts in bf16 operations.
+    """
+    weights = (model.body + model.head) * BYTES_PER_WEIGHT[dtype]
+    peak, attention_peak = machine.peak(dtype), machine.peak("bf16")
+    tokens = workload.common + sum(prompt - workload.common for prompt, _ in workload.lengths)
+    attention = model.attention_operations(workload.common, 0) + sum(
+        model.attention_operations(prompt - workload.common, workload.common) for prompt, _ in workload.lengths
+    )
+    operations = 2.0 * (model.body * tokens + model.head * len(workload.lengths))
+    prefill = max(weights / machine.bandwidth, operations / peak + attention / attention_peak)
+    decode = 0.0
+    for step in range(1, max(workload.outputs)):
+        contexts = [prompt + step for prompt, output in workload.lengths if output > step]
+        rows = len(contexts)
+        reading = (weights + model.kv_bytes * sum(contexts)) / machine.bandwidth
+        decode += max(reading, 2.0 * (model.body + model.head) * rows / peak)
+    return Ideal(prefill, decode)
+
+
+def _best(call: Callable[[], object], seconds: float) -> float:
+    """Seconds of the fastest call, of as many as fit into `seconds` and two at least."""
+    call()
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        call()
+        now = time.perf_counter()
+        fastest = min(fastest, now - start)
+        if now > end:
+            return fastest
+
+
+def _map(pool: ThreadPoolExecutor, call: Callable[[Any], object], parts: list[Any]) -> None:
+    for _ in pool.map(call, parts):
+        pass
+
+
+def _bandwidths(threads: int, seconds: float) -> dict[str, float]:
+    import numpy
+    import torch
+
+    parts = numpy.array_split(numpy.ones(GIB // 8, dtype=numpy.int64), threads)
+    found = {}
+    with ThreadPoolExecutor(threads) as pool:
+        for reduction in (numpy.bitwise_or, numpy.maximum):
+            read = partial(_map, pool, reduction.reduce, parts)
+            found[f"numpy.{reduction.__name__}"] = GIB / _best(read, seconds)
+    matrix = torch.ones(GIB // 2 // 4096, 4096, dtype=torch.bfloat16)
+    row = torch.ones(1, 4096, dtype=torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, 1)
+    del matrix
+    product = torch.ops.mkldnn._linear_pointwise
+    found["oneDNN bf16, 1 row"] = GIB / _best(lambda: product(row, packed, None, "none", [], ""), seconds)
+    return found
+
+
+def _peaks(seconds: float) -> dict[str, float]:
+    import torch
+
+    operations, peaks = 2.0 * ROWS * OUT * IN, {}
+    product = torch.ops.mkldnn._linear_pointwise
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        rows = torch.randn(ROWS, IN).to(dtype)
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(OUT, IN).to(dtype), ROWS)
+        peaks[name] = operations / _best(partial(product, rows, packed, None, "none", [], ""), seconds)
+    peaks["int8"] = operations / _best(_int8_product(), seconds)
+    return peaks
+
+
+def _int8_product() -> Callable[[], object]:
+    import torch
+
+    rows = torch.randint(0, 255, (ROWS, IN), dtype=torch.uint8)
+    weight = torch.randint(-127, 127, (OUT, IN), dtype=torch.int8)
+    scales, zeros = torch.full((OUT,), 0.01), torch.zeros(OUT, dtype=torch.int64)
+    packed = torch.ops.onednn.qlinear_prepack(weight, [ROWS, IN])
+    multiply = torch.ops.onednn.qlinear_pointwise
+    return lambda: multiply(rows, 0.01, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
+
+
+def probe(threads: int, seconds: float) -> dict[str, Any]:
+    """Measure this machine; about six times `seconds`."""
+    import torch
+
+    torch.set_num_threads(threads)
+    bandwidths = _bandwidths(threads, seconds)
+    return {"bandwidth": max(bandwidths.values()), "bandwidths": bandwidths, "peaks": _peaks(seconds)}
+
+
+def main() -> None:
+    """Probe and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each figure")
+    options = parser.parse_args()
+    wanted = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):  # read when torch is loaded: start again
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    print(json.dumps(probe(options.threads, options.seconds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""W1 to W6 on Penstock and other engines, in turns, with the share of the machine's limit in every row.
+
+    python benchmarks/workloads.py --engines penstock,transformers --workloads W1,W2 --rounds 3 --json FILE
+    python benchmarks/workloads.py --engines penstock,penstock-grpc,transformers,openvino,llamacpp,vllm --rounds 5 \\
+        --json bf16.json --plot bf16.png
+    python benchmarks/workloads.py --engines penstock,openvino,llamacpp --dtype int8 --model llama-3.2-1b
+
+Every engine is a process that loads once; then for every round and workload each engine has its turn, the others
+asleep, so that a machine whose speed drifts is the same for all. A first round warms up and does not count. Prompts are
+random ids, others in every round and the same for all engines; outputs are greedy and of the length that was asked for.
+The machine's bandwidth and peak are measured before and after. `python benchmarks/report.py FILE` shows its tables.
+Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import report
+from benchmarks._report import environment
+from benchmarks.cells import WORKLOADS, Workload, figures, medians, tokens_needed
+from benchmarks.checkpoints import CACHE, resolve
+from benchmarks.engines import ENGINES
+from benchmarks.engines.base import Settings
+from benchmarks.engines.process import EngineFailed, EngineProcess
+from benchmarks.roofline import BYTES_PER_WEIGHT, Machine, Model, ideal
+
+KV_SLACK, CONTEXT = 1024, 4096
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+class Bench:
+    """One run: loaded engines, and what came of every turn."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.workloads = [WORKLOADS[name] for name in options.workloads]
+        folder = resolve(options.model, options.cache)
+        self.model = Model.read(folder)
+        self.settings = {
+            name: Settings(
+                str(folder),
+                options.dtype,
+                options.threads,
+                tokens_needed(self.workloads) + KV_SLACK,
+                CONTEXT,
+                str(options.cache),
+                options.option.get(name, {}),
+            )
+            for name in options.engines
+        }
+        self.engines: dict[str, EngineProcess] = {}
+        self.failures: dict[str, str] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.rounds: dict[tuple[str, str], list[dict[str, float]]] = {}
+        self.probes: list[dict[str, Any]] = []
+
+    def measure(self) -> dict[str, Any]:
+        """Everything, as one JSON object; also written after every round."""
+        load_average = os.getloadavg()[0]
+        self._probe()
+        try:
+            for name in self.options.engines:
+                self._load(name)
+            for number in range(-self.options.warmup, self.options.rounds):
+                for workload in self.workloads:
+                    self._turns(workload, number)
+                self._write(load_average)
+        finally:
+            for engine in self.engines.values():
+                engine.close()
+        self._probe()
+        return self._write(load_average)
+
+    def _probe(self) -> None:
+        if self.options.probe_seconds:
+            say("measuring the machine's bandwidth and peak")
+            command = [sys.executable, str(ROOT / "benchmarks" / "roofline.py")]
+            command += ["--threads", str(self.options.threads), "--seconds", str(self.options.probe_seconds)]
+            self.probes.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+    def _load(self, name: str) -> None:
+        say(f"loading {name}")
+        try:
+            engine = EngineProcess(name, ENGINES[name], self.options.cache, self.options.threads)
+        except EngineFailed as error:
+            self._failed(name, error)
+            return
+        self.engines[name] = engine
+        try:
+            self.facts[name] = engine.load(self.settings[name])
+        except EngineFailed as error:
+            self._failed(name, error)
+
+    def _turns(self, workload: Workload, number: int) -> None:
+        # A seed for every round: what an earlier one left in a prefix cache is of no use.
+        prompts, outputs = workload.requests(self.model.vocab_size, number)
+        names = list(self.engines)
+        start = number % max(len(names), 1)
+        for name in names[start:] + names[:start]:
+            if self._skipped(name, workload):
+                continue
+            try:
+                answer = self.engines[name].run(prompts, outputs)
+            except EngineFailed as error:
+                self._failed(f"{name}", error)
+                continue
+            found = {**figures(workload, answer["times"]), "peak_rss_bytes": float(answer["peak_rss_bytes"])}
+            shown = f"{found['output_tok_s']:.1f} tok/s, first {found['ttft_s'] * 1e3:.0f} ms"
+            say(f"{'warm-up' if number < 0 else f'round {number + 1}'} {workload.name} {name}: {shown}")
+            if number >= 0:
+                self.rounds.setdefault((workload.name, name), []).append(found)
+
+    def _skipped(self, name: str, workload: Workload) -> bool:
+        return workload.name in ENGINES[name].skips and f"{name}:{workload.name}" not in self.options.include
+
+    def _failed(self, name: str, error: EngineFailed) -> None:
+        say(f"{name}: {error}")
+        self.failures[name] = "not installed" if error.missing else str(error)
+        engine = self.engines.pop(name, None)
+        if engine is not None:
+            engine.close()
+
+    def _machine(self) -> Machine:
+        peaks = {name: max(one["peaks"][name] for one in self.probes) for name in self.probes[0]["peaks"]}
+        return Machine(max(one["bandwidth"] for one in self.probes), peaks)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for (workload, engine), found in self.rounds.items():
+            row: dict[str, Any] = {"workload": workload, "engine": engine, "median": medians(found), "rounds": found}
+            if self.probes:
+                limit = ideal(WORKLOADS[workload], self.model, self._machine(), self.options.dtype)
+                row["roofline"] = {"prefill_s": limit.prefill, "decode_s": limit.decode}
+                row["roofline_share"] = limit.shares(row["median"])
+            rows.append(row)
+        return rows
+
+    def _write(self, load_average: float) -> dict[str, Any]:
+        options = self.options
+        settings = {name: getattr(options, name) for name in ("model", "dtype", "threads", "rounds", "warmup")}
+        result = {
+            "benchmark": "workloads",
+            "environment": {**environment(), "load_average": load_average, "time": time.strftime("%Y-%m-%d %H:%M")},
+            "settings": {**settings, "options": options.option},
+            "machine": self.probes,
+            "engines": self.facts,
+            "failures": self.failures,
+            "rows": self._rows(),
+        }
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        return result
+
+
+def _names(known: dict[str, Any], what: str) -> Any:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{what} {name!r} is not one of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _engine_options(given: list[str]) -> dict[str, dict[str, str]]:
+    """{engine: {key: value}} of ENGINE.KEY=VALUE. Raises SystemExit for another form."""
+    options: dict[str, dict[str, str]] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        engine, _, key = name.partition(".")
+        if engine not in ENGINES or not key or "=" not in text:
+            raise SystemExit(f"--option {text}: must be ENGINE.KEY=VALUE, ENGINE one of {', '.join(ENGINES)}")
+        options.setdefault(engine, {})[key.replace("-", "_")] = value
+    return options
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--engines", type=_names(ENGINES, "engine"), default=["penstock", "transformers"])
+    made.add_argument("--workloads", type=_names(WORKLOADS, "workload"), default=list(WORKLOADS))
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--warmup", type=int, default=1, help="rounds before those that count")
+    made.add_argument("--model", default="qwen2.5-0.5b", help="qwen2.5-0.5b, llama-3.2-1b or a folder")
+    made.add_argument("--dtype", choices=list(BYTES_PER_WEIGHT), default="bf16")
+    made.add_argument("--threads", type=int, default=2, help="of every engine")
+    made.add_argument("--option", action="append", default=[], metavar="ENGINE.KEY=VALUE", help="an engine's own")
+    made.add_argument(
+        "--include", action="append", default=[], metavar="ENGINE:WORKLOAD", help="a turn that is left out otherwise"
+    )
+    made.add_argument("--probe-seconds", type=float, default=3.0, help="for each figure of the machine; 0: no roofline")
+    made.add_argument("--cache", type=Path, default=CACHE, help="of checkpoints and other engines' environments")
+    made.add_argument("--json", type=Path, help="write the figures there, after every round")
+    made.add_argument("--plot", type=Path, help="draw them there (PNG or SVG; needs matplotlib)")
+    return made
+
+
+def main() -> None:
+    """Measure; tables go to stdout."""
+    options = parser().parse_args()
+    options.option = _engine_options(options.option)
+    result = Bench(options).measure()
+    print(report.markdown(result))
+    if options.plot is not None:
+        report.plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()
