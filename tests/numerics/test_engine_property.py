@@ -129,7 +129,7 @@ def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM
 
     check()
     # The drawn examples go through all of this often, but only a crowd that cannot help it is sure to.
-    crowd = [
+    crowd: list[dict[str, Any]] = [
         {"prompt": [*range(10, 20), i], "max_new_tokens": 12, "num_return_sequences": 1 + 2 * (i % 2), "seed": i,
          "do_sample": True, "temperature": 1.5}
         for i in range(7)
@@ -139,6 +139,19 @@ def test_same_ids_alone_batched_chunked_preempted_and_prefix_hit(model: CausalLM
     check_together(model, crowd, config, [1] * len(crowd), coverage)
     wanted = ("preemptions", "prefix_hit_tokens", "copy_on_write_blocks")
     assert min(coverage.seen[what] for what in wanted) > 0, coverage
+
+
+@pytest.mark.parametrize("max_batch_tokens", [8, 21, 200])
+def test_a_beginning_that_is_shared_in_the_step_that_computes_it_gives_the_same_ids(
+    model: CausalLM, max_batch_tokens: int
+) -> None:
+    config = engine_config(num_blocks=120, block_size=3, max_running_sequences=8, max_batch_tokens=max_batch_tokens)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "temperature": 1.5, "seed": 3}
+    crowd = [{"prompt": [*range(5, 30), *([8 + i] * (i + 1))], **options} for i in range(6)]
+    coverage = Coverage()
+    check_together(model, crowd, config, [0] * len(crowd), coverage)
+    # 24 of the 25 common tokens fill blocks.
+    assert coverage.seen["prefix_hit_tokens"] >= 5 * 24
 
 
 def test_a_resumed_request_goes_on_with_the_same_ids(model: CausalLM) -> None:

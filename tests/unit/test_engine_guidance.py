@@ -110,7 +110,8 @@ def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
         tables.computed(earlier, "")
         tables.free(earlier)
     prompt, guide = sequence([1, 2, 3, 4, 5, 6, 7, 8], off, seq_id=1), sequence([6] * 5, off, seq_id=2)
-    prefix = tables.find_prefix(guide, "", 4)
+    tables.hash_blocks(guide, "")
+    prefix = [block for block_hash in guide.block_hashes if (block := tables.pool.lookup(block_hash)) is not None]
     assert len(prefix) == 2
     tables.start([(prompt, []), (guide, prefix)])
     assert guide.block_table[:2] == prefix

@@ -16,7 +16,7 @@ ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 @st.composite
 def specs(draw: st.DrawFn) -> dict[str, Any]:
     """Fields of a request; prompts come from few tokens and common heads, so that prefixes are shared."""
-    head = draw(st.sampled_from([[], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 17]))
+    head = draw(st.sampled_from([[], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1] * 17, [1] * 17, [*range(10, 36)]]))
     tail = draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
     return {
         "prompt": head + tail,

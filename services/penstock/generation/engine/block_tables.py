@@ -19,18 +19,9 @@ class BlockTables:
         self.copied_blocks = 0
         self._block_size = pool.block_size
 
-    def find_prefix(self, sequence: Sequence, salt: str, max_tokens: int) -> list[int]:
-        """Cached blocks that hold the start of `sequence`, at most `max_tokens` of it. Acquires nothing."""
-        if not self.prefix_cache:
-            return []
+    def hash_blocks(self, sequence: Sequence, salt: str) -> None:
+        """Bring `block_hashes` to all full blocks without drafts: each token is hashed once in a sequence's life."""
         self._extend_hashes(sequence, salt, (sequence.num_tokens - sequence.num_draft_tokens) // self._block_size)
-        found: list[int] = []
-        for block_hash in sequence.block_hashes[: max(max_tokens, 0) // self._block_size]:
-            block = self.pool.lookup(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
 
     def blocks_to_admit(self, sequence: Sequence, prefix: list[int]) -> int:
         """How far `num_free` sinks when `start` is called with this prefix."""
@@ -47,12 +38,31 @@ class BlockTables:
             sequence.num_computed_tokens = len(prefix) * self._block_size
             sequence.num_cached_blocks = len(prefix)
         for sequence, _ in starts:
-            self._extend_table(sequence, sequence.num_tokens)
+            self.extend(sequence, sequence.num_tokens)
+
+    def adopt(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+        """Let `blocks`, which hold its tokens or will before they are read, be those from the one of the next token to
+        compute (number `first`) on; its own go back, and what they held."""
+        table = sequence.block_table
+        for index, block in enumerate(blocks, first):
+            self.pool.acquire(block)
+            if index < len(table):
+                self.pool.release(table[index])
+                table[index] = block
+            else:
+                table.append(block)
+        end = first + len(blocks)
+        sequence.num_computed_tokens = end * self._block_size
+        if sequence.num_cached_blocks >= first:
+            sequence.num_cached_blocks = end
 
     def blocks_to_write(self, sequence: Sequence, end: int) -> int:
         """Free blocks that `make_writable` up to token `end` will take."""
-        missing = -(-end // self._block_size) - len(sequence.block_table)
-        return max(missing, 0) + (self._shared_block(sequence) is not None)
+        return self.blocks_to_extend(sequence, end) + (self._shared_block(sequence) is not None)
+
+    def blocks_to_extend(self, sequence: Sequence, end: int) -> int:
+        """Free blocks that `extend` up to token `end` will take."""
+        return max(-(-end // self._block_size) - len(sequence.block_table), 0)
 
     def make_writable(self, sequence: Sequence, end: int) -> tuple[int, int] | None:
         """Room for tokens up to `end` in blocks of its own; the (source, destination) copy that takes, if any.
@@ -68,8 +78,14 @@ class BlockTables:
             sequence.block_table[shared] = copy[1]
             self.pool.release(source)
             self.copied_blocks += 1
-        self._extend_table(sequence, end)
+        self.extend(sequence, end)
         return copy
+
+    def extend(self, sequence: Sequence, end: int) -> None:
+        """Room for tokens up to `end` after `make_writable` of this step, since when others may share what it fills."""
+        table = sequence.block_table
+        while len(table) * self._block_size < end:
+            table.append(self.pool.allocate())
 
     def fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
         """Let an empty child share what the parent has computed of its first `computed` tokens, the same in both."""
@@ -109,13 +125,8 @@ class BlockTables:
             return index
         return None
 
-    def _extend_table(self, sequence: Sequence, end: int) -> None:
-        table = sequence.block_table
-        while len(table) * self._block_size < end:
-            table.append(self.pool.allocate())
-
     def _extend_hashes(self, sequence: Sequence, salt: str, num_blocks: int) -> None:
-        """Hash the full blocks that are not hashed yet: each token is hashed once in a sequence's life."""
+        """Hash those of the first `num_blocks` blocks, all full, that are not hashed yet."""
         hashes = sequence.block_hashes
         parent = hashes[-1] if hashes else root_hash(salt)
         for index in range(len(hashes), num_blocks):

@@ -37,15 +37,23 @@ class StepPlan:
         copy: tuple[int, int] | None,
     ) -> None:
         """Schedule tokens [start, start + num_tokens) of `sequence`, after `copy`."""
-        probes: tuple[tuple[int, Sequence], ...] = ()
-        if sequence.probes:
-            end = start + num_tokens
-            probes = tuple((index - start, probe) for index, probe in sequence.probes if start <= index < end)
         self.groups.append(group)
-        self._entries.append(ScheduledSequence(sequence, start, num_tokens, sample, probes))
+        self._entries.append(_entry(sequence, start, num_tokens, sample))
         self.budget -= num_tokens
         if copy is not None:
             self._copies.append((group, copy))
+
+    def end(self, sequence: Sequence) -> int | None:
+        """Up to which token `sequence` is computed in this step; None: not at all. O(entries)."""
+        found = (entry.start + entry.num_tokens for entry in self._entries if entry.sequence is sequence)
+        return next(found, None)
+
+    def extend(self, sequence: Sequence, end: int, sample: tuple[Sequence, ...]) -> None:
+        """Schedule a sequence that is in the step already up to token `end`. O(entries)."""
+        place = next(place for place, entry in enumerate(self._entries) if entry.sequence is sequence)
+        entry = self._entries[place]
+        self._entries[place] = _entry(sequence, entry.start, end - entry.start, sample)
+        self.budget -= end - entry.start - entry.num_tokens
 
     def remove(self, group: SequenceGroup) -> None:
         """Take back all that was planned for `group`.
@@ -62,3 +70,11 @@ class StepPlan:
     def output(self, forks: tuple[Fork, ...], released: tuple[int, ...]) -> SchedulerOutput:
         """What the runner is told."""
         return SchedulerOutput(tuple(self._entries), tuple(copy for _, copy in self._copies), forks, released)
+
+
+def _entry(sequence: Sequence, start: int, num_tokens: int, sample: tuple[Sequence, ...]) -> ScheduledSequence:
+    probes: tuple[tuple[int, Sequence], ...] = ()
+    if sequence.probes:
+        end = start + num_tokens
+        probes = tuple((index - start, probe) for index, probe in sequence.probes if start <= index < end)
+    return ScheduledSequence(sequence, start, num_tokens, sample, probes)

@@ -10,6 +10,7 @@ from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.plan import StepPlan
 from penstock.generation.engine.queue import GroupQueue
+from penstock.generation.engine.shared_prefixes import SharedPrefixes
 from penstock.generation.engine.step import Fork
 
 if TYPE_CHECKING:
@@ -20,21 +21,26 @@ if TYPE_CHECKING:
     from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
 
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
-Entries = list[tuple[SequenceGroup, "Sequence"]]
+# With the token that the sequence may be computed up to in this step.
+Entries = list[tuple[SequenceGroup, "Sequence", int]]
+Starts = list[tuple["Sequence", list[int]]]
 
 
 class Scheduler:
     """Decides who computes what; owns the queues and every block table. Engine thread only.
 
     Order within a step: decoding rows (those with drafts last), then prompts of running groups, then admission from
-    the waiting queue; each in (priority, arrival) order. When blocks run out, the last running group in that order is
-    preempted: it gives back its blocks, keeps its tokens, and waits at its old place. The first group never has to
-    give way, and `Engine.check` let in only what fits an empty pool, so something always progresses.
+    the waiting queue, then what budget is left for prompts that were given a share only; each in (priority, arrival)
+    order. Who would compute what an earlier one is computing waits for it (see SharedPrefixes). When blocks run out,
+    the last running group in that order is preempted: it gives back its blocks, keeps its tokens, and waits at its old
+    place. The first group never has to give way, and `Engine.check` let in only what fits an empty pool, so something
+    always progresses.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.tables = BlockTables(self.pool, prefix_cache=config.prefix_cache)
+        self.prefixes = SharedPrefixes(self.tables)
         self.waiting = GroupQueue()
         self.running = GroupQueue()
         # Groups that the last `schedule` started for the first time.
@@ -44,6 +50,8 @@ class Scheduler:
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self._plan = StepPlan(0)
+        # Prompts that this step computes a part of.
+        self._cut: Entries = []
 
     @property
     def has_work(self) -> bool:
@@ -71,13 +79,13 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step. Nothing is scheduled only when there is no work."""
         self._plan = StepPlan(self._config.max_batch_tokens)
+        self.prefixes.start_step()
         self.admitted.clear()
+        self._cut.clear()
         prompts, drafting = self._schedule_decoding()
         if drafting:
             self._schedule_drafts(drafting)
-        self._schedule_prompts(prompts)
-        if not self._plan.preempted:
-            self._admit()
+        self._fill(prompts)
         output = self._plan.output(tuple(self._forks), tuple(self._released))
         if output.scheduled:
             self._forks.clear()
@@ -157,9 +165,11 @@ class Scheduler:
         for group in tuple(self.running):
             in_step = group.in_step
             for sequence in group.computable:
-                remaining = group.target(sequence, in_step=in_step) - sequence.num_computed_tokens
+                target = group.target(sequence, in_step=in_step)
+                remaining = target - sequence.num_computed_tokens
                 if remaining > 1:
-                    (drafting if remaining == sequence.num_draft_tokens + 1 else prompts).append((group, sequence))
+                    entries = drafting if remaining == sequence.num_draft_tokens + 1 else prompts
+                    entries.append((group, sequence, target))
                 elif remaining == 1 and not self._place(group, sequence, 1):
                     break
         return prompts, drafting
@@ -168,7 +178,7 @@ class Scheduler:
         """Place the last token of each sequence, as if it had no drafts, and of the drafts an equal share of what
         `max_draft_rows` and the budget leave. Nobody is preempted for a draft."""
         rows_left = min(self._config.max_draft_rows - self._plan.num_entries, self._plan.budget) - len(drafting)
-        for position, (group, sequence) in enumerate(drafting):
+        for position, (group, sequence, _) in enumerate(drafting):
             share = max(rows_left, 0) // (len(drafting) - position)
             num_tokens = 1 + min(sequence.num_draft_tokens, share)
             start = sequence.num_computed_tokens
@@ -177,22 +187,71 @@ class Scheduler:
             if self._place(group, sequence, num_tokens):
                 rows_left -= num_tokens - 1
 
-    def _schedule_prompts(self, prompts: Entries) -> None:
-        for position, (group, sequence) in enumerate(prompts, 1):
-            if not self._plan.budget:
+    def _fill(self, prompts: Entries) -> None:
+        """Spend the budget that decoding leaves. What nobody else had a use for goes to prompts that were given a share
+        of it, and then to those who waited for them."""
+        while True:
+            prompts = self._schedule_prompts(prompts)
+            if not self._plan.preempted:
+                self._admit()
+            if not self._plan.budget or not self._extend_cut():
                 return
-            # Preempted meanwhile: nothing of it is computed any more.
-            if group.state is GroupState.RUNNING:
-                others = len(self.waiting) > 0 or position < len(prompts)
-                self._place(group, sequence, self._chunk(group, sequence, others))
 
-    def _chunk(self, group: SequenceGroup, sequence: Sequence, others: bool) -> int:
-        """Tokens of a prompt to compute now. One that takes several steps leaves others a share of each."""
-        target, budget = group.target(sequence, in_step=group.in_step), self._plan.budget
+    def _schedule_prompts(self, prompts: Entries) -> Entries:
+        """Place prompts of running groups; those that wait for what others compute are returned."""
+        deferred: Entries = []
+        for position, (group, sequence, target) in enumerate(prompts, 1):
+            if not self._plan.budget:
+                break
+            # Preempted meanwhile: nothing of it is computed any more.
+            if group.state is not GroupState.RUNNING:
+                continue
+            self.prefixes.adopt(group, sequence)
+            if self.prefixes.is_coming(group, sequence, sequence.num_computed_tokens // self._config.block_size):
+                deferred.append((group, sequence, target))
+            else:
+                self._place_prompt(group, sequence, target, others=len(self.waiting) > 0 or position < len(prompts))
+        return deferred
+
+    def _place_prompt(self, group: SequenceGroup, sequence: Sequence, target: int, *, others: bool) -> None:
+        """Compute as much of a prompt as it may have now."""
         remaining = target - sequence.num_computed_tokens
+        num_tokens = self._chunk(remaining, others=others)
+        if not num_tokens or not self._place(group, sequence, num_tokens):
+            return
+        if num_tokens < remaining:
+            self._cut.append((group, sequence, target))
+            self.prefixes.plan(group, sequence, sequence.num_computed_tokens + num_tokens, is_cut=True)
+
+    def _chunk(self, remaining: int, *, others: bool) -> int:
+        """Tokens of a prompt to compute now. One that takes several steps leaves others a share of each."""
+        budget = self._plan.budget
         if remaining <= budget or not budget or not others:
             return min(remaining, budget)
         return max(1, int(budget * self._config.long_prompt_share))
+
+    def _extend_cut(self) -> bool:
+        """Give the budget that is left to the prompts that were cut, in order; False when it helps none of them.
+
+        Nobody is preempted for it.
+        """
+        cut, self._cut = self._cut, []
+        extended = False
+        for group, sequence, target in cut:
+            end = self._plan.end(sequence)
+            # Preempted meanwhile.
+            if end is None:
+                continue
+            longer = min(target, end + self._plan.budget)
+            if longer > end and self.tables.blocks_to_extend(sequence, longer) <= self.pool.num_free:
+                self.tables.extend(sequence, longer)
+                self._plan.extend(sequence, longer, group.drawing(sequence, longer))
+                self.prefixes.plan(group, sequence, longer, is_cut=longer < target)
+                extended = True
+                end = longer
+            if end < target:
+                self._cut.append((group, sequence, target))
+        return extended
 
     def _place(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> bool:
         """Schedule `sequence`, preempting from the end of the order; False when its own group had to give way."""
@@ -207,10 +266,14 @@ class Scheduler:
                 return False
         copy = self.tables.make_writable(sequence, end)
         self._plan.add(group, sequence, start, num_tokens, group.drawing(sequence, end), copy)
+        # A row of output seldom fills a block that somebody else has a use for in this very step.
+        if num_tokens > 1 or end <= sequence.num_prompt_tokens:
+            self.prefixes.plan(group, sequence, end, is_cut=False)
         return True
 
     def _preempt(self, group: SequenceGroup) -> None:
         self._plan.remove(group)
+        self.prefixes.withdraw(group)
         self.running.remove(group)
         self._give_back(group)
         group.restart()
@@ -219,25 +282,28 @@ class Scheduler:
         self._stats.preemptions += 1
 
     def _admit(self) -> None:
-        """Start waiting groups in order; the first that does not fit stops it, so nobody is passed for ever."""
+        """Start waiting groups in order; the first that does not fit stops it, so nobody is passed for ever.
+
+        Passed over in this step are those who wait for what others compute; the sequences that they will run count.
+        """
         width = self.num_running_sequences if len(self.waiting) else 0
-        while self._plan.budget and len(self.waiting):
-            group = self.waiting.first
+        for group in tuple(self.waiting):
             width += group.strategy.width
             leaders = group.leaders
             # Those that go in lockstep start in one step: if they draw in it, then all together.
-            if self._plan.budget < len(leaders):
+            if not self._plan.budget or self._plan.budget < len(leaders) or width > self._config.max_running_sequences:
                 return
-            if width > self._config.max_running_sequences or not self._start(group):
+            starts = [(leader, self.prefixes.find(group, leader)) for leader in leaders]
+            if any(self.prefixes.is_coming(group, leader, len(prefix)) for leader, prefix in starts):
+                continue
+            if not self._start(group, starts):
                 return
+            in_step = group.in_step
             for leader in leaders:
-                chunk = self._chunk(group, leader, others=len(self.waiting) > 0)
-                if chunk and not self._place(group, leader, chunk):
-                    return
+                self._place_prompt(group, leader, group.target(leader, in_step=in_step), others=len(self.waiting) > 0)
 
-    def _start(self, group: SequenceGroup) -> bool:
-        """Move the first waiting group to the running ones, on its longest cached prefix; False: no room now."""
-        starts = [(leader, self._find_prefix(group, leader)) for leader in group.leaders]
+    def _start(self, group: SequenceGroup, starts: Starts) -> bool:
+        """Move a waiting group to the running ones, on its leaders' prefixes; False: no room now."""
         left = self.pool.num_free - sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
         if left < (self._config.watermark_blocks if len(self.running) else 0):
             return False
@@ -254,14 +320,6 @@ class Scheduler:
             self._stats.prefix_lookup_tokens += leader.num_prompt_tokens
             self._stats.prefix_hit_tokens += cached
         return True
-
-    def _find_prefix(self, group: SequenceGroup, leader: Sequence) -> list[int]:
-        """Cached blocks that `leader` may start from: something must be left to compute, and every row that somebody
-        wants to see."""
-        limit, needed = group.end(leader) - 1, group.report.first_needed_row
-        if needed is not None:
-            limit = min(limit, needed)
-        return self.tables.find_prefix(leader, group.request.cache_salt, limit)
 
     def _give_back(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:

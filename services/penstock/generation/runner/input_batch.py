@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.sequence import Sequence
     from penstock.generation.engine.step import ScheduledSequence
 
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
@@ -34,8 +33,8 @@ class ModelInputs:
 class InputBatch:
     """Holds a row of block ids per sequence, so that a decoding sequence costs one block id a step, however long it is.
 
-    Relies on the block tables' rule: blocks before the one of the first token to compute never change, until the
-    sequence is released.
+    Relies on the block tables' rule: blocks before the one of the first token that was still to be computed after its
+    last step never change, until the sequence is released.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -43,9 +42,9 @@ class InputBatch:
         self._device = device
         self._tables = np.zeros((_FIRST_SLOTS, _FIRST_BLOCKS), dtype=np.int32)
         self._free_slots = list(range(_FIRST_SLOTS))
-        # seq_id -> row of _tables; row -> how many of its entries are valid.
+        # seq_id -> row of _tables; row -> how many of its entries are final.
         self._slots: dict[int, int] = {}
-        self._num_valid = [0] * _FIRST_SLOTS
+        self._num_final = [0] * _FIRST_SLOTS
 
     def release(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences; ids that were never scheduled are fine."""
@@ -65,7 +64,7 @@ class InputBatch:
             else:
                 input_ids.extend(token_ids[start : start + entry.num_tokens])
             row_starts.append(len(input_ids))
-        slots = [self._refresh(entry.sequence, entry.start) for entry in scheduled]
+        slots = [self._refresh(entry) for entry in scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in scheduled]
         width = -(-max(context_lens) // self._block_size)
         metadata, positions_T = AttentionMetadata.build(
@@ -76,27 +75,31 @@ class InputBatch:
         )
         return ModelInputs(torch.tensor(input_ids, device=self._device), positions_T, metadata, row_starts)
 
-    def _refresh(self, sequence: Sequence, start: int) -> int:
-        """Bring the sequence's row up to date from the block of token `start` on; its slot."""
+    def _refresh(self, entry: ScheduledSequence) -> int:
+        """Bring the sequence's row up to date from the block of its first token to compute on; its slot.
+
+        Further back when that token is not where the last step ended: what lies between was taken over from others.
+        """
+        sequence, start = entry.sequence, entry.start
         slot = self._slots.get(sequence.seq_id)
         if slot is None:
             slot = self._slots[sequence.seq_id] = self._new_slot()
         blocks = sequence.block_table
-        first = min(start // self._block_size, self._num_valid[slot])
+        first = min(start // self._block_size, self._num_final[slot])
         if len(blocks) > self._tables.shape[1]:
             self._tables = _grown(self._tables, axis=1, minimum=len(blocks))
         self._tables[slot, first : len(blocks)] = blocks[first:] if first else blocks
-        self._num_valid[slot] = len(blocks)
+        self._num_final[slot] = (start + entry.num_tokens) // self._block_size
         return slot
 
     def _new_slot(self) -> int:
         if not self._free_slots:
             count = len(self._tables)
             self._tables = _grown(self._tables, axis=0, minimum=count + 1)
-            self._num_valid.extend([0] * (len(self._tables) - count))
+            self._num_final.extend([0] * (len(self._tables) - count))
             self._free_slots = list(range(count, len(self._tables)))
         slot = self._free_slots.pop()
-        self._num_valid[slot] = 0
+        self._num_final[slot] = 0
         return slot
 
 
