@@ -280,3 +280,23 @@ async def test_tenants_are_told_apart_by_their_tokens(tmp_path: Path) -> None:
         assert salts[0] == salts[1] != salts[2]
         code, _ = await failure(router.stub.Generate(generate()))
         assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "settings", "code"),
+    [
+        (3, {}, grpc.StatusCode.INVALID_ARGUMENT),
+        (5, {}, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (5, {"max_request_bytes": 6 << 20}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["below", "above", "raised"],
+)
+async def test_clients_messages_have_a_bound_of_their_own(
+    mebibytes: int, settings: dict[str, Any], code: grpc.StatusCode
+) -> None:
+    async with backend() as one, running_router(one, **settings) as router:
+        # What passes the bound is refused by the tokenizer, whose texts are smaller still.
+        found, error = await failure(router.stub.Chat(chat("x" * (mebibytes << 20))))
+        assert found is code
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            assert "larger than max" in error.message

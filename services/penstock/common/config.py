@@ -98,6 +98,11 @@ class ServerConfig(TransportConfig):
     debug: bool = option(False, "Tracebacks and exception texts on errors.", group=LOGGING)
 
     @property
+    def receive_limit_bytes(self) -> int:
+        """Largest message that a caller may send."""
+        return self.max_message_bytes
+
+    @property
     def is_tls(self) -> bool:
         return self.tls_cert is not None
 

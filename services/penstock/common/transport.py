@@ -11,9 +11,9 @@ Options = list[tuple[str, int | str]]
 MAX_METADATA_BYTES = 16 << 10
 
 
-def _common(config: TransportConfig) -> Options:
+def _common(config: TransportConfig, receive_bytes: int) -> Options:
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", receive_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(config.keepalive_timeout_seconds * 1000)),
@@ -29,7 +29,7 @@ def _common(config: TransportConfig) -> Options:
 def server_options(config: ServerConfig) -> Options:
     """Options for `grpc.aio.server`."""
     return [
-        *_common(config),
+        *_common(config, config.receive_limit_bytes),
         # Two processes on one port would each get half of the calls; a taken port must be an error.
         ("grpc.so_reuseport", 0),
         # How often a client may ping before it is sent GOAWAY too_many_pings. grpc's own default is five minutes.
@@ -40,7 +40,7 @@ def server_options(config: ServerConfig) -> Options:
 def channel_options(config: TransportConfig) -> Options:
     """Options for a `grpc.aio` channel."""
     return [
-        *_common(config),
+        *_common(config, config.max_message_bytes),
         # Channels with equal options would share one connection, and with it one flow-control window and one core.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),

@@ -72,6 +72,13 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=ADMISSION,
         minimum=1024,
     )
+    max_request_bytes: int = option(
+        4 << 20,
+        "Largest request of a client. Parsing one holds up every stream of the process, a hostile 16 MiB for over a "
+        "second; raise it for Score and Embed of more text at once (up to --max-message-bytes).",
+        group=ADMISSION,
+        minimum=1024,
+    )
     max_items: int = option(
         256,
         "Items of one Score, or texts of one Embed; backends have a bound of their own.",
@@ -142,6 +149,11 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
     max_token_texts: int = option(65536, "Tokens whose text is remembered for logprobs.", group=STREAMING, minimum=64)
+
+    @property
+    def receive_limit_bytes(self) -> int:
+        """Of clients; backends and tokenizer send up to max_message_bytes."""
+        return min(self.max_request_bytes, self.max_message_bytes)
 
     def validate(self) -> None:
         """Raises StartupError naming the flag."""

@@ -1,7 +1,8 @@
-"""The router's one DecodeStream: ids of whole engine steps go out as one message each, their text comes back in order.
+"""The router's one DecodeStream: ids of whole engine steps go out as one message, their text comes back in order.
 
-When the tokenizer is lost, what it has not answered is kept; on the next connection every sequence is opened again with
-the ids whose text had already come back, and the rest is sent again. Nothing is lost and nothing comes twice.
+A message costs as much as tens of tokens, so few are on their way at a time, and steps that come meanwhile are put into
+one. When the tokenizer is lost, what it has not answered is kept; on the next connection every sequence is opened again
+with the ids whose text had already come back, and the rest is sent again. Nothing is lost and nothing comes twice.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from penstock.router.sequence import ReturnedSequence
 from penstock.router.wakeup import Wakeup
 from penstock.v1 import common_pb2, tokenizer_pb2
 
+# Messages on their way to the tokenizer: one that it works on, one that it finds next.
+_MAX_IN_FLIGHT = 2
+# Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
+_MAX_STEPS = 32
+
 
 class Piece:
     """Ids of one sequence on their way through the tokenizer."""
 
-    __slots__ = ("logprobs", "result", "sequence", "tensors", "token_ids")
+    __slots__ = ("is_sent", "logprobs", "result", "sequence", "tensors", "token_ids")
 
     def __init__(
         self,
@@ -37,16 +43,33 @@ class Piece:
         self.tensors = tensors
         # Set on the last piece of the sequence.
         self.result = result
+        # From then on it is what it is.
+        self.is_sent = False
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        result: common_pb2.SequenceResult | None,
+        tensors: Sequence[common_pb2.StepTensors],
+    ) -> None:
+        """Take the ids that follow, too."""
+        self.token_ids = [*self.token_ids, *token_ids]
+        if logprobs:
+            self.logprobs = [*self.logprobs, *logprobs]
+        if tensors:
+            self.tensors = [*self.tensors, *tensors]
+        self.result = result
 
 
 class Batch:
-    """One message: the pieces of one engine step."""
+    """One message: the pieces of one engine step, or of several."""
 
-    __slots__ = ("pieces", "request")
+    __slots__ = ("pieces", "steps")
 
     def __init__(self) -> None:
-        self.request = tokenizer_pb2.DecodeStreamRequest()
         self.pieces: list[Piece] = []
+        self.steps = 1
 
 
 class DecodeCall(Protocol):
@@ -69,6 +92,8 @@ class Detokenizer:
         self._outstanding: deque[Batch] = deque()
         # The tail of `_outstanding` that the present connection has not been sent.
         self._unsent: deque[Batch] = deque()
+        # Steps in `_outstanding`.
+        self._steps = 0
         self._drops: list[int] = []
         self._wakeup = Wakeup()
         self._max_outstanding = max_outstanding
@@ -84,19 +109,29 @@ class Detokenizer:
         result: common_pb2.SequenceResult | None = None,
         tensors: Sequence[common_pb2.StepTensors] = (),
     ) -> None:
-        """Put ids of `sequence` into `batch`; with `result` they are its last."""
-        piece = Piece(sequence, token_ids, logprobs, result, tensors)
+        """Put ids of `sequence` into `batch`, or to those that still wait; with `result` they are its last."""
+        live, last = sequence.live, sequence.last_piece
+        if last is not None and not last.is_sent:
+            last.extend(token_ids, logprobs, result, tensors)
+            live.outbox.coalesced += 1
+            return
+        piece = sequence.last_piece = Piece(sequence, token_ids, logprobs, result, tensors)
         batch.pieces.append(piece)
-        sequence.live.undecoded += 1
-        self._add_item(batch, piece)
+        live.undecoded += 1
 
     def send(self, batch: Batch) -> None:
-        """Queue a batch. Raises Unavailable when the tokenizer is hopelessly behind."""
-        if len(self._outstanding) >= self._max_outstanding:
+        """Queue a batch. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
+        if self._steps >= self._max_outstanding:
             error = Unavailable(
                 "the tokenizer does not keep up", reason="TOKENIZER_OVERLOADED", retry_after_seconds=1.0
             )
             self._fail(batch.pieces, error)
+            return
+        self._steps += 1
+        last = self._unsent[-1] if self._unsent else None
+        if last is not None and last.steps < _MAX_STEPS:
+            last.pieces += batch.pieces
+            last.steps += 1
             return
         self._outstanding.append(batch)
         self._unsent.append(batch)
@@ -119,6 +154,7 @@ class Detokenizer:
         """Give up what the tokenizer did not answer: its requests end with `error`."""
         batches, self._outstanding = self._outstanding, deque()
         self._unsent.clear()
+        self._steps = 0
         for batch in batches:
             self._fail(batch.pieces, error)
 
@@ -127,29 +163,60 @@ class Detokenizer:
         self._epoch += 1
         self._drops.clear()
         for batch in self._outstanding:
-            batch.request = tokenizer_pb2.DecodeStreamRequest()
             batch.pieces = [piece for piece in batch.pieces if not piece.sequence.live.closed]
-            for piece in batch.pieces:
-                self._add_item(batch, piece)
         self._unsent = deque(self._outstanding)
         self._wakeup.set()
 
     async def run_writer(self, call: DecodeCall) -> None:
         """Send batches until the call breaks. Raises grpc.aio.AioRpcError or asyncio.InvalidStateError."""
         while True:
-            while self._unsent or self._drops:
-                if self._unsent:
-                    batch = self._unsent.popleft()
-                else:
-                    batch = Batch()
-                    self._outstanding.append(batch)
+            while (self._unsent or self._drops) and len(self._outstanding) - len(self._unsent) < _MAX_IN_FLIGHT:
                 if not self._unsent:
-                    # Behind everything: a drop that overtook the item that opens its sequence would drop nothing.
-                    drops, self._drops = self._drops, []
-                    for stream_id in drops:
-                        batch.request.items.add(stream_id=stream_id, drop=True)
-                await call.write(batch.request)
+                    self._outstanding.append(Batch())
+                    self._steps += 1
+                    batch = self._outstanding[-1]
+                else:
+                    batch = self._unsent.popleft()
+                await call.write(self._message(batch))
             await self._wakeup.wait()
+
+    def _message(self, batch: Batch) -> tokenizer_pb2.DecodeStreamRequest:
+        request = tokenizer_pb2.DecodeStreamRequest()
+        add, epoch = request.items.add, self._epoch
+        are_all_open = True
+        for piece in batch.pieces:  # once a token
+            piece.is_sent = True
+            sequence = piece.sequence
+            if sequence.stream_id and sequence.decoder_epoch == epoch:
+                item = add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
+            elif sequence.live.closed:
+                # Cancelled before the tokenizer heard of it.
+                sequence.stream_id, are_all_open = 0, False
+                continue
+            else:
+                item = self._open(request, piece)
+            result = piece.result
+            if result is not None:
+                item.finish = True
+                if result.HasField("stop_string"):
+                    item.matched_stop_string = result.stop_string
+        if not are_all_open:
+            batch.pieces = [piece for piece in batch.pieces if piece.sequence.stream_id]
+        if not self._unsent:
+            # Behind everything: a drop that overtook the item that opens its sequence would drop nothing.
+            drops, self._drops = self._drops, []
+            for stream_id in drops:
+                add(stream_id=stream_id, drop=True)
+        return request
+
+    def _open(self, request: tokenizer_pb2.DecodeStreamRequest, piece: Piece) -> tokenizer_pb2.DecodeStreamItem:
+        sequence = piece.sequence
+        sequence.stream_id, sequence.decoder_epoch = self._next_stream_id, self._epoch
+        self._next_stream_id += 1
+        item = request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
+        item.open.CopyFrom(sequence.live.decode_options)
+        item.open.resumed_token_ids.extend(sequence.token_ids[: sequence.decoded])
+        return item
 
     async def run_reader(self, call: DecodeCall) -> None:
         """Take answers until the stream ends, which it never should."""
@@ -165,6 +232,9 @@ class Detokenizer:
             raise Internal("the tokenizer answered a message that was never sent", reason="TOKENIZER_PROTOCOL")
         batch = self._outstanding.popleft()
         self.answers += 1
+        self._steps -= batch.steps
+        if self._unsent or self._drops:
+            self._wakeup.set()
         now, seconds = time.monotonic(), response.detokenize_seconds
         pieces, results = batch.pieces, response.results
         if len(pieces) != len(results):
@@ -182,21 +252,6 @@ class Detokenizer:
                     live.last_batch = batch
                     live.timings.detokenize += seconds
                 live.on_text(piece, result.text, now)
-
-    def _add_item(self, batch: Batch, piece: Piece) -> None:
-        sequence, result = piece.sequence, piece.result
-        if sequence.decoder_epoch == self._epoch and sequence.stream_id:
-            item = batch.request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
-        else:
-            sequence.stream_id, sequence.decoder_epoch = self._next_stream_id, self._epoch
-            self._next_stream_id += 1
-            item = batch.request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
-            item.open.CopyFrom(sequence.live.decode_options)
-            item.open.resumed_token_ids.extend(sequence.token_ids[: sequence.decoded])
-        if result is not None:
-            item.finish = True
-            if result.HasField("stop_string"):
-                item.matched_stop_string = result.stop_string
 
     def _fail(self, pieces: Iterable[Piece], error: PenstockError) -> None:
         for piece in pieces:

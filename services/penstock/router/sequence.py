@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.router.chat_output import ChatParser
+    from penstock.router.detokenize import Piece
     from penstock.router.live import LiveRequest
     from penstock.v1 import common_pb2
 
@@ -17,6 +18,7 @@ class ReturnedSequence:
         "decoded",
         "decoder_epoch",
         "index",
+        "last_piece",
         "last_text_at",
         "live",
         "parser",
@@ -37,5 +39,7 @@ class ReturnedSequence:
         self.stream_id = 0
         # Set by the backend's last delta of this sequence.
         self.result: common_pb2.SequenceResult | None = None
+        # The last of its ids that went to the detokenizer; later ones join them while they wait to be sent.
+        self.last_piece: Piece | None = None
         self.parser = parser
         self.last_text_at: float | None = None
