@@ -13,6 +13,8 @@ class EngineSpec:
     adapter: str
     # Folder below the cache whose bin/python runs it; empty: this interpreter.
     venv: str = ""
+    # A library below the venv that is loaded first, where it is there.
+    preload: str = ""
     # Workloads that it does not take unless they are asked of it: a static batch cannot stand for them.
     skips: frozenset[str] = frozenset()
 
@@ -23,5 +25,5 @@ ENGINES = {
     "transformers": EngineSpec("benchmarks.engines.transformers:Generate", skips=frozenset({"W5", "W6"})),
     "openvino": EngineSpec("benchmarks.engines.openvino:OpenVino", venv="peers-venv"),
     "llamacpp": EngineSpec("benchmarks.engines.llamacpp:LlamaCpp", venv="peers-venv"),
-    "vllm": EngineSpec("benchmarks.engines.vllm:Vllm", venv="vllm-venv"),
+    "vllm": EngineSpec("benchmarks.engines.vllm:Vllm", venv="vllm-venv", preload="lib/libiomp5.so"),
 }

@@ -39,6 +39,8 @@ class EngineProcess:
         read_end, write_end = os.pipe()
         # Waiting threads sleep: the other engines' turn is not theirs.
         waiting = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        if spec.preload and (library := cache / spec.venv / spec.preload).is_file():
+            waiting["LD_PRELOAD"] = str(library)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(python), "-m", "benchmarks.engines.worker", spec.adapter, str(write_end)],

@@ -1,0 +1,91 @@
+"""A safetensors checkpoint as GGUF, for llama.cpp: Qwen2 and Llama, bf16 or its own 8- and 4-bit blocks.
+
+The vocabulary is left out (requests are token ids), and so is what speed does not depend on: generation defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+QUANTIZATIONS = {"bf16": "BF16", "fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
+
+
+def convert(folder: Path, out: Path, dtype: str) -> None:
+    """Write `out`. Raises ValueError for an architecture that is not one of the two."""
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"]
+    if family not in ("qwen2", "llama"):
+        raise ValueError(f"cannot write {family} as GGUF")
+    wanted = gguf.GGMLQuantizationType[QUANTIZATIONS[dtype]]
+    unfinished = out.with_suffix(".part")
+    writer = gguf.GGUFWriter(unfinished, family)
+    _write_facts(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config["num_hidden_layers"])
+    for name, values in _tensors(folder):
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(f"GGUF has no name for {name}")
+        matrix = values.ndim == 2
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            values = _pairs_beside(values, _head_dim(config))
+        kind = wanted if matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(found, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(out)
+
+
+def _write_facts(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names and fp32 values."""
+    import torch
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                yield name, file.get_tensor(name).to(torch.float32).numpy()
+
+
+def _pairs_beside(values: Any, head_dim: int) -> Any:
+    """Rows of q or k so that a rotation turns neighbours, as llama.cpp's Llama does, and not halves of a head."""
+    heads = values.shape[0] // head_dim
+    return values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+
+
+def _llama3_factors(config: dict[str, Any]) -> Any:
+    """What each frequency is divided by."""
+    import numpy
+
+    rope, head_dim = config["rope_parameters"], _head_dim(config)
+    wavelength = 2 * numpy.pi * rope["rope_theta"] ** (numpy.arange(0, head_dim, 2) / head_dim)
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = numpy.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(numpy.float32)

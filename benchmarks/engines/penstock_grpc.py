@@ -1,0 +1,86 @@
+"""Penstock's whole stack: router, tokenizer and generation processes, and a gRPC client in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.base import Adapter, TokenTimes
+from benchmarks.engines.penstock import service_options
+
+
+class PenstockStack(Adapter):
+    """Every request is a stream of TextService.Generate: token ids in; text and ids out, detokenised by the way."""
+
+    def prepare(self) -> None:
+        """See Adapter."""
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+        self._options = service_options(self.settings)
+        self._runner = asyncio.Runner()
+
+    def load(self) -> None:
+        """See Adapter; until all three report SERVING."""
+        from factories.stack import Stack
+
+        flags = [part for name, value in self._options.items() for part in ("--" + name.replace("_", "-"), value)]
+        self._stack = Stack(model=Path(self.settings.model), generation_flags=tuple(flags))
+        self._stack.__enter__()
+        self._runner.run(self._connect())
+
+    async def _connect(self) -> None:
+        import grpc
+        from penstock.v1 import text_pb2_grpc
+
+        self._channel = grpc.aio.insecure_channel(self._stack.address)
+        self._stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+
+    def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
+        """See Adapter."""
+        return self._runner.run(self._run(prompts, outputs))
+
+    async def _run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
+        requests = [_request(prompt, tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
+        times = TokenTimes(len(prompts))
+
+        async def stream(index: int, request: Any) -> None:
+            async for message in self._stub.Generate(request):
+                if message.WhichOneof("event") == "delta":
+                    times.add(index, len(message.delta.token_ids))
+
+        await asyncio.gather(*(stream(index, request) for index, request in enumerate(requests)))
+        return times.times
+
+    def version(self) -> str:
+        """See Adapter."""
+        import penstock
+
+        return f"{penstock.__version__}, router + tokenizer + generation"
+
+    def processes(self) -> list[int]:
+        """The services' and their children; not the client."""
+        import psutil
+
+        if not hasattr(self, "_stack"):
+            return [os.getpid()]
+        roots = [psutil.Process(process.popen.pid) for process in self._stack.processes]
+        return [one.pid for root in roots for one in [root, *root.children(recursive=True)]]
+
+    def close(self) -> None:
+        """See Adapter."""
+        self._runner.run(self._channel.close())
+        self._stack.stop()
+        self._runner.close()
+
+
+def _request(prompt: list[int], tokens: int) -> Any:
+    from penstock.v1 import common_pb2, config_pb2, text_pb2
+
+    return text_pb2.GenerateTextRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        config=config_pb2.GenerationConfig(max_new_tokens=tokens, do_sample=False),
+        stop=config_pb2.StopConfig(ignore_eos=True),
+        output=config_pb2.OutputConfig(return_token_ids=True),
+    )

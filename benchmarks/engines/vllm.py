@@ -1,0 +1,76 @@
+"""vLLM's CPU engine in this process, a step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+from benchmarks.engines.base import Adapter, TokenTimes, Unsupported
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+GIB = 1 << 30
+
+
+class Vllm(Adapter):
+    """LLMEngine with the prefix cache on; it compiles the model while it loads, unless --option vllm.eager=1."""
+
+    def prepare(self) -> None:
+        """See Adapter."""
+        if self.settings.dtype not in DTYPES:
+            raise Unsupported(f"{self.settings.dtype} weights of a checkpoint that is not quantised")
+        cores = sorted(os.sched_getaffinity(0))[: self.settings.threads]
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": self.settings.options.get("kv_gib", "2"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+        }
+        import vllm  # noqa: F401
+
+    def load(self) -> None:
+        """See Adapter."""
+        from vllm import EngineArgs, LLMEngine
+
+        arguments = EngineArgs(
+            model=self.settings.model,
+            dtype=DTYPES[self.settings.dtype],
+            max_model_len=self.settings.max_context,
+            max_num_seqs=64,
+            enable_prefix_caching=True,
+            enforce_eager=bool(int(self.settings.options.get("eager", "0"))),
+        )
+        self._engine: Any = LLMEngine.from_engine_args(arguments)
+        self._ids = itertools.count()
+        self.run([[1, 2, 3]], [2])
+
+    def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
+        """See Adapter."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        times = TokenTimes(len(prompts))
+        index: dict[str, int] = {}
+        for number, (prompt, wanted) in enumerate(zip(prompts, outputs, strict=True)):
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=wanted,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            index[request_id := str(next(self._ids))] = number
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                times.add(index[output.request_id], len(output.outputs[0].token_ids))
+        return times.times
+
+    def version(self) -> str:
+        """See Adapter."""
+        import torch
+        import vllm
+
+        return f"{vllm.__version__} (torch {torch.__version__})"
