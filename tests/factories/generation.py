@@ -130,7 +130,7 @@ class Client:
 async def generation_service(model: Path, **config: Any) -> AsyncIterator[Client]:
     """A ready service over `model` and a client of it."""
     torch.set_num_threads(1)
-    settings = {"model": str(model), "kv_memory": "8MiB", "threads": 1, **config}
+    settings = {"model": str(model), "kv_memory": "8MiB", "threads": 1, "tune_seconds": 0.0, **config}
     service_config = GenerationServiceConfig(**settings)
     registry = CollectorRegistry()
     app = GenerationApp(service_config, registry)

@@ -48,7 +48,8 @@ _SCHEDULES = {
 
 def load_service(folder: Path, **config: Any) -> LoadedModel:
     """A folder as the service loads it, in float32, one thread."""
-    settings = {"model": str(folder), "kv_memory": "1MiB", "threads": 1, "dtype": "float32", **config}
+    own = {"kv_memory": "1MiB", "threads": 1, "dtype": "float32", "tune_seconds": 0.0}
+    settings = {"model": str(folder), **own, **config}
     torch.set_num_threads(1)
     return load(GenerationServiceConfig(**settings), folder.name, lambda percent: None)
 

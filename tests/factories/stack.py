@@ -84,6 +84,10 @@ class Process:
         self.popen.wait()
 
 
+# How prompts are cut, and with it the last bits of what the model gives, is the same on every machine.
+_FIXED = {"PENSTOCK_TUNE_SECONDS": "0"}
+
+
 def start(role: str | None, *flags: str, environment: dict[str, str] | None = None) -> Process:
     """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree."""
     port, metrics_port = free_port(), free_port()
@@ -93,7 +97,7 @@ def start(role: str | None, *flags: str, environment: dict[str, str] | None = No
     command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
     with log.open("wb") as out:
         popen = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **_FIXED, **(environment or {})}
         )
     return Process(name, popen, port, metrics_port, log)
 

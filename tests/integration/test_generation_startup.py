@@ -163,6 +163,17 @@ def test_options_that_cannot_work(flag: str, values: dict[str, Any]) -> None:
     assert refused.value.flag == flag
 
 
+async def test_the_token_budget_is_told_whether_given_measured_or_fixed(checkpoint: Path) -> None:
+    async def budget(**config: Any) -> int:
+        async with generation_service(checkpoint, **config) as client:
+            return (await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())).limits.max_batch_tokens
+
+    assert await budget(max_batch_tokens=100) == 100
+    assert await budget() == 512
+    assert await budget(tune_seconds=1.0, target_step_seconds=60.0) == 512
+    assert await budget(tune_seconds=1.0, target_step_seconds=0.001, max_running_sequences=20) in (64, 128, 256, 512)
+
+
 async def test_a_smaller_context_and_a_name_of_ones_own_are_served(checkpoint: Path) -> None:
     async with generation_service(checkpoint, max_context=64, served_model_name="mine", block_size=8) as client:
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest(model="mine"))

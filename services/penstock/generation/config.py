@@ -21,6 +21,16 @@ def _bound(name: str, help: str, *, minimum: int = 0) -> Any:
     return option(getattr(RequestLimits, name), help, group=REQUESTS, minimum=minimum)
 
 
+def _batch_tokens(text: str) -> int | None:
+    """None for `auto`. Raises ValueError."""
+    if text.strip().lower() == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected a whole number or auto") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationServiceConfig(ServerConfig):
     """One model on one device, behind one gRPC server."""
@@ -64,8 +74,25 @@ class GenerationServiceConfig(ServerConfig):
     )
     prefix_cache: bool = option(EngineConfig.prefix_cache, "Share the blocks of equal prompt beginnings.", group=MEMORY)
 
-    max_batch_tokens: int = option(
-        EngineConfig.max_batch_tokens, "Tokens computed in one engine step.", group=BATCHING, minimum=1
+    max_batch_tokens: int | None = option(
+        None,
+        "Tokens computed in one engine step; auto: measured at start, as few as have nearly the best throughput.",
+        group=BATCHING,
+        minimum=1,
+        metavar="INT|auto",
+        parse=_batch_tokens,
+    )
+    target_step_seconds: float = option(
+        0.5,
+        "Longest step that --max-batch-tokens auto lets prompts make: what sequences that decode beside them wait.",
+        group=BATCHING,
+        minimum=0.001,
+    )
+    tune_seconds: float = option(
+        1.5,
+        "Time at start that --max-batch-tokens auto may take; 0: nothing is measured, and it means 512.",
+        group=BATCHING,
+        minimum=0,
     )
     max_running_sequences: int = option(
         EngineConfig.max_running_sequences, "Sequences computed in one engine step.", group=BATCHING, minimum=1
@@ -180,7 +207,7 @@ class GenerationServiceConfig(ServerConfig):
         super().validate()
         parse_memory(self.kv_memory)
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
-        if self.max_batch_tokens < self.max_running_sequences:
+        if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running_sequences:
             raise StartupError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
                 f"{self.max_running_sequences}: every running sequence needs a token a step",

@@ -13,6 +13,7 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.token_bytes import TokenBytes, UnsupportedTokenizer
 from penstock.common.token_prefixes import TokenPrefixes
+from penstock.generation.batch_tuning import BatchTuning, smallest_budget, tune_batch_tokens
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.defaults import load_defaults
 from penstock.generation.devices.base import Device
@@ -48,6 +49,7 @@ class LoadedModel:
     token_prefixes: TokenPrefixes | None
     # Where its files are.
     folder: Path
+    batch: BatchTuning
     draft: DraftModel | None = None
 
     def warm_up(self) -> None:
@@ -66,6 +68,7 @@ class LoadedModel:
             f"{model.config.dtype}, {format_memory(model.num_bytes)}) on {self.device.describe()}",
             f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens, "
             f"context {self.served.max_context_tokens}",
+            f"batch     {self.batch.describe()}",
             *([] if self.draft is None else [self.draft.status_line()]),
         ]
 
@@ -100,10 +103,11 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     # The KV pool takes a share of what both leave.
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
     kv = _kv_pool(config, kv_memory, model, device, context)
-    engine_config = _engine_config(config, kv, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
     runner = ModelRunner(model, kv, masks=masks)
     runner.warm_up()
+    batch = _batch(config, runner)
+    engine_config = _engine_config(config, kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     served = ServedModel(
         name=name,
@@ -117,7 +121,9 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
         max_output_tokens=partial(most_output_tokens, engine_config),
     )
     prefixes = None if token_bytes is None else TokenPrefixes(token_bytes)
-    return LoadedModel(model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, draft)
+    return LoadedModel(
+        model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, batch, draft
+    )
 
 
 def _context(wanted: int | None, model: ModelConfig) -> int:
@@ -176,12 +182,26 @@ def _kv_pool(
     )
 
 
-def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: int) -> EngineConfig:
+def _batch(config: GenerationServiceConfig, runner: ModelRunner) -> BatchTuning:
+    if config.max_batch_tokens is not None:
+        return BatchTuning(config.max_batch_tokens)
+    tuned = tune_batch_tokens(
+        runner.time_prompt,
+        smallest=smallest_budget(config.max_running_sequences),
+        largest=runner.longest_prompt,
+        step_seconds=config.target_step_seconds,
+        spend_seconds=config.tune_seconds,
+    )
+    _log.info("batch size", batch=tuned.describe())
+    return tuned
+
+
+def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: int, batch_tokens: int) -> EngineConfig:
     return EngineConfig(
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
         max_context_tokens=context,
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=batch_tokens,
         max_running_sequences=config.max_running_sequences,
         max_queued_requests=config.max_queued_requests,
         max_draft_rows=config.max_draft_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -92,35 +93,56 @@ class ModelRunner:
         for keeper in (self._inputs, self._sampler, self._pooling, self._histories):
             keeper.release(seq_ids)
 
-    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 64) -> None:
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of one prompt that pool and model have room for, and one more."""
+        return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
+
+    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 16) -> None:
         """Run a prompt and a decode step, so that the first request finds memory, threads and kernels ready.
 
         Writes into the first blocks of the pool: only before the first request, or while the pool is unused.
         """
-        longest = min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
-        num_tokens = max(1, min(num_tokens, longest))
-        blocks_each = -(-(num_tokens + 1) // self._kv.block_size)
-        num_sequences = min(num_sequences, self._kv.num_blocks // blocks_each)
+        num_tokens = max(1, min(num_tokens, self.longest_prompt))
+        num_sequences = min(num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + 1))
         for do_sample in (False, True):
             params = SamplingParams(2, do_sample=do_sample, temperature=0.7, top_k=20, top_p=0.8)
-            sequences = [
-                Sequence(
-                    seq_id=_WARM_UP_ID - index,
-                    index=0,
-                    params=params,
-                    seed=index,
-                    token_ids=[0] * num_tokens,
-                    num_prompt_tokens=num_tokens,
-                    block_table=list(range(index * blocks_each, (index + 1) * blocks_each)),
-                )
-                for index in range(num_sequences)
-            ]
+            sequences = [self._trial(index, num_tokens, params) for index in range(num_sequences)]
             for start, count in ((0, num_tokens), (num_tokens, 1)):
                 step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
                 sampled = self.execute(SchedulerOutput(step)).sampled
                 for sequence in sequences:
                     sequence.token_ids.append(sampled[sequence.seq_id].token_id)
-            self.execute(SchedulerOutput((), released=tuple(sequence.seq_id for sequence in sequences)))
+            self.release([sequence.seq_id for sequence in sequences])
+
+    def time_prompt(self, num_tokens: int) -> float:
+        """Seconds that a prompt of at most `longest_prompt` tokens takes in one step, its first token included.
+
+        Writes into the pool as `warm_up` does.
+        """
+        sequence = self._trial(0, num_tokens, SamplingParams(1))
+        started = time.perf_counter()
+        # The token that comes back is proof that the device is done.
+        self.execute(SchedulerOutput((ScheduledSequence(sequence, 0, num_tokens, (sequence,)),)))
+        seconds = time.perf_counter() - started
+        self.release([sequence.seq_id])
+        return seconds
+
+    def _trial(self, index: int, num_tokens: int, params: SamplingParams) -> Sequence:
+        """A sequence of no request, with the `index`-th blocks that so many tokens and one more take."""
+        each = self._blocks_of(num_tokens + 1)
+        return Sequence(
+            seq_id=_WARM_UP_ID - index,
+            index=0,
+            params=params,
+            seed=index,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            block_table=list(range(index * each, (index + 1) * each)),
+        )
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._kv.block_size)
 
     def _start_masks(self, draws: DrawRows) -> PendingMasks | None:
         """Masks are computed while the device computes the forward pass."""
