@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from factories.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
@@ -19,28 +22,12 @@ from penstock.generation.runner.kv_cache import KVCachePool
 
 # Largest difference of a result, relative to the largest of the reference: a few roundings of the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-SETS = ("avx512", "avx2")
 dtypes = st.sampled_from(library.DTYPES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Into a cache of its own: what else runs here goes on without them."""
-    cache = tmp_path_factory.mktemp("kernels")
-    try:
-        build.build(cache)
-    except StartupError as error:
-        pytest.skip(str(error))
-    if library.load(cache) is None:
-        pytest.skip("this CPU has no AVX2; last run recorded in docs/testing.md")
-
-
-@pytest.fixture(params=SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    if torch.ops.penstock.instruction_set(request.param) != request.param:
-        pytest.skip(f"this CPU has no {request.param}; last run recorded in docs/testing.md")
-    yield request.param
-    torch.ops.penstock.instruction_set("avx512")
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from use_instruction_set(request.param)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -106,7 +93,7 @@ def check_attention(dtype: torch.dtype, step: dict, has_norm: bool) -> None:
         assert_close(native, reference)
 
 
-def test_attention_reads_and_writes_the_pool_as_the_reference_does(instruction_set: str) -> None:
+def test_attention_reads_and_writes_the_pool_as_the_reference_does() -> None:
     check_attention()
 
 
@@ -126,11 +113,11 @@ def check_rows(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     assert_close(NativeKernels().silu_mul(gate_up), LayerKernels().silu_mul(gate_up))
 
 
-def test_norm_and_swiglu_are_those_of_the_reference(instruction_set: str) -> None:
+def test_norm_and_swiglu_are_those_of_the_reference() -> None:
     check_rows()
 
 
-def test_a_nan_stays_one(instruction_set: str) -> None:
+def test_a_nan_stays_one() -> None:
     hidden = torch.zeros(2, 40)
     hidden[1, 3] = torch.nan
     normed = NativeKernels().add_rms_norm(hidden, torch.ones(2, 40), torch.ones(40), 1e-6)
@@ -153,6 +140,11 @@ def test_the_library_is_built_once_for_each_version_of_its_sources(tmp_path: Pat
     path.parent.mkdir()
     path.write_bytes(b"")
     assert build.build(tmp_path, compiler="/nowhere") == path
-    assert library.load(tmp_path) is None
+    # In a process that has none yet: what is no library is passed over.
+    script = "import pathlib, sys; from penstock.generation.native import library; "
+    code = script + "print(library.load(pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "None"
     with pytest.raises(StartupError, match="compiled"):
         build.build(tmp_path / "other", compiler="/bin/false")

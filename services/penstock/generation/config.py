@@ -50,6 +50,11 @@ class GenerationServiceConfig(ServerConfig):
     dtype: str = option(
         "auto", "float32, bfloat16, float16, or auto: the checkpoint's where it runs well.", group=MODEL
     )
+    quantization: str = option(
+        "none",
+        "Weights of the linear layers as int8 or int4, quantised at load: faster, less exact; none: as --dtype.",
+        group=MODEL,
+    )
     threads: int | None = option(
         None, "Threads of the model's kernels; all cores when left out.", group=MODEL, minimum=1
     )

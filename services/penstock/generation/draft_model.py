@@ -66,7 +66,9 @@ def load_draft_weights(
         own = resolve_model(config.assistant_model)
         served, drafting = read_model_config(folder).vocab_size, read_model_config(own).vocab_size
         _check_vocabulary(folder, own, served, drafting)
-        weights = load_model(own, dtype=config.dtype, device=device, progress=progress)
+        weights = load_model(
+            own, dtype=config.dtype, quantization=config.quantization, device=device, progress=progress
+        )
         return weights if served == drafting else ResizedVocabulary(weights, served)
 
 

@@ -99,7 +99,13 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     device.start(num_threads=config.threads, kernels=config.kernels)
     _check_memory(folder, device)
     share = 1.0 if config.assistant_model is None else 0.5
-    model = load_model(folder, dtype=config.dtype, device=device, progress=lambda percent: progress(share * percent))
+    model = load_model(
+        folder,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        device=device,
+        progress=lambda percent: progress(share * percent),
+    )
     # The KV pool takes a share of what both leave.
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
     kv = _kv_pool(config, kv_memory, model, device, context)

@@ -53,8 +53,11 @@ class Device(ABC):
         """Memory right now."""
 
     @abstractmethod
-    def linear_method(self, dtype: torch.dtype) -> LinearMethod:
-        """How dense weights of `dtype` are kept and multiplied here."""
+    def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
+        """How weights are kept and multiplied here: as `dtype`, or as int8 or int4 with activations of `dtype`.
+
+        Raises StartupError naming --quantization when this device or dtype cannot.
+        """
 
     @abstractmethod
     def attention(self, dtype: torch.dtype) -> Attention:

@@ -18,7 +18,8 @@ from penstock.generation.devices.memory import host_memory
 from penstock.generation.models.kernels import LayerKernels, NativeKernels
 from penstock.generation.native import library
 from penstock.generation.quantization.base import LinearMethod
-from penstock.generation.quantization.dense import cpu_linear_method, packing_obstacle
+from penstock.generation.quantization.dense import packing_obstacle
+from penstock.generation.quantization.registry import cpu_method
 
 _log = get_logger("penstock.generation")
 KERNELS = ("auto", "native", "torch")
@@ -72,9 +73,9 @@ class CPUDevice(Device):
         """See Device."""
         return DeviceMemory(*host_memory())
 
-    def linear_method(self, dtype: torch.dtype) -> LinearMethod:
+    def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
         """See Device."""
-        return cpu_linear_method(dtype)
+        return cpu_method(dtype, quantization, native=self._uses_native(dtype))
 
     def attention(self, dtype: torch.dtype) -> Attention:
         """See Device."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.models.layers import DecoderLayer, RMSNorm, Step
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.generation.models.capture import Capture
     from penstock.generation.models.config import ModelConfig
     from penstock.generation.models.rope import RotaryEmbedding
-    from penstock.generation.quantization.base import Linear
+    from penstock.generation.quantization.base import Linear, Rows
     from penstock.generation.runner.kv_cache import KVCachePool
 
 
@@ -28,7 +27,7 @@ class CausalLM:
         self,
         config: ModelConfig,
         *,
-        embedding_VI: Tensor,
+        embedding: Rows,
         layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         lm_head: Linear,
@@ -45,7 +44,7 @@ class CausalLM:
         self.num_bytes = num_bytes
         self.layers = tuple(layers)
         self.attention = attention
-        self._embedding = embedding_VI
+        self._embedding = embedding
         self._norm = norm
         self._lm_head = lm_head
         self._rotary = rotary
@@ -84,11 +83,11 @@ class CausalLM:
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor) -> Tensor:
         """(N, vocab) float32 of selected rows of `forward`'s result: pass only those whose logits are needed."""
-        return self._lm_head(hidden_NI).float()
+        return self._lm_head.as_float(hidden_NI)
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """(T, hidden): the residual stream before the first layer."""
-        return F.embedding(input_ids_T, self._embedding)
+        return self._embedding(input_ids_T)
 
     def step(
         self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, attention: Attention | None = None

@@ -71,14 +71,13 @@ class SelfAttention:
 class SwiGLU:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear, kernels: LayerKernels) -> None:
-        self._gate_up = gate_up
+    def __init__(self, gated: Linear, down: Linear) -> None:
+        self._gated = gated
         self._down = down
-        self._kernels = kernels
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
-        return self._down(self._kernels.silu_mul(self._gate_up(x_TI)))
+        return self._down(self._gated(x_TI))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.logging import get_logger
@@ -19,7 +21,7 @@ from penstock.generation.models.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.models.checkpoint import Checkpoint
-    from penstock.generation.quantization.base import Linear
+    from penstock.generation.quantization.base import Linear, Rows
 
 _log = get_logger("penstock.generation")
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -56,12 +58,19 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class Loader:
     """Builds one model. Every tensor of the checkpoint is taken exactly once."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: Device,
+        dtype: torch.dtype,
+        quantization: str = "none",
+    ) -> None:
         self._config = config
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
-        self._linear_method = device.linear_method(dtype)
+        self._linear_method = device.linear_method(dtype, quantization)
         self._kernels = device.layer_kernels(dtype)
         self._num_bytes = 0
 
@@ -77,7 +86,7 @@ class Loader:
         device = self._device.torch_device
         return CausalLM(
             config,
-            embedding_VI=embedding,
+            embedding=embedding,
             layers=layers,
             norm=norm,
             lm_head=lm_head,
@@ -88,15 +97,19 @@ class Loader:
             num_bytes=self._num_bytes,
         )
 
-    def _embedding_and_head(self) -> tuple[Tensor, Linear]:
+    def _embedding_and_head(self) -> tuple[Rows, Linear]:
         """Tied as transformers 5.x ties: whichever tensor is there serves both; two that differ stay two."""
-        embedding = self._tensor(EMBEDDING if EMBEDDING in self._checkpoint else LM_HEAD)
-        head = embedding
-        if LM_HEAD in self._checkpoint and EMBEDDING in self._checkpoint:
-            head = self._owned(self._checkpoint.take(LM_HEAD))
-            if self._config.tie_word_embeddings and not torch.equal(head, embedding):
-                _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
-        return embedding, self._linear(head, None)
+        taken = [self._checkpoint.take(name) for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
+        head = self._counted(self._linear_method.head(self._kept(taken[-1])))
+        is_one = len(taken) == 1 or torch.equal(taken[0], taken[1])
+        if self._config.tie_word_embeddings and not is_one:
+            _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
+        rows = head.rows() if is_one else None
+        return rows or self._table(taken[0]), head
+
+    def _table(self, taken: Tensor) -> Rows:
+        """An embedding in memory of its own."""
+        return partial(F.embedding, weight=self._counted_tensor(self._owned(taken)))
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."
@@ -107,26 +120,26 @@ class Loader:
         attention = f"{prefix}self_attn."
         qkv = self._fused([f"{attention}{name}_proj" for name in "qkv"], config.qkv_bias)
         output = self._fused([f"{attention}o_proj"], config.output_bias)
-        gate_up = self._fused([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], config.mlp_bias)
+        gated = self._fused([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], config.mlp_bias, gated=True)
         down = self._fused([f"{prefix}mlp.down_proj"], config.mlp_bias)
         return DecoderLayer(
             self._norm(f"{prefix}input_layernorm.weight"),
             SelfAttention(config, index, qkv, output, heads),
             self._norm(f"{prefix}post_attention_layernorm.weight"),
-            SwiGLU(gate_up, down, self._kernels),
+            SwiGLU(gated, down),
         )
 
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._tensor(name), self._config.rms_norm_eps, self._kernels)
 
-    def _fused(self, names: list[str], has_bias: bool) -> Linear:
-        """One Linear with the outputs of all `names`, in order."""
+    def _fused(self, names: list[str], has_bias: bool, *, gated: bool = False) -> Linear:
+        """One Linear with the outputs of all `names`, in order; `gated`: the first half gates the second."""
         weight = self._concatenated([f"{name}.weight" for name in names])
         bias = self._concatenated([f"{name}.bias" for name in names]) if has_bias else None
-        return self._linear(weight, bias)
+        method = self._linear_method
+        return self._counted(method.gated(weight, bias, self._kernels) if gated else method.linear(weight, bias))
 
-    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        linear = self._linear_method.linear(weight_OI, bias_O)
+    def _counted(self, linear: Linear) -> Linear:
         self._num_bytes += linear.num_bytes
         return linear
 
@@ -134,12 +147,18 @@ class Loader:
         taken = [self._checkpoint.take(name) for name in names]
         if len(taken) > 1:
             return torch.cat([self._converted(value) for value in taken])
-        return self._owned(taken[0]) if self._linear_method.keeps_weight else self._converted(taken[0])
+        return self._kept(taken[0])
 
     def _tensor(self, name: str) -> Tensor:
-        value = self._owned(self._checkpoint.take(name))
+        return self._counted_tensor(self._owned(self._checkpoint.take(name)))
+
+    def _counted_tensor(self, value: Tensor) -> Tensor:
         self._num_bytes += value.nbytes
         return value
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """As the linear method needs it."""
+        return self._owned(value) if self._linear_method.keeps_weight else self._converted(value)
 
     def _owned(self, value: Tensor) -> Tensor:
         """Converted, and never a view of the file, which may change on disk under a running server."""

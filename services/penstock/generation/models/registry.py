@@ -44,12 +44,14 @@ def load_model(
     folder: Path,
     *,
     dtype: str = "auto",
+    quantization: str = "none",
     device: Device,
     progress: Callable[[float], None] | None = None,
 ) -> CausalLM:
     """Load a Hugging Face folder (single or sharded safetensors).
 
-    `dtype` is "auto" (the checkpoint's, as the device can) or a name; `progress` is called with the percentage of the
+    `dtype` is "auto" (the checkpoint's, as the device can) or a name, `quantization` "none", "int8" or "int4" (of the
+    linear layers' weights, quantised as they are read); `progress` is called with the percentage of the
     checkpoint's bytes that is loaded, ending at 100. Raises StartupError naming the file, tensor or field at fault.
     """
     config = read_model_config(folder)
@@ -64,7 +66,7 @@ def load_model(
     stored = _CHECKPOINT_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
         stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD)
-    return Loader(config, checkpoint, device, device.compute_dtype(dtype, stored)).load()
+    return Loader(config, checkpoint, device, device.compute_dtype(dtype, stored), quantization).load()
 
 
 def supported_model_types() -> tuple[str, ...]:

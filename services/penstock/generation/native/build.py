@@ -22,7 +22,8 @@ _INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
     "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
 }
-# Sums in any order, but NaN and infinity as they are: masks are infinities, and a NaN must reach the sampler.
+# NaN and infinity as they are: masks are infinities, and a NaN must reach the sampler. Sums in the source's order: a
+# row's result must not depend on how the compiler treats the rows beside it.
 _FLAGS = (
     "-O3",
     "-std=c++20",
@@ -30,15 +31,14 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-signed-zeros",
-    "-fassociative-math",
-    "-freciprocal-math",
     "-ffp-contract=fast",
 )
 
 
 def library_path(cache: Path) -> Path:
     """Where the library of these sources and this torch is, or will be."""
-    digest = hashlib.sha256(f"{torch.__version__} {platform.machine()}".encode())
+    facts = (torch.__version__, platform.machine(), _FLAGS, _INSTRUCTION_SETS)
+    digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return cache / digest.hexdigest()[:16] / LIBRARY

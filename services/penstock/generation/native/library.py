@@ -14,13 +14,22 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def load(cache: Path) -> str | None:
-    """Load what was built; the instruction set that it uses, None when nothing was built or it cannot run here."""
+    """Load what was built; the instruction set that it uses, None when nothing was built or it cannot run here.
+
+    A process has one library: once one is loaded, that of another cache (made of the same sources) need not be.
+    """
     path = library_path(cache)
     if not path.exists():
         return None
     try:
-        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        if not is_loaded():
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
         _log.warning("the native kernels cannot be loaded", cause=str(error).splitlines()[0])
         return None
     return torch.ops.penstock.instruction_set("") or None
+
+
+def is_loaded() -> bool:
+    """Whether `load` has found a library in this process."""
+    return hasattr(torch.ops.penstock, "instruction_set")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.logging import get_logger
-from penstock.generation.quantization.base import Linear, LinearMethod
+from penstock.generation.quantization.base import Linear, LinearMethod, Rows
 
 _log = get_logger("penstock.generation")
 
@@ -23,6 +25,10 @@ class PlainLinear(Linear):
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
         return F.linear(x_TI, self._weight, self._bias)
+
+    def rows(self) -> Rows | None:
+        """See Linear."""
+        return partial(F.embedding, weight=self._weight)
 
     @property
     def num_bytes(self) -> int:

@@ -42,16 +42,8 @@ static void add_norm_row(T* hidden, const T* x, const T* weight, T* out, int64_t
 
 template <typename T>
 static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
-  const vf log2e = splat(1.44269504088896341f), one = splat(1.0f);
   int64_t i = 0;
-  for (; i + L <= n; i += L) {
-    vf g = load(gate + i);
-    // sigmoid through 2^-|g|: no overflow on either side.
-    vf magnitude = g < vf{} ? -g : g;
-    vf e = exp2_nonpositive(-magnitude * log2e);
-    vf sigmoid = (g < vf{} ? e : one) / (one + e);
-    store_all(out + i, rounded(g * sigmoid, gate) * load(up + i));
-  }
+  for (; i + L <= n; i += L) store_all(out + i, rounded(silu(load(gate + i)), gate) * load(up + i));
   for (; i < n; ++i) {
     float g = to_float(gate[i]);
     T silu;

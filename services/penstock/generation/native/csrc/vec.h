@@ -103,5 +103,12 @@ static inline vf exp2_nonpositive(vf x) {
 #endif
 }
 
+// x * sigmoid(x), through 2^-|x|: no overflow on either side.
+static inline vf silu(vf x) {
+  const vf log2e = splat(1.44269504088896341f), one = splat(1.0f);
+  vf e = exp2_nonpositive((x < vf{} ? x : -x) * log2e);
+  return x * ((x < vf{} ? e : one) / (one + e));
+}
+
 }  // namespace NS
 }  // namespace penstock

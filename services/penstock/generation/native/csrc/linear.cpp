@@ -1,0 +1,288 @@
+// x times a packed weight. An output is one sum over the inputs in their order, whatever rows are computed beside it: the
+// result of a row never depends on the batch, nor on the number of threads.
+#include "linear.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "vec.h"
+
+namespace penstock {
+namespace NS {
+
+// Vectors of a panel, and rows whose sums fit in the registers beside them.
+constexpr int V = PANEL / L;
+#ifdef __AVX512F__
+constexpr int TILE = 12;
+#else
+constexpr int TILE = 2;
+#endif
+
+int max_tile_rows() { return TILE; }
+
+static inline vi load_bits(const char* p) {
+  vi v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+static inline vi splat_bits(int32_t x) { return vi{} + x; }
+
+struct F32 {
+  typedef vf Sum;
+  static inline Sum dot(Sum sum, int32_t x, vi w) {
+    float f;
+    std::memcpy(&f, &x, 4);
+    return sum + splat(f) * (vf)w;
+  }
+};
+
+struct BF16 {
+  typedef vf Sum;
+  static inline Sum dot(Sum sum, int32_t x, vi w) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat_bits(x), (__m512bh)w);
+#else
+    vf low = (vf)splat_bits(x << 16), high = (vf)splat_bits(x & int32_t(0xFFFF0000));
+    sum += low * (vf)(w << 16);
+    return sum + high * (vf)(w & int32_t(0xFFFF0000));
+#endif
+  }
+};
+
+// Four products of bytes, `u` unsigned and `s` signed, added to each sum.
+static inline vi dot_bytes(vi sum, vi u, vi s) {
+#ifdef __AVX512VNNI__
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
+#else
+  // By way of 16 bits: the instruction for bytes saturates.
+  const __m256i even = _mm256_set1_epi32(0x00FF00FF);
+  __m256i u0 = _mm256_and_si256((__m256i)u, even), u1 = _mm256_srli_epi16((__m256i)u, 8);
+  __m256i s0 = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8), s1 = _mm256_srai_epi16((__m256i)s, 8);
+  return sum + (vi)_mm256_madd_epi16(u0, s0) + (vi)_mm256_madd_epi16(u1, s1);
+#endif
+}
+
+struct INT8 {
+  typedef vi Sum;
+  static inline Sum dot(Sum sum, int32_t x, vi w) { return dot_bytes(sum, splat_bits(x), w); }
+};
+
+// The next panel's cache lines, asked for little by little while this one is used.
+struct Ahead {
+  const char* at;
+  int64_t lines;
+
+  inline void fetch(int64_t done, int64_t until) const {
+    for (; done < until; ++done) __builtin_prefetch(at + done * 64, 0, 2);
+  }
+};
+
+constexpr int UNROLL = 8;
+
+template <class F, int M>
+static inline void sums_of(const int32_t* x, int64_t stride, const char* w, int64_t granules, Ahead ahead,
+                           typename F::Sum (&sum)[M][V]) {
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) sum[m][v] = typename F::Sum{};
+  const int64_t whole = granules / UNROLL * UNROLL;
+  int64_t fetched = 0;
+  auto granule = [&](int64_t g) __attribute__((always_inline)) {
+    vi part[V];
+    for (int v = 0; v < V; ++v) part[v] = load_bits(w + g * PANEL * 4 + v * 4 * L);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[m][v] = F::dot(sum[m][v], x[m * stride + g], part[v]);
+  };
+  for (int64_t g = 0; g < whole; g += UNROLL) {
+    const int64_t until = ahead.lines * (g + UNROLL) / granules;
+    ahead.fetch(fetched, until);
+    fetched = until;
+#pragma GCC unroll 8
+    for (int u = 0; u < UNROLL; ++u) granule(g + u);
+  }
+  for (int64_t g = whole; g < granules; ++g) granule(g);
+}
+
+typedef float Block[TILE][PANEL];
+
+template <class F, int M>
+static void tile(const LinearArgs& a, int64_t row, int64_t panel, const char* w, Ahead ahead, Block& block) {
+  const int32_t* x = (const int32_t*)a.x + row * a.x_stride;
+  typename F::Sum sum[M][V];
+  sums_of<F, M>(x, a.x_stride, w, a.granules, ahead, sum);
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) {
+      if constexpr (std::is_same_v<typename F::Sum, vf>) {
+        store_all(&block[m][v * L], sum[m][v]);
+      } else {
+        // x is 128 too large.
+        vi offset = load_bits((const char*)(a.column_sum + panel * PANEL + v * L));
+        vf value = __builtin_convertvector(sum[m][v] - (offset << 7), vf);
+        store_all(&block[m][v * L], value * splat(a.row_scale[row + m]) * load(a.column_scale + panel * PANEL + v * L));
+      }
+    }
+}
+
+// int4: two granules' worth of inputs lie in one, the first in the low halves of its bytes. A group is summed in integers.
+struct INT4 {};
+
+template <int M>
+static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const char* w, Ahead ahead, Block& block) {
+  constexpr int STEPS = GROUP / 8;
+  const int64_t groups = a.granules / STEPS;
+  const vi low = splat_bits(0x0F0F0F0F);
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) store_all(&block[m][v * L], vf{});
+  int64_t fetched = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t until = ahead.lines * (group + 1) / groups;
+    ahead.fetch(fetched, until);
+    fetched = until;
+    vi sum[M][V];
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v) sum[m][v] = splat_bits(-8 * a.row_sum[(row + m) * groups + group]);
+#pragma GCC unroll 4
+    for (int u = 0; u < STEPS; ++u) {
+      const int64_t g = group * STEPS + u;
+      vi first[V], second[V];
+      for (int v = 0; v < V; ++v) {
+        vi both = load_bits(w + g * PANEL * 4 + v * 4 * L);
+        first[v] = both & low;
+        second[v] = (vi)((vu)both >> 4) & low;
+      }
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        const int32_t* x = (const int32_t*)a.x + (row + m) * a.x_stride + 2 * g;
+        vi x0 = splat_bits(x[0]), x1 = splat_bits(x[1]);
+        for (int v = 0; v < V; ++v) sum[m][v] = dot_bytes(dot_bytes(sum[m][v], first[v], x0), second[v], x1);
+      }
+    }
+    const float* scale = a.column_scale + (panel * groups + group) * PANEL;
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v) {
+        vf value = __builtin_convertvector(sum[m][v], vf) * splat(a.row_scale[(row + m) * groups + group]);
+        store_all(&block[m][v * L], load(&block[m][v * L]) + value * load(scale + v * L));
+      }
+  }
+}
+
+typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const char*, Ahead, Block&);
+
+template <class F, int M>
+static Tile pick(int rows) {
+  if constexpr (M == 0) return nullptr;
+  else {
+    if (rows < M) return pick<F, M - 1>(rows);
+    if constexpr (std::is_same_v<F, INT4>) return tile_int4<M>;
+    else return tile<F, M>;
+  }
+}
+static Tile pick(Format format, int rows) {
+  switch (format) {
+    case Format::F32: return pick<F32, TILE>(rows);
+    case Format::BF16: return pick<BF16, TILE>(rows);
+    case Format::INT8: return pick<INT8, TILE>(rows);
+    default: return pick<INT4, TILE>(rows);
+  }
+}
+
+template <typename T>
+static inline void store_row(const LinearArgs& a, const float* block, int64_t row, int64_t panel) {
+  const int columns = a.gated ? PANEL / 2 : PANEL;
+  const int64_t first = panel * columns;
+  T* out = (T*)a.out + row * a.width + first;
+  const int count = int(std::min<int64_t>(columns, a.width - first));
+  float values[PANEL];
+  for (int c = 0; c < PANEL; c += L) {
+    vf value = load(block + c);
+    if (a.bias != nullptr) value += load(a.bias + panel * PANEL + c);
+    store_all(values + c, value);
+  }
+  if (a.gated)
+    for (int c = 0; c < columns; c += L) {
+      vf gate = rounded(load(values + c), out), up = rounded(load(values + columns + c), out);
+      store_all(values + c, rounded(silu(gate), out) * up);
+    }
+  int c = 0;
+  for (; c + L <= count; c += L) store_all(out + c, load(values + c));
+  for (; c < count; ++c) store(out + c, values[c]);
+}
+
+void multiply(const LinearArgs& a, const LinearTask& task) {
+  const int64_t panel_bytes = a.granules * PANEL * 4, lines = panel_bytes / 64;
+  const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
+  alignas(64) Block block;
+  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel) {
+    const char* w = a.weight + panel * panel_bytes;
+    const char* next = panel + 1 < task.last_panel ? w + panel_bytes : task.next;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t first = task.first_row + rows * t / tiles, last = task.first_row + rows * (t + 1) / tiles;
+      const int64_t from = lines * t / tiles;
+      const Ahead ahead{next + from * 64, next == nullptr ? 0 : lines * (t + 1) / tiles - from};
+      pick(a.format, int(last - first))(a, first, panel, w, ahead, block);
+      for (int64_t row = first; row < last; ++row)
+        a.out_bf16 ? store_row<bf16>(a, block[row - first], row, panel) : store_row<float>(a, block[row - first], row, panel);
+    }
+  }
+}
+
+// The largest magnitude; NaN where there is one.
+template <typename T>
+static float largest(const T* x, int64_t n) {
+  vf most = vf{}, sum = vf{};
+  int64_t i = 0;
+  for (; i + L <= n; i += L) {
+    vf v = load(x + i);
+    v = v < vf{} ? -v : v;
+    most = v > most ? v : most;
+    sum += v;
+  }
+  float result = 0, total = sum_all(sum);
+  for (int l = 0; l < L; ++l) result = std::max(result, most[l]);
+  for (; i < n; ++i) {
+    const float v = std::fabs(to_float(x[i]));
+    result = std::max(result, v);
+    total += v;
+  }
+  return total != total ? total : result;
+}
+
+// Of `n` values with one scale; returns the sum of what was stored.
+template <typename T>
+static int32_t quantize_run(const T* x, int64_t n, int32_t zero, int8_t* out, float* scale) {
+  const float most = largest(x, n);
+  *scale = most / 127.0f;
+  const float inverse = most > 0 && most <= 3e38f ? 127.0f / most : 0.0f;
+  int32_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t q = int32_t(std::nearbyintf(to_float(x[i]) * inverse));
+    sum += q;
+    out[i] = int8_t(q + zero);
+  }
+  return sum;
+}
+
+template <typename T>
+static void quantize_row(const QuantizeArgs& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.width;
+  int8_t* out = a.out + row * a.stride;
+  if (!a.grouped) {
+    quantize_run(x, a.width, 128, out, a.scale + row);
+    std::memset(out + a.width, 128, a.stride - a.width);
+    return;
+  }
+  const int64_t groups = a.stride / GROUP;
+  std::memset(out + a.width, 0, a.stride - a.width);
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
+    a.sum[row * groups + g] = quantize_run(x + first, count, 0, out + first, a.scale + row * groups + g);
+  }
+}
+
+void quantize(const QuantizeArgs& a, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) a.is_bf16 ? quantize_row<bf16>(a, row) : quantize_row<float>(a, row);
+}
+
+}  // namespace NS
+}  // namespace penstock

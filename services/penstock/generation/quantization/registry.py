@@ -1,0 +1,28 @@
+"""Which number format a model's linear layers get on CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.common.errors import StartupError
+from penstock.generation.quantization.base import LinearMethod
+from penstock.generation.quantization.dense import cpu_linear_method
+from penstock.generation.quantization.int4 import Int4LinearMethod
+from penstock.generation.quantization.int8 import Int8LinearMethod
+from penstock.generation.quantization.native import Format, NativeLinearMethod
+
+QUANTIZATIONS = ("none", "int8", "int4")
+
+
+def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool) -> LinearMethod:
+    """`native`: the C++ kernels are loaded and work in `dtype`. Raises StartupError naming --quantization."""
+    if quantization not in QUANTIZATIONS:
+        raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
+    if quantization == "none":
+        # oneDNN's float32 reaches the same speed, and is what transformers computes with.
+        return NativeLinearMethod(Format.BF16) if native and dtype is torch.bfloat16 else cpu_linear_method(dtype)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float32", flag="--quantization")
+    if native:
+        return NativeLinearMethod(Format.INT8 if quantization == "int8" else Format.INT4, head=Format.INT8)
+    return Int8LinearMethod() if quantization == "int8" else Int4LinearMethod()

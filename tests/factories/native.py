@@ -1,0 +1,44 @@
+"""The C++ kernels for tests that are about them: built once in a run, into a cache that nothing else looks into."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from penstock.common.errors import StartupError
+from penstock.generation.native import build, library
+
+INSTRUCTION_SETS = ("avx512", "avx2")
+
+
+@functools.cache
+def _obstacle() -> str | None:
+    """Why there are no kernels; None when they are loaded."""
+    cache = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    try:
+        build.build(cache)
+    except StartupError as error:
+        return str(error)
+    return None if library.load(cache) else "this CPU has no AVX2; last run recorded in docs/testing.md"
+
+
+def use_native() -> None:
+    """Load the kernels, or skip the test and say why."""
+    if (obstacle := _obstacle()) is not None:
+        pytest.skip(obstacle)
+
+
+def use_instruction_set(name: str) -> Iterator[None]:
+    """For the body of a fixture: the kernels of one instruction set, or a skipped test."""
+    use_native()
+    if torch.ops.penstock.instruction_set(name) != name:
+        pytest.skip(f"this CPU has no {name}; last run recorded in docs/testing.md")
+    yield
+    torch.ops.penstock.instruction_set("avx512")

@@ -1,0 +1,152 @@
+"""Linear layers on the C++ kernels: the reference within the format's rounding, and whatever the batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from factories.native import INSTRUCTION_SETS, use_instruction_set
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.generation.models.kernels import LayerKernels
+from penstock.generation.quantization.int4 import quantize_groups
+from penstock.generation.quantization.int8 import Int8Linear, quantize_rows
+from penstock.generation.quantization.native import Format, NativeLinearMethod
+
+# Largest difference relative to the largest value: of the dtype's rounding, or of sums in another order.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from use_instruction_set(request.param)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Weight, bias and input, in float32."""
+    rows, inputs, outputs = draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 60)) * 2
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    weight = torch.randn(outputs, inputs, generator=generator)
+    # Some channels far larger than the others, as in real models.
+    weight[:, :: draw(st.integers(1, 50))] *= 4
+    x = torch.randn(rows, inputs, generator=generator) * draw(st.sampled_from([1e-3, 1.0, 50.0]))
+    bias = torch.randn(outputs, generator=generator) if draw(st.booleans()) else None
+    return weight, bias, x
+
+
+def quantised(weight_OI: torch.Tensor, x_TI: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the format makes of them, in float64: products of these are exact."""
+    if format is Format.INT8:
+        pairs = (quantize_rows(weight_OI), quantize_rows(x_TI))
+        return tuple((values * scale).double() for values, scale in pairs)  # type: ignore[return-value]
+    if format is Format.INT4:
+        values, scale = quantize_groups(weight_OI)
+        inputs = weight_OI.shape[1]
+        weight = ((values - 8).unflatten(1, (-1, 32)) * scale.float().unsqueeze(2)).flatten(1)[:, :inputs]
+        padded = F.pad(x_TI.float(), (0, -inputs % 32)).unflatten(1, (-1, 32))  # type: ignore[no-untyped-call]
+        numbers, scales = quantize_rows(padded.flatten(0, 1))
+        return weight.double(), (numbers * scales).view(x_TI.shape[0], -1)[:, :inputs].double()
+    return weight_OI.double(), x_TI.double()
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert float((found.double() - expected).abs().max()) <= tolerance * max(float(expected.abs().max()), 1e-30)
+
+
+@pytest.mark.parametrize("format", list(Format))
+@settings(max_examples=25, deadline=None)
+@given(layer=layers(), as_bf16=st.booleans())
+def test_linear_is_the_product_of_what_the_format_keeps(
+    format: Format, layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], as_bf16: bool
+) -> None:
+    dtype = torch.bfloat16 if format is Format.BF16 or (as_bf16 and format is not Format.F32) else torch.float32
+    weight, bias, x = (None if tensor is None else tensor.to(dtype) for tensor in layer)
+    assert weight is not None
+    assert x is not None
+    linear = NativeLinearMethod(format).linear(weight, bias)
+    kept, inputs = quantised(weight, x, format)
+    expected = inputs @ kept.T
+    if bias is not None:
+        expected += bias.double()
+    found = linear(x)
+    assert found.dtype is dtype
+    assert_near(found, expected, TOLERANCE[dtype])
+    exact = linear.as_float(x)
+    assert exact.dtype is torch.float32
+    assert_near(exact, expected, 1e-4)
+    for row in range(x.shape[0]):
+        assert torch.equal(linear(x[row : row + 1]), found[row : row + 1])
+
+
+@pytest.mark.parametrize("format", list(Format))
+@settings(max_examples=25, deadline=None)
+@given(layer=layers())
+def test_gated_is_silu_of_one_half_times_the_other(
+    format: Format, layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+) -> None:
+    dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
+    weight, bias, x = (None if tensor is None else tensor.to(dtype) for tensor in layer)
+    assert weight is not None
+    assert x is not None
+    method = NativeLinearMethod(format)
+    found = method.gated(weight, bias, LayerKernels())(x)
+    expected = LayerKernels().silu_mul(method.linear(weight, bias)(x))
+    assert found.dtype is dtype
+    assert_near(found, expected.double(), 2 * TOLERANCE[dtype])
+
+
+@given(layer=layers(), bf16=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_rows_of_the_packed_weight_are_the_weight(
+    layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], bf16: bool
+) -> None:
+    weight = layer[0].bfloat16() if bf16 else layer[0]
+    rows = NativeLinearMethod(Format.BF16 if bf16 else Format.F32).head(weight).rows()
+    assert rows is not None
+    ids = torch.randint(0, weight.shape[0], (7,))
+    assert torch.equal(rows(ids), weight[ids])
+    with pytest.raises(IndexError):
+        rows(torch.tensor([weight.shape[0]]))
+
+
+@given(layer=layers())
+@settings(max_examples=20, deadline=None)
+def test_int8_is_onednns_int8(layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]) -> None:
+    weight, bias, x = layer
+    found = NativeLinearMethod(Format.INT8).linear(weight, bias)(x)
+    assert_near(found, Int8Linear(weight, bias)(x).double(), 1e-5)
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_a_nan_reaches_its_row_and_no_other(format: Format) -> None:
+    dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
+    x = torch.randn(3, 64).to(dtype)
+    x[1, 5] = float("nan")
+    found = NativeLinearMethod(format).linear(torch.randn(48, 64).to(dtype), None)(x)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_many_rows_and_panels_in_several_threads() -> None:
+    weight, x = torch.randn(1000, 96).bfloat16(), torch.randn(517, 96).bfloat16()
+    linear = NativeLinearMethod(Format.BF16).linear(weight, None)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = linear(x)
+        torch.set_num_threads(1)
+        assert torch.equal(linear(x), found)
+    finally:
+        torch.set_num_threads(threads)
+    assert_near(found, (x.double() @ weight.double().T), 1e-2)
+
+
+def test_no_rows_give_no_rows() -> None:
+    for format in Format:
+        dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
+        linear = NativeLinearMethod(format).linear(torch.randn(40, 33).to(dtype), None)
+        assert linear(torch.empty(0, 33, dtype=dtype)).shape == (0, 40)
