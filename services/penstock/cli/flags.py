@@ -70,6 +70,14 @@ def _option(option: BoundOption) -> Any:
     )
 
 
+def as_flags(option: BoundOption, value: Any) -> list[str]:
+    """What was given to one command, as arguments of another."""
+    if option.is_bool:
+        return [option.flag if value is True else "--no-" + option.flag[2:]] if value is not option.default else []
+    flag = "--model" if option.flag == MODEL_ARGUMENT else option.flag
+    return [part for one in (value if isinstance(value, list) else [value]) for part in (flag, str(one))]
+
+
 def _help(option: BoundOption) -> str:
     default = shown_default(option)
     return escape(f"{option.settings.help} [default: {default}]" if default else option.settings.help)

@@ -1,6 +1,7 @@
 """What a process of the tree tells the one that started it: JSON lines over an inherited pipe.
 
-A child reports `listening`, then `ready`, or one `error`; the end of the pipe is the end of the child.
+A child reports `listening`, then `ready`, or one `error`; a worker `loaded` instead of the first. The end of the pipe
+is the end of the child.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.common.errors import StartupError
     from penstock.common.server import BoundAddresses
 
-LISTENING, READY, ERROR = "listening", "ready", "error"
+LISTENING, LOADED, READY, ERROR = "listening", "loaded", "ready", "error"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Reporter:
     def listening(self, name: str, bound: BoundAddresses) -> None:
         """The ports are open; nothing is loaded yet."""
         self.send(Report(LISTENING, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}))
+
+    def loaded(self) -> None:
+        """A worker is ready to open its port."""
+        self.send(Report(LOADED, {}, {}))
 
     def ready(self, name: str, bound: BoundAddresses, lines: list[str]) -> None:
         """Health is SERVING."""

@@ -45,14 +45,13 @@ def _parent_parameters() -> list[inspect.Parameter]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(name, keyword, default=typer.Option(None, hidden=True), annotation=int | None)
-        for name in ("report_fd", "parent_pid")
+        for name in ("report_fd", "parent_pid", "gate_fd")
     ]
 
 
 def _add(name: str, options: Iterable[BoundOption], run: Callable[..., int], doc: str, **settings: Any) -> None:
     def invoke(given: dict[str, object]) -> None:
-        report_fd, parent_pid = given.pop("report_fd", None), given.pop("parent_pid", None)
-        sys.exit(run(given, report_fd=report_fd, parent_pid=parent_pid))
+        sys.exit(run(given, **{name: given.pop(name, None) for name in ("report_fd", "parent_pid", "gate_fd")}))
 
     commands.command(name, **settings)(command(options, invoke, doc, first=_parent_parameters()))
 

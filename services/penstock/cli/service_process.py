@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,24 +54,54 @@ ROLES = {
 }
 
 
+class Gate:
+    """Where a worker waits until all of them are loaded."""
+
+    def __init__(self, fd: int, reporter: Reporter) -> None:
+        """`fd` ends when the gate opens; below 0 it is open."""
+        self._fd = fd
+        self._reporter = reporter
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+
+    async def __call__(self) -> None:
+        """Tell the parent, then wait."""
+        self._reporter.loaded()
+        if self._fd >= 0:
+            loop = asyncio.get_running_loop()
+            opened = asyncio.Event()
+            loop.add_reader(self._fd, opened.set)
+            try:
+                await opened.wait()
+            finally:
+                loop.remove_reader(self._fd)
+                os.close(self._fd)
+
+
 def _load(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
-def run_role(role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None) -> int:
+def run_role(
+    role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None
+) -> int:
     """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
     try:
         config = from_env_and_flags(role.config_class(), overrides)
-        return _serve(role, config, reporter)
+        if getattr(config, "processes", 1) > 1:
+            from penstock.cli.workers import run_workers
+
+            return run_workers(role.name, overrides, config, reporter)
+        return _serve(role, config, reporter, Gate(gate_fd, reporter) if gate_fd is not None else None)
     except StartupError as error:
         return reporter.give_up(error, debug=bool(overrides.get("debug")))
 
 
-def _serve(role: Role, config: ServerConfig, reporter: Reporter) -> int:
+def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | None) -> int:
     from penstock.common.logging import configure_logging
 
     prepare_environment(getattr(config, "threads", None))
@@ -102,6 +133,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter) -> int:
             registry=registry,
             on_listening=lambda bound: reporter.listening(role.name, bound),
             on_ready=on_ready,
+            gate=gate,
         )
 
     return asyncio.run(run())

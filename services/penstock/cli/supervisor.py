@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from penstock.cli.reports import ERROR, LISTENING, READY, Report
+from penstock.cli.reports import ERROR, LISTENING, LOADED, READY, Report
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
 
@@ -34,6 +34,7 @@ class Child:
     reports: asyncio.StreamReader
     listening: asyncio.Future[Report]
     ready: asyncio.Future[Report]
+    loaded: asyncio.Future[Report]
     # Resolves to the exit code once the process is gone.
     ended: asyncio.Task[int] = field(init=False)
 
@@ -56,8 +57,13 @@ class Supervisor:
         self._patience = drain_grace_seconds + KILL_MARGIN_SECONDS
         self.children: list[Child] = []
 
-    async def start(self, name: str, arguments: list[str], *, without: Collection[str] = ()) -> Child:
-        """Start `penstock ARGUMENTS` as a child that reports to us and dies with us; it does not see `without`."""
+    async def start(
+        self, name: str, arguments: list[str], *, without: Collection[str] = (), fds: tuple[int, ...] = ()
+    ) -> Child:
+        """Start `penstock ARGUMENTS` as a child that reports to us and dies with us.
+
+        It does not see the variables `without`, and inherits `fds`.
+        """
         read_end, write_end = os.pipe()
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
@@ -67,14 +73,14 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "penstock.cli.main", *arguments, *reporting),
                 stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(write_end,),
+                pass_fds=(write_end, *fds),
                 # Ctrl-C reaches only us; children are stopped in order.
                 start_new_session=True,
                 env=child_environment(without),
             )
         finally:
             os.close(write_end)
-        child = Child(name, process, reader, loop.create_future(), loop.create_future())
+        child = Child(name, process, reader, loop.create_future(), loop.create_future(), loop.create_future())
         child.ended = asyncio.create_task(self._follow(child))
         self.children.append(child)
         return child
@@ -83,7 +89,7 @@ class Supervisor:
         while line := await child.reports.readline():
             self._take(child, Report.decode(line))
         code = await child.process.wait()
-        for waiting in (child.listening, child.ready):
+        for waiting in (child.listening, child.loaded, child.ready):
             if not waiting.done():
                 waiting.set_exception(ChildEnded(child.name, 128 - code if code < 0 else code or 1))
                 # Looked at or not: the tree ends either way.
@@ -94,11 +100,13 @@ class Supervisor:
     def _take(child: Child, report: Report) -> None:
         if report.event == LISTENING:
             child.listening.set_result(report)
+        elif report.event == LOADED:
+            child.loaded.set_result(report)
         elif report.event == READY:
             child.ready.set_result(report)
         elif report.event == ERROR:
             error = StartupError(f"{child.name}: {report.message}", flag=report.flag)
-            for waiting in (child.listening, child.ready):
+            for waiting in (child.listening, child.loaded, child.ready):
                 if not waiting.done():
                     waiting.set_exception(error)
                     waiting.exception()
@@ -117,6 +125,13 @@ class Supervisor:
             if not child.ended.done():
                 child.process.send_signal(signal.SIGTERM)
                 await self._wait_end(child, hurry)
+
+    async def stop_together(self, hurry: asyncio.Event) -> None:
+        """As `stop`, but all at once: children that do not use each other."""
+        living = [child for child in self.children if not child.ended.done()]
+        for child in living:
+            child.process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*(self._wait_end(child, hurry) for child in living))
 
     async def _wait_end(self, child: Child, hurry: asyncio.Event) -> None:
         hurried = asyncio.create_task(hurry.wait())

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.cli.console import complain, say
+from penstock.cli.flags import as_flags
 from penstock.cli.reports import READY, Report, Reporter
 from penstock.cli.service_process import ROLES
 from penstock.cli.supervisor import Child, ChildEnded, Supervisor, first_of
@@ -70,14 +71,8 @@ def role_arguments(role: str, given: dict[str, Any]) -> list[str]:
     bound_options = {bound.name: bound for bound in options_of(ROLES[role].config_class())}
     arguments = ["serve", role]
     for name in [name for name in bound_options if name in names and name in given]:
-        arguments += _as_flags(bound_options[name], given[name])
+        arguments += as_flags(bound_options[name], given[name])
     return arguments
-
-
-def _as_flags(bound: BoundOption, value: Any) -> list[str]:
-    if bound.is_bool:
-        return [bound.flag if value is True else "--no-" + bound.flag[2:]] if value is not bound.default else []
-    return ["--model" if bound.name == "model" else bound.flag, str(value)]
 
 
 @dataclass
@@ -218,7 +213,9 @@ def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def run_tree(given: dict[str, Any], *, report_fd: int | None, parent_pid: int | None) -> int:
+def run_tree(
+    given: dict[str, Any], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None = None
+) -> int:
     """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
     if parent_pid is not None:
         die_with_parent(parent_pid)

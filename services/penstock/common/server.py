@@ -34,6 +34,8 @@ from penstock.common.transport import server_options
 STOP_GRACE_SECONDS = 0.5
 # grpc's own limit is a backstop behind max_concurrent_rpcs: it cannot tell health checks from work.
 PROBE_HEADROOM = 256
+# Where workers serve metrics to their parent.
+LOOPBACK = "127.0.0.1"
 
 _log = get_logger("penstock.server")
 
@@ -80,11 +82,22 @@ class BoundAddresses:
 class RunningServer:
     """A service behind a real server. `run_until_stopped` for processes, `serve_in_process` for tests."""
 
-    def __init__(self, service: Service, config: ServerConfig, registry: CollectorRegistry | None = None) -> None:
-        """Raises StartupError for an invalid configuration."""
+    def __init__(
+        self,
+        service: Service,
+        config: ServerConfig,
+        registry: CollectorRegistry | None = None,
+        *,
+        is_worker: bool = False,
+    ) -> None:
+        """`is_worker`: shares its port with others, and its metrics are for the parent only.
+
+        Raises StartupError for an invalid configuration.
+        """
         config.validate()
         self.service = service
         self.config = config
+        self._is_worker = is_worker
         self.registry = registry if registry is not None else CollectorRegistry()
         self.health = Health(service.grpc_services)
         tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
@@ -93,7 +106,7 @@ class RunningServer:
         )
         self._server = grpc.aio.server(
             interceptors=(self.calls,),
-            options=server_options(config),
+            options=server_options(config, shares_port=is_worker),
             maximum_concurrent_rpcs=config.max_concurrent_rpcs + PROBE_HEADROOM,
         )
         self._metrics: BoundMetrics | None = None
@@ -113,19 +126,26 @@ class RunningServer:
 
     async def listen(self) -> BoundAddresses:
         """Open the ports; health answers NOT_SERVING. Raises StartupError naming --port, --host or --metrics-port."""
+        await self.register()
+        return await self.bind()
+
+    async def register(self) -> None:
+        """Add everything that is served; the first half of `listen`."""
         await self.health.add_to(self._server)
         if isinstance(self.service, ControlsHealth):
             self.service.bind_health(self.health.set_wanted)
         self.service.register(self._server)
         add_reflection(self._server, self.service.grpc_services)
+
+    async def bind(self) -> BoundAddresses:
+        """Open the ports; the second half of `listen`."""
         port = self._bind()
+        host, tls = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
         if self.config.metrics_port >= 0:
             add_process_metrics(self.registry)
-            self._metrics = start_metrics_server(
-                self.registry, self.config.host, self.config.metrics_port, tls=self.config
-            )
+            self._metrics = start_metrics_server(self.registry, host, self.config.metrics_port, tls=tls)
         await self._server.start()
-        metrics = _join(self.config.host, self._metrics.port) if self._metrics else None
+        metrics = _join(host, self._metrics.port) if self._metrics else None
         self._addresses = BoundAddresses(_join(self.config.host, port), metrics)
         _log.info("listening", grpc=self._addresses.grpc, metrics=metrics)
         return self._addresses
@@ -148,7 +168,7 @@ class RunningServer:
         """Load the service, then show SERVING."""
         await self.service.start()
         await self.health.set_up(True)
-        _log.info("ready", grpc=self.address)
+        _log.info("ready", service=self.service.name)
 
     async def stop(self, *, drain: bool = True) -> None:
         """NOT_SERVING, drain within the grace, stop, close. Safe at any point of the life.
@@ -182,23 +202,32 @@ async def run_until_stopped(
     registry: CollectorRegistry | None = None,
     on_listening: Callable[[BoundAddresses], None] | None = None,
     on_ready: Callable[[BoundAddresses], None] | None = None,
+    gate: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Serve until SIGTERM, SIGINT or a failure of the service; returns the process's exit code.
 
+    With `gate` it is one of several workers on a port: it loads first, and opens its port once `gate` returns, since
+    callers cannot choose another one while it is loading.
+
     Raises StartupError when it cannot start; everything is closed by then.
     """
-    running = RunningServer(service, config, registry)
+    running = RunningServer(service, config, registry, is_worker=gate is not None)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
     signalled: asyncio.Future[None] = loop.create_future()
     with _signals(lambda: None if signalled.done() else signalled.set_result(None)):
         try:
-            addresses = await running.listen()
-            if on_listening is not None:
-                on_listening(addresses)
-            if not await _unless(signalled, running.start()):
+            if gate is None:
+                addresses = await running.listen()
+                if on_listening is not None:
+                    on_listening(addresses)
+                loading = running.start()
+            else:
+                loading = _load_as_worker(running, gate)
+            if not await _unless(signalled, loading):
                 await running.stop(drain=False)
                 return 0
+            addresses = running.addresses
         except BaseException:
             await running.stop(drain=False)
             raise
@@ -227,6 +256,13 @@ async def serve_in_process(
         yield running
     finally:
         await running.stop(drain=False)
+
+
+async def _load_as_worker(running: RunningServer, gate: Callable[[], Awaitable[None]]) -> None:
+    await running.register()
+    await running.start()
+    await gate()
+    await running.bind()
 
 
 async def _unless(stop: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> bool:

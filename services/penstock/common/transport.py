@@ -26,12 +26,12 @@ def _common(config: TransportConfig, receive_bytes: int) -> Options:
     ]
 
 
-def server_options(config: ServerConfig) -> Options:
-    """Options for `grpc.aio.server`."""
+def server_options(config: ServerConfig, *, shares_port: bool = False) -> Options:
+    """Options for `grpc.aio.server`. `shares_port`: other workers of this service listen on the port, too."""
     return [
         *_common(config, config.receive_limit_bytes),
-        # Two processes on one port would each get half of the calls; a taken port must be an error.
-        ("grpc.so_reuseport", 0),
+        # Two strangers on one port would each get half of the calls; a taken port must be an error.
+        ("grpc.so_reuseport", int(shares_port)),
         # How often a client may ping before it is sent GOAWAY too_many_pings. grpc's own default is five minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_interval_seconds * 1000)),
     ]

@@ -32,6 +32,14 @@ class RouterConfig(ServerConfig, ChannelConfig):
         minimum=-1,
         maximum=65535,
     )
+    processes: int = option(
+        1,
+        "Worker processes that share the port (Linux): connections are spread over them, one that dies is replaced; "
+        "requests are admitted, and prefixes and sessions remembered, by each for itself.",
+        group="Processes",
+        minimum=1,
+        maximum=256,
+    )
 
     tokenizer: tuple[str, ...] = option(
         (f"127.0.0.1:{TOKENIZER_PORT}",),

@@ -21,6 +21,14 @@ class TokenizerConfig(ServerConfig):
         minimum=-1,
         maximum=65535,
     )
+    processes: int = option(
+        1,
+        "Worker processes that share the port (Linux): connections are spread over them, one that dies is replaced; "
+        "each connection has the threads and template processes of one of them.",
+        group="Processes",
+        minimum=1,
+        maximum=256,
+    )
     model: str | None = option(None, "Model folder or hub id; the embedded demo model when left out.", group=MODEL)
     served_model_name: str | None = option(None, "Name that requests use; MODEL's own when left out.", group=MODEL)
     allow_control_tokens_in_content: bool = option(

@@ -1,0 +1,118 @@
+"""The metrics of several worker processes as those of one service."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+FETCH_SECONDS = 2.0
+# Every worker sees the same thing, or the oldest one is meant: the lowest value stands for all.
+_LOWEST = (
+    "penstock_router_backend_up",
+    "penstock_router_tokenizer_up",
+    "process_start_time_seconds",
+    "process_max_fds",
+)
+_CUMULATIVE = ("counter", "histogram", "summary")
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass
+class _Family:
+    """One metric: its samples by name and labels, in the order of their first appearance."""
+
+    type: str
+    documentation: str
+    samples: dict[_Key, float] = field(default_factory=dict)
+
+    def add(self, name: str, key: _Key, value: float) -> None:
+        known = self.samples.get(key)
+        if known is None:
+            self.samples[key] = value
+        elif name in _LOWEST or name.endswith("_created"):
+            self.samples[key] = min(known, value)
+        else:
+            self.samples[key] = known + value
+
+
+_Families = dict[str, _Family]
+
+
+class SummedMetrics(Collector):
+    """Asks every worker when it is asked. `add` and `retire` on the event loop, `collect` on any thread.
+
+    A worker that died leaves its counts as they were last seen, so that sums never fall.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._addresses: dict[str, str] = {}
+        self._last: dict[str, _Families] = {}
+        self._retired: _Families = {}
+
+    def add(self, name: str, address: str) -> None:
+        """A worker serves metrics at `address` (host:port)."""
+        with self._lock:
+            self._addresses[name] = address
+
+    def retire(self, name: str) -> None:
+        """A worker is gone."""
+        with self._lock:
+            self._addresses.pop(name, None)
+            for family_name, family in self._last.pop(name, {}).items():
+                if family.type in _CUMULATIVE:
+                    _merge(self._retired, family_name, family)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: what workers have is not known before they run."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family of every worker, summed."""
+        with self._lock:
+            addresses = dict(self._addresses)
+        fetched = {name: _fetch(address) for name, address in addresses.items()}
+        total: _Families = {}
+        with self._lock:
+            for name, families in fetched.items():
+                # One that is just dying: it is retired with what it said last.
+                if families is not None and self._addresses.get(name) == addresses[name]:
+                    self._last[name] = families
+            for families in [self._retired, *self._last.values()]:
+                for family_name, family in families.items():
+                    _merge(total, family_name, family)
+        return [_metric(name, family) for name, family in total.items()]
+
+
+def _fetch(address: str) -> _Families | None:
+    """What one worker says; None when it does not answer."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=FETCH_SECONDS) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return None
+    families: _Families = {}
+    for metric in text_string_to_metric_families(text):
+        family = families.setdefault(metric.name, _Family(metric.type, metric.documentation))
+        for sample in metric.samples:
+            family.add(metric.name, (sample.name, tuple(sample.labels.items())), sample.value)
+    return families
+
+
+def _merge(into: _Families, name: str, family: _Family) -> None:
+    known = into.setdefault(name, _Family(family.type, family.documentation))
+    for key, value in family.samples.items():
+        known.add(name, key, value)
+
+
+def _metric(name: str, family: _Family) -> Metric:
+    metric = Metric(name, family.documentation, family.type)
+    metric.samples = [Sample(sample, dict(labels), value) for (sample, labels), value in family.samples.items()]
+    return metric
