@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from factories.engine import Answer, collect, engine_config, run
+from factories.pools import unwritten_pool
 from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.request import Request
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -30,13 +30,11 @@ def load_tiny(folder: Path) -> CausalLM:
     return load_model(folder, dtype="float32", device=device)
 
 
-def model_engine(model: CausalLM, config: EngineConfig = ROOMY) -> Engine:
+def model_engine(model: CausalLM, config: EngineConfig = ROOMY, kv_dtype: torch.dtype | None = None) -> Engine:
     """An engine on a pool of its own; what is read before it is written shows."""
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
-    kv = KVCachePool(*geometry, model.config.num_kv_heads, model.config.head_dim, model.dtype, model.device)
-    for layer in range(model.config.num_layers):
-        kv.key(layer).fill_(float("nan"))
-        kv.value(layer).fill_(float("nan"))
+    heads = (model.config.num_kv_heads, model.config.head_dim)
+    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
     return Engine(config, ModelRunner(model, kv), None)
 
 

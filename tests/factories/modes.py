@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from factories.engine import Answer, engine_config, run
 from factories.grammars import compiled
+from factories.pools import unwritten_pool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.convert import to_command
 from penstock.generation.core import GenerationCore
@@ -26,7 +27,6 @@ from penstock.generation.engine.sequence import Sequence
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.loading import LoadedModel, load
 from penstock.generation.requested import RequestLimits
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.sampler import Sampler
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
@@ -171,18 +171,8 @@ def _mask_workers(vocab_size: int) -> MaskWorkers:
 def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampler | None = None) -> Engine:
     """An engine with a pool of its own: what is read from it before it is written shows as NaN."""
     model = loaded.model
-    kv = KVCachePool(
-        model.config.num_layers,
-        config.num_blocks,
-        config.block_size,
-        model.config.num_kv_heads,
-        model.config.head_dim,
-        model.dtype,
-        model.device,
-    )
-    for layer in range(model.config.num_layers):
-        kv.key(layer).fill_(float("nan"))
-        kv.value(layer).fill_(float("nan"))
+    geometry = (model.config.num_layers, config.num_blocks, config.block_size)
+    kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.kv.dtype)
     runner = ModelRunner(model, kv, masks=_mask_workers(model.config.vocab_size))
     if sampler is not None:
         runner._sampler = sampler

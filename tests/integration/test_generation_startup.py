@@ -155,6 +155,7 @@ async def test_an_unknown_dtype_or_device(checkpoint: Path) -> None:
         ("--max-batch-tokens", {"max_batch_tokens": 8}),
         ("--kv-memory", {"kv_memory": "much"}),
         ("--block-size", {"block_size": 0}),
+        ("--kv-cache-dtype", {"kv_cache_dtype": "int4"}),
     ],
 )
 def test_options_that_cannot_work(flag: str, values: dict[str, Any]) -> None:
@@ -185,6 +186,21 @@ async def test_a_smaller_context_and_a_name_of_ones_own_are_served(checkpoint: P
         assert len(outcome.ids()) == 4
         assert "exceeds the context" in outcome.started.warnings[0]
         assert client.running.service.status_lines()
+
+
+async def test_int8_keys_and_values_are_told_and_hold_more_tokens(checkpoint: Path) -> None:
+    geometry = []
+    for dtype in ("auto", "int8"):
+        async with generation_service(checkpoint, kv_cache_dtype=dtype, kv_memory="1MiB") as client:
+            geometry.append((await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())).kv)
+            outcome = await client.generate(request([1, 2, 3], config={"max_new_tokens": 5}))
+            assert len(outcome.ids()) == 5
+            assert ("int8" in " ".join(client.running.service.status_lines())) is (dtype == "int8")
+    own, int8 = geometry
+    assert int8.dtype == common_pb2.D_TYPE_INT8
+    # Of one token and head: head_dim numbers of a byte, and a scale of four.
+    assert own.bytes_per_block * (int8.head_dim + 4) == int8.bytes_per_block * own.head_dim * 4
+    assert int8.num_blocks == (1 << 20) // int8.bytes_per_block > own.num_blocks
 
 
 async def test_the_models_own_defaults_are_told_and_used(folder: Path) -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.generation.devices.memory import AUTO_FRACTION, format_memory, host_memory, kv_pool_blocks, parse_memory
-from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block
+from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, quantise
 
 
-def pool(num_blocks: int = 6, layers: int = 2) -> KVCachePool:
-    return KVCachePool(layers, num_blocks, 4, 2, 8, torch.bfloat16, torch.device("cpu"))
+def pool(num_blocks: int = 6, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> KVCachePool:
+    return KVCachePool(layers, num_blocks, 4, 2, 8, dtype, torch.device("cpu"))
 
 
 def test_views_are_blocks_of_one_layer() -> None:
@@ -39,6 +41,52 @@ def test_copy_reads_every_source_before_it_writes() -> None:
     for layer in range(2):
         assert kv.key(layer)[:, 0, 0, 0].tolist() == [0, 0, 1, 3, 5, 5]
         assert kv.value(layer)[:, 3, 1, 7].tolist() == [10, 10, 11, 13, 15, 15]
+
+
+def test_int8_takes_a_byte_a_number_and_a_scale_for_each_token_and_head() -> None:
+    kv = pool(dtype=torch.int8)
+    assert kv.bytes_per_block == 2 * 2 * 4 * 2 * (8 + 4)
+    assert kv.key_scale(1) is not None
+    assert kv.key_scale(1).shape == (6, 4, 2)  # type: ignore[union-attr]
+    assert pool().key_scale(0) is pool().value_scale(0) is None
+
+
+def test_what_is_written_in_int8_is_read_to_half_a_scale_and_travels_with_its_block() -> None:
+    kv, slots = pool(dtype=torch.int8), torch.tensor([5, 23, 4])
+    k, v = torch.randn(3, 2, 8), 100 * torch.randn(3, 2, 8)
+    as_read = kv.write(1, slots, k, v)
+    for found, written, returned in zip(kv.read(1, slots, torch.float32), (k, v), as_read, strict=True):
+        assert torch.equal(found, returned)
+        assert ((found - written).abs() <= written.abs().amax(-1, keepdim=True) / 127 * 0.5001).all()
+    kv.copy_blocks([(1, 3), (5, 1)])
+    copied = kv.read(1, torch.tensor([13, 7, 12]), torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(copied, as_read, strict=True))
+    kv.clear()
+    assert not any(part.any() for part in (*kv.read(1, slots, torch.float32), kv.key(1), kv.key_scale(1)))
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=4), min_size=1
+    )
+)
+def test_int8_is_within_half_a_step_of_any_numbers(rows: list[list[float]]) -> None:
+    x = torch.tensor(rows).unsqueeze(1)
+    whole, scale = quantise(x)
+    assert whole.dtype is torch.int8
+    assert whole.abs().max() <= 127
+    error = (whole.double() * scale.double().unsqueeze(-1) - x.double()).abs()
+    assert (error <= 0.5001 * x.double().abs().amax(-1, keepdim=True) / 127 + 1e-30).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_in_int8_is_nan_to_whoever_attends_to_it(bad: float) -> None:
+    kv, good = pool(dtype=torch.int8), torch.ones(2, 2, 8)
+    for sick in (good.clone(), good.clone()):
+        sick[0, 1, 3] = bad
+    for k, v in ((sick, good), (good, sick)):
+        found, _ = kv.write(0, torch.tensor([2, 9]), k, v)
+        assert found.isnan().all(-1).tolist() == [[False, True], [False, False]]
 
 
 def test_copy_of_nothing_changes_nothing() -> None:

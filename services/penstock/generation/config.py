@@ -14,6 +14,7 @@ from penstock.generation.requested import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
 CONSTRAINTS = "Structured output"
+KV_CACHE_DTYPES = ("auto", "int8")
 
 
 def _bound(name: str, help: str, *, minimum: int = 0) -> Any:
@@ -72,6 +73,11 @@ class GenerationServiceConfig(ServerConfig):
     kv_memory: str = option("auto", "Memory of the KV pool, such as 2GiB; auto: a share of what is left.", group=MEMORY)
     assistant_kv_memory: str = option(
         "auto", "Memory of the draft model's own KV pool; auto: for as many tokens as the other holds.", group=MEMORY
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "How keys and values are kept: auto as the model's dtype, int8 with a scale per token and head.",
+        group=MEMORY,
     )
     block_size: int = option(16, "Tokens of one KV block.", group=MEMORY, minimum=1, maximum=1024)
     max_context: int | None = option(
@@ -210,6 +216,8 @@ class GenerationServiceConfig(ServerConfig):
     def validate(self) -> None:
         """Raises StartupError for options that do not go together."""
         super().validate()
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise StartupError(f"--kv-cache-dtype must be one of {', '.join(KV_CACHE_DTYPES)}", flag="--kv-cache-dtype")
         parse_memory(self.kv_memory)
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
         if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running_sequences:

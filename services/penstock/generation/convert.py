@@ -32,6 +32,7 @@ _DTYPES = {
     "float32": common_pb2.D_TYPE_FLOAT32,
     "float16": common_pb2.D_TYPE_FLOAT16,
     "bfloat16": common_pb2.D_TYPE_BFLOAT16,
+    "int8": common_pb2.D_TYPE_INT8,
 }
 
 

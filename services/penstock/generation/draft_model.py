@@ -22,7 +22,7 @@ from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.models.resized import ResizedVocabulary
 from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.grammar_masks import MaskFiller
-from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block
+from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.runner.model_runner import ModelRunner
 
 _log = get_logger("penstock.generation")
@@ -98,16 +98,17 @@ def _pool(
 ) -> KVCachePool:
     facts, size = weights.config, engine.block_size
     geometry = (size, facts.num_kv_heads, facts.head_dim)
+    dtype = kv_cache_dtype(config.kv_cache_dtype, weights.dtype)
     blocks = kv_pool_blocks(
         parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
-        bytes_per_block=kv_bytes_per_block(facts.num_layers, *geometry, weights.dtype),
+        bytes_per_block=kv_bytes_per_block(facts.num_layers, *geometry, dtype),
         block_size=size,
         available=device.memory().available,
         max_context_tokens=context,
         # `auto` never takes more than what the served model can hold.
         max_blocks=engine.num_blocks,
     )
-    return KVCachePool(facts.num_layers, blocks, *geometry, weights.dtype, device.torch_device)
+    return KVCachePool(facts.num_layers, blocks, *geometry, dtype, device.torch_device)
 
 
 def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
@@ -27,7 +29,7 @@ from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.requested import ModelDefaults, ServedModel
-from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block
+from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.runner.model_runner import ModelRunner
 
 _log = get_logger("penstock.generation")
@@ -66,8 +68,8 @@ class LoadedModel:
         return [
             f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
             f"{model.config.dtype}, {format_memory(model.num_bytes)}) on {self.device.describe()}",
-            f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens, "
-            f"context {self.served.max_context_tokens}",
+            f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
+            f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
             f"batch     {self.batch.describe()}",
             *([] if self.draft is None else [self.draft.status_line()]),
         ]
@@ -174,18 +176,17 @@ def _kv_pool(
     config: GenerationServiceConfig, memory: int | None, model: CausalLM, device: Device, context: int
 ) -> KVCachePool:
     facts, size = model.config, config.block_size
+    dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     blocks = kv_pool_blocks(
         memory,
-        bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, model.dtype),
+        bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, dtype),
         block_size=size,
         available=device.memory().available,
         max_context_tokens=context,
         # `auto` never takes more than every sequence at full length could use.
         max_blocks=config.max_running_sequences * -(-context // size),
     )
-    return KVCachePool(
-        facts.num_layers, blocks, size, facts.num_kv_heads, facts.head_dim, model.dtype, device.torch_device
-    )
+    return KVCachePool(facts.num_layers, blocks, size, facts.num_kv_heads, facts.head_dim, dtype, device.torch_device)
 
 
 def _batch(config: GenerationServiceConfig, runner: ModelRunner) -> BatchTuning:

@@ -58,9 +58,8 @@ class AttentionCapture(Attention):
         out = self._inner.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window)
         if not self._slots:
             self._slots = [_slots(one, metadata, kv.block_size) for one in self._rows]
-        keys = kv.key(layer).view(kv.num_slots, kv.num_kv_heads, kv.head_dim)
         for one, slots_C, found in zip(self._rows, self._slots, self._weights, strict=True):
-            k_CKD = keys.index_select(0, slots_C).float()
+            k_CKD = kv.read(layer, slots_C, torch.float32)[0].float()
             # The query heads that share a key/value head are neighbours.
             q_KGD = q_THD[one.row].float().view(kv.num_kv_heads, -1, kv.head_dim)
             scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * scale

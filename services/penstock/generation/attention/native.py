@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class NativeAttention(Attention):
-    """csrc/attention.cpp and csrc/rows.cpp. float32 and bfloat16, head_dim up to 256; nothing is gathered or padded."""
+    """csrc/attention.cpp and csrc/rope.cpp. float32 and bfloat16, head_dim up to 256; nothing is gathered or padded.
+
+    A row's result is the same to the last bit however the step is composed: alone or in a batch, in a decode step or in
+    a chunk of any size, in whichever blocks its context lies.
+    """
 
     name = "native"
 
@@ -31,8 +35,7 @@ class NativeAttention(Attention):
         sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward."""
-        kv.key(layer).view(kv.num_slots, -1).index_copy_(0, metadata.slot_mapping, k_TKD.flatten(1))
-        kv.value(layer).view(kv.num_slots, -1).index_copy_(0, metadata.slot_mapping, v_TKD.flatten(1))
+        kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
         return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
 
     def forward_qkv(
@@ -55,6 +58,8 @@ class NativeAttention(Attention):
             sin,
             keys,
             values,
+            kv.key_scale(layer),
+            kv.value_scale(layer),
             metadata.slot_mapping,
             heads.num_heads,
             heads.q_norm,
@@ -76,6 +81,8 @@ class NativeAttention(Attention):
             q_THD,
             kv.key(layer),
             kv.value(layer),
+            kv.key_scale(layer),
+            kv.value_scale(layer),
             metadata.block_tables,
             metadata.query_start,
             metadata.context_lens,

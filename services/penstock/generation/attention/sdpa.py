@@ -59,17 +59,14 @@ class SDPAAttention(Attention):
         sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward."""
-        keys = kv.key(layer).view(kv.num_slots, -1)
-        values = kv.value(layer).view(kv.num_slots, -1)
-        keys.index_copy_(0, metadata.slot_mapping, k_TKD.flatten(1))
-        values.index_copy_(0, metadata.slot_mapping, v_TKD.flatten(1))
+        k_TKD, v_TKD = kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
         groups = _plan(metadata, sliding_window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
         if len(groups) == 1:  # in order, by construction
-            return _attend(q_THD, k_TKD, v_TKD, groups[0], keys, values, kv, scale)
+            return _attend(q_THD, k_TKD, v_TKD, groups[0], layer, kv, scale)
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         for group in groups:
             rows = group.rows
-            out[rows] = _attend(q_THD[rows], k_TKD[rows], v_TKD[rows], group, keys, values, kv, scale)
+            out[rows] = _attend(q_THD[rows], k_TKD[rows], v_TKD[rows], group, layer, kv, scale)
         return out
 
 
@@ -78,8 +75,7 @@ def _attend(
     k_RKD: Tensor,
     v_RKD: Tensor,
     group: Group,
-    keys: Tensor,
-    values: Tensor,
+    layer: int,
     kv: KVCachePool,
     scale: float,
 ) -> Tensor:
@@ -90,9 +86,7 @@ def _attend(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1).reshape(num_rows, num_heads, head_dim)
     shape = (group.num_seqs, -1, kv.num_kv_heads, head_dim)
-    # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
-    k = F.embedding(group.slots, keys).view(shape).transpose(1, 2)
-    v = F.embedding(group.slots, values).view(shape).transpose(1, 2)
+    k, v = (x.view(shape).transpose(1, 2) for x in kv.read(layer, group.slots, q_RHD.dtype))
     if group.query_len > MAX_BATCHED_QUERY:
         q = q_RHD.view(group.num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale, enable_gqa=True)

@@ -5,18 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.errors import StartupError
 
+# Of an int8 pool: one scale for each token and key/value head, for keys and for values.
+SCALE_DTYPE = torch.float32
+_LARGEST = 127.0
+# Below this a head is all zeros: its inverse scale would overflow.
+_NEGLIGIBLE = 1e-30
+
+
+def kv_cache_dtype(requested: str, model: torch.dtype) -> torch.dtype:
+    """Of the pool, for `--kv-cache-dtype requested` ("auto" or "int8") and a model of dtype `model`."""
+    return torch.int8 if requested == "int8" else model
+
 
 def kv_bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, keys and values together."""
-    return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+    """Bytes of one block over all layers, keys and values together, with the scales of int8."""
+    scale = SCALE_DTYPE.itemsize if dtype is torch.int8 else 0
+    return num_layers * 2 * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale)
+
+
+def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 by the largest magnitude of each token and head: (T, K, D) int8 and its scales (T, K).
+
+    The product of the two is `x` to half a scale. A head that is not finite has the scale NaN, so that whoever attends
+    to it gets NaN, too.
+    """
+    x_TKD = x_TKD.float()
+    most_TK = x_TKD.abs().amax(-1)
+    inverse_TK = torch.where(most_TK > _NEGLIGIBLE, _LARGEST / most_TK, 0.0)
+    whole = (x_TKD * inverse_TK.unsqueeze(-1)).round().nan_to_num(0.0).to(torch.int8)
+    return whole, torch.where(most_TK.isfinite(), most_TK / _LARGEST, torch.nan)
 
 
 class KVCachePool:
-    """(layers, 2, blocks, block_size, kv_heads, head_dim), zeroed.
+    """(layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8 with scales
+    (layers, 2, blocks, block_size, kv_heads); zeroed.
 
     Zeroed rather than empty for two reasons: the operating system commits the pages only as blocks are first written,
     and a masked position never holds a NaN.
@@ -41,9 +68,10 @@ class KVCachePool:
         self.dtype = dtype
         self.device = device
         self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads)
         try:
-            self._data = torch.zeros(shape, dtype=dtype, device=device)
+            self._data = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
+            self._scales = torch.zeros(shape, dtype=SCALE_DTYPE, device=device) if dtype is torch.int8 else None
         except RuntimeError as error:
             raise StartupError(
                 f"cannot allocate a KV pool of {num_blocks * self.bytes_per_block} bytes ({num_blocks} blocks): "
@@ -71,14 +99,58 @@ class KVCachePool:
         """View (blocks, block_size, kv_heads, head_dim), contiguous."""
         return self._values[layer]
 
+    def key_scale(self, layer: int) -> Tensor | None:
+        """View (blocks, block_size, kv_heads), contiguous; None where keys are stored as they are."""
+        return None if self._scales is None else self._scales[layer, 0]
+
+    def value_scale(self, layer: int) -> Tensor | None:
+        """As `key_scale`, of the values."""
+        return None if self._scales is None else self._scales[layer, 1]
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one row of keys and values per slot; returns them as they will be read, in the dtype that they came
+        in."""
+        if self._scales is None:
+            self._rows(self._keys[layer]).index_copy_(0, slots_T, k_TKD.flatten(1))
+            self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
+            return k_TKD, v_TKD
+        (keys, key_scales), (values, value_scales) = quantise(k_TKD), quantise(v_TKD)
+        # The kernels look for NaN in scores only.
+        key_scales = torch.where(value_scales.isnan(), torch.nan, key_scales)
+        for part, rows, scales in ((0, keys, key_scales), (1, values, value_scales)):
+            self._rows(self._data[layer, part]).index_copy_(0, slots_T, rows.flatten(1))
+            self._rows(self._scales[layer, part]).index_copy_(0, slots_T, scales)
+        return _dequantised(keys, key_scales, k_TKD.dtype), _dequantised(values, value_scales, v_TKD.dtype)
+
+    def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values (C, kv_heads, head_dim) of the slots. `dtype`: of int8's; others are read as they are."""
+        # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
+        shape = (-1, self.num_kv_heads, self.head_dim)
+        rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in (self._keys[layer], self._values[layer])]
+        if self._scales is None:
+            return rows[0], rows[1]
+        scales = [F.embedding(slots_C, self._rows(x)) for x in self._scales[layer]]
+        return _dequantised(rows[0], scales[0], dtype), _dequantised(rows[1], scales[1], dtype)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in every layer. All sources are read before any destination is written."""
         if not pairs:
             return
         sources, destinations = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
-        for layer in self._data:
-            layer.index_copy_(1, destinations, layer.index_select(1, sources))
+        for pool in (self._data, self._scales):
+            for layer in () if pool is None else pool:
+                layer.index_copy_(1, destinations, layer.index_select(1, sources))
 
     def clear(self) -> None:
         """Zero every block."""
         self._data.zero_()
+        if self._scales is not None:
+            self._scales.zero_()
+
+    def _rows(self, blocks: Tensor) -> Tensor:
+        """(slots, everything of a slot)."""
+        return blocks.view(self.num_slots, -1)
+
+
+def _dequantised(whole_TKD: Tensor, scale_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    return (whole_TKD.float() * scale_TK.unsqueeze(-1)).to(dtype)

@@ -2,77 +2,13 @@
 //
 // Everything is transposed so that SIMD lanes are query rows: scores S[key][row], weights P[key][row], output O[dim][row].
 // Softmax then needs no horizontal operation, and the query heads of one key/value head are just more rows. Keys and
-// values of a tile are unpacked once for up to MAX_TASK_ROWS rows. bf16 is multiplied in pairs by vdpbf16ps where the CPU
-// has it, else in fp32.
-#include <algorithm>
-#include <cmath>
-#include <type_traits>
-
-#include "kernels.h"
-#include "vec.h"
+// values of a tile are unpacked once for up to MAX_TASK_ROWS rows. bf16 is multiplied in pairs by vdpbf16ps and int8 in fours
+// by vpdpbusd where the CPU has them, else in fp32. Where rows are fewer than lanes, attention_few.h does the same sums.
+#include "attention_few.h"
+#include "attention_tile.h"
 
 namespace penstock {
 namespace NS {
-
-constexpr int TILE = 64;  // keys
-
-// Pairs of bf16 in one 32-bit lane: what vdpbf16ps multiplies.
-#ifdef __AVX512BF16__
-static inline vf dot2(vf acc, vi a, vi b) {
-  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
-}
-static inline vi pack2(vf lo, vf hi) {
-  __m512i l = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)lo));
-  __m512i h = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)hi));
-  return (vi)_mm512_or_si512(l, _mm512_slli_epi32(h, 16));
-}
-constexpr bool HAS_DOT2 = true;
-#else
-static inline vf dot2(vf acc, vi, vi) { return acc; }
-static inline vi pack2(vf, vf) { return vi{}; }
-constexpr bool HAS_DOT2 = false;
-#endif
-
-// C[m][v] (+)= sum_k A[k][m] (scalar, broadcast) * B[k][v] (vector), V vectors wide, M rows; 32-bit elements that are
-// floats, or pairs of bf16 when DOT.
-template <bool DOT, int M, int V>
-static inline void micro(const int32_t* A, int64_t a_row, int64_t a_k, const int32_t* B, int64_t b_k, float* C,
-                         int64_t c_row, int K, bool add) {
-  vf acc[M][V];
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) acc[m][v] = add ? *(const vf*)(C + m * c_row + v * L) : vf{};
-  for (int k = 0; k < K; ++k) {
-    vi b[V];
-    for (int v = 0; v < V; ++v) b[v] = *(const vi*)(B + k * b_k + v * L);
-#pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      int32_t bits = A[m * a_row + k * a_k];
-      if constexpr (DOT) {
-        vi a = vi{} + bits;
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[m][v] = dot2(acc[m][v], b[v], a);
-      } else {
-        float f; std::memcpy(&f, &bits, 4);
-        vf a = splat(f);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[m][v] += (vf)b[v] * a;
-      }
-    }
-  }
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) *(vf*)(C + m * c_row + v * L) = acc[m][v];
-}
-
-template <bool DOT, int V>
-static void product(const int32_t* A, int64_t a_row, int64_t a_k, const int32_t* B, int64_t b_k, float* C, int64_t c_row,
-                    int M, int K, bool add) {
-  constexpr int STEP = V == 1 ? 12 : V == 2 ? 8 : 6;
-  int m = 0;
-  for (; m + STEP <= M; m += STEP) micro<DOT, STEP, V>(A + m * a_row, a_row, a_k, B, b_k, C + m * c_row, c_row, K, add);
-  for (; m + 2 <= M; m += 2) micro<DOT, 2, V>(A + m * a_row, a_row, a_k, B, b_k, C + m * c_row, c_row, K, add);
-  for (; m < M; ++m) micro<DOT, 1, V>(A + m * a_row, a_row, a_k, B, b_k, C + m * c_row, c_row, K, add);
-}
-
 
 // Rows of one task: NB blocks of V vectors share each tile of keys and values that is unpacked.
 constexpr int BLOCKS = MAX_TASK_ROWS / (4 * L);
@@ -86,139 +22,198 @@ struct Work {
   alignas(64) int32_t p[TILE * W];
   alignas(64) int32_t k[TILE * MAX_HEAD_DIM];
   alignas(64) int32_t v[TILE * MAX_HEAD_DIM];
-  alignas(64) int32_t visible[NB][W], oldest[NB][W];
-  vf high[NB][V], sum[NB][V];
+  alignas(64) int32_t visible[NB][W], oldest[NB][W], bias[NB][W];
+  alignas(64) float scale[NB][W];
+  vf high[NB][V], sums[NB][SUMS][V], step[V];
   int64_t first[NB], last[NB], whole_from[NB], whole_to[NB];
 };
 
-template <typename T, bool DOT>
-static void load_tile(const AttentionArgs& a, const int32_t* table, int64_t kv_head, int64_t t0, int n, int32_t* k, int32_t* v) {
-  const int D = a.head_dim, KD = DOT ? D / 2 : D;
-  const int64_t token_stride = int64_t(a.num_kv_heads) * D;
-  const T* rows[TILE];
-  for (int t = 0; t < n; ++t) {
-    int64_t pos = t0 + t, slot = int64_t(table[pos / a.block_size]) * a.block_size + pos % a.block_size;
-    const T* ks = (const T*)a.keys + slot * token_stride + kv_head * D;
-    rows[t] = (const T*)a.values + slot * token_stride + kv_head * D;
-    if constexpr (DOT) std::memcpy(k + t * KD, ks, sizeof(T) * D);
-    else for (int d = 0; d < D; ++d) ((float*)k)[t * D + d] = to_float(ks[d]);
-  }
-  if constexpr (DOT) {
-    // Pairs of keys side by side: [key / 2][dim][2]; an odd last key is paired with itself times a probability of 0.
-    for (int t = 0; t < n; t += 2) {
-      const uint16_t* x = (const uint16_t*)rows[t];
-      const uint16_t* y = (const uint16_t*)rows[t + 1 < n ? t + 1 : t];
-      int32_t* dst = v + (t / 2) * D;
-      for (int d = 0; d < D; ++d) dst[d] = int32_t(uint32_t(x[d]) | uint32_t(y[d]) << 16);
+// Weights as units of keys, QUADS: of w.s times each row's 16-bit step, high bytes before low ones.
+template <int V, int NB>
+static void quantise_weights(Work<V, NB>& w, int v, int n, vf most) {
+  constexpr int W = V * L, LOW = TILE / 4 * W;
+  const vf usable = most > splat(NEGLIGIBLE) ? splat(float(POSITIVE_LEVELS)) / most : vf{};
+  w.step[v] = most * splat(1.0f / POSITIVE_LEVELS);
+  for (int t = 0; t < n; t += 4) {
+    vi high = vi{}, low = vi{};
+    for (int i = 0; i < 4 && t + i < n; ++i) {
+      vi x = nearest(*(vf*)(w.s + (t + i) * W + v * L) * usable);
+      high |= (x >> 8) << (8 * i);
+      low |= (x & 255) << (8 * i);
     }
-  } else {
-    for (int t = 0; t < n; ++t)
-      for (int d = 0; d < D; ++d) ((float*)v)[t * D + d] = to_float(rows[t][d]);
+    *(vi*)(w.p + t / 4 * W + v * L) = high;
+    *(vi*)(w.p + LOW + t / 4 * W + v * L) = low;
   }
 }
 
-template <bool DOT, int V, int NB, bool MASKED>
-static void softmax_tile(Work<V, NB>& w, int b, int64_t t0, int n, float scale, int D) {
+template <Mode MODE, int V, int NB, bool MASKED>
+static void softmax_tile(Work<V, NB>& w, const float* v_scale, int b, int64_t t0, int n, int D) {
   constexpr int W = V * L;
   const vf none = splat(-INFINITY);
   for (int v = 0; v < V; ++v) {
     vf high = w.high[b][v];
-    vi see, old;
-    std::memcpy(&see, w.visible[b] + v * L, sizeof(see));
-    std::memcpy(&old, w.oldest[b] + v * L, sizeof(old));
+    const vf scale = *(vf*)(w.scale[b] + v * L);
+    const vi see = *(vi*)(w.visible[b] + v * L), old = *(vi*)(w.oldest[b] + v * L);
     for (int t = 0; t < n; ++t) {
-      vf x = *(vf*)(w.s + t * W + v * L) * splat(scale);
-      if constexpr (MASKED) { vi pos = vi{} + int32_t(t0 + t); x = (pos < see) & (pos >= old) ? x : none; *(vf*)(w.s + t * W + v * L) = x; }
+      vf x = *(vf*)(w.s + t * W + v * L);
+      if constexpr (MASKED) {
+        vi pos = vi{} + int32_t(t0 + t);
+        x = (pos < see) & (pos >= old) ? x : none;
+        *(vf*)(w.s + t * W + v * L) = x;
+      }
       high = x > high ? x : high;
     }
     // A row that has seen nothing yet keeps -inf; 0 stands in for it, so that no inf - inf arises.
-    vf base = high == none ? vf{} : high;
-    vf shrink = exp2_nonpositive(w.high[b][v] - base);
-    vf sum = w.sum[b][v] * shrink;
-    auto weight = [&](int t) {
-      vf x = *(vf*)(w.s + t * W + v * L);
-      if constexpr (!MASKED) x = x * splat(scale);
-      return exp2_nonpositive(x - base);
-    };
-    if constexpr (DOT) {
-      int t = 0;
-      for (; t + 1 < n; t += 2) {
-        vf p0 = weight(t), p1 = weight(t + 1);
-        sum += p0 + p1;
-        *(vi*)(w.p + (t / 2) * W + v * L) = pack2(p0, p1);
-      }
-      if (t < n) { vf p0 = weight(t); sum += p0; *(vi*)(w.p + (t / 2) * W + v * L) = pack2(p0, vf{}); }
-    } else {
-      for (int t = 0; t < n; ++t) { vf p0 = weight(t); sum += p0; *(vf*)(w.p + t * W + v * L) = p0; }
+    const vf base = high == none ? vf{} : high * scale;
+    const vf shrink = exp2_nonpositive(w.high[b][v] * scale - base);
+    if (any(w.high[b][v] != high)) {
+      for (int d = 0; d < D; ++d) *(vf*)(w.o[b] + d * W + v * L) *= shrink;
+      for (int i = 0; i < SUMS; ++i) w.sums[b][i][v] *= shrink;
     }
-    bool moved = false;
-    for (int l = 0; l < L; ++l) moved |= w.high[b][v][l] != high[l];
-    if (moved) for (int d = 0; d < D; ++d) *(vf*)(w.o[b] + d * W + v * L) *= shrink;
-    w.sum[b][v] = sum; w.high[b][v] = high;
+    vf most = vf{};
+    auto weight = [&](int t) { return exp2_nonpositive(fmadd(*(vf*)(w.s + t * W + v * L), scale, -base)); };
+    // As the lanes of attention_few.h add them: by key % SUMS.
+    for (int i = 0; i < std::min(n, SUMS); i += 2) {
+      vf even = w.sums[b][i][v], odd = w.sums[b][i + 1][v];
+      for (int t = i; t < n; t += SUMS) {
+        vf p0 = weight(t), p1 = t + 1 < n ? weight(t + 1) : vf{};
+        even += p0;
+        odd += p1;
+        if constexpr (MODE == Mode::PAIRS) {
+          *(vi*)(w.p + t / 2 * W + v * L) = pack_pairs(p0, p1);
+        } else if constexpr (MODE == Mode::QUADS) {
+          p0 *= splat(v_scale[t]);
+          *(vf*)(w.s + t * W + v * L) = p0;
+          most = p0 > most ? p0 : most;
+          if (t + 1 >= n) continue;
+          p1 *= splat(v_scale[t + 1]);
+          *(vf*)(w.s + (t + 1) * W + v * L) = p1;
+          most = p1 > most ? p1 : most;
+        } else {
+          *(vf*)(w.p + t * W + v * L) = p0;
+          if (t + 1 < n) *(vf*)(w.p + (t + 1) * W + v * L) = p1;
+        }
+      }
+      w.sums[b][i][v] = even;
+      w.sums[b][i + 1][v] = odd;
+    }
+    if constexpr (MODE == Mode::QUADS) quantise_weights(w, v, n, most);
+    w.high[b][v] = high;
   }
 }
 
-template <typename T, bool DOT, int V, int NB>
-static void attend_rows(const AttentionArgs& a, Work<V, NB>& w, int64_t seq, int64_t kv_head, int64_t row0, int rows) {
+template <typename T, Mode MODE, int V, int NB>
+static void start_block(const AttentionArgs& a, const AttentionTask& task, Work<V, NB>& w, int b) {
   constexpr int W = V * L;
-  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads, KD = DOT ? D / 2 : D;
-  const int64_t qlen = a.query_start[seq + 1] - a.query_start[seq], first_pos = a.context_lens[seq] - qlen;
-  const float scale = a.scale * 1.44269504088896341f;
-  const int blocks = (rows + W - 1) / W;
+  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads;
+  const int64_t first_row = a.query_start[task.seq], first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
+  std::memset(w.q[b], 0, sizeof(w.q[b]) / MAX_HEAD_DIM * D);
+  std::memset(w.o[b], 0, sizeof(float) * D * W);
+  std::memset(w.sums[b], 0, sizeof(w.sums[b]));
+  for (int v = 0; v < V; ++v) w.high[b][v] = splat(-INFINITY);
+  w.first[b] = w.whole_to[b] = INT64_MAX;
+  w.last[b] = w.whole_from[b] = 0;
+  for (int r = 0; r < W; ++r) {
+    const int row = b * W + r;
+    w.visible[b][r] = INT32_MAX, w.oldest[b][r] = w.bias[b][r] = 0, w.scale[b][r] = 1.0f;
+    if (row >= task.count) continue;
+    // Rows are (query, head of the group), query first.
+    const int64_t query = (task.first + row) / G, head = task.kv_head * G + (task.first + row) % G, pos = first_pos + query;
+    const T* source = (const T*)a.q + (first_row + query) * a.q_stride + head * D;
+    const float step = load_query<T, MODE>(source, D, w.q[b] + r, W, MAX_HEAD_DIM / 4 * W, w.bias[b][r]);
+    w.scale[b][r] = a.scale * 1.44269504088896341f * step;
+    const int64_t old = a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
+    w.visible[b][r] = int32_t(pos + 1), w.oldest[b][r] = int32_t(old);
+    w.last[b] = std::max(w.last[b], pos + 1), w.whole_to[b] = std::min(w.whole_to[b], pos + 1);
+    w.first[b] = std::min(w.first[b], old), w.whole_from[b] = std::max(w.whole_from[b], old);
+  }
+}
+
+template <typename T, int V, int NB>
+static void finish(const AttentionArgs& a, const AttentionTask& task, Work<V, NB>& w) {
+  constexpr int W = V * L;
+  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads;
+  for (int b = 0; b * W < task.count; ++b)
+    for (int half = SUMS / 2; half; half /= 2)
+      for (int i = 0; i < half; ++i)
+        for (int v = 0; v < V; ++v) w.sums[b][i][v] += w.sums[b][i + half][v];
+  for (int row = 0; row < task.count; ++row) {
+    const int b = row / W, r = row % W;
+    const int64_t query = (task.first + row) / G, head = task.kv_head * G + (task.first + row) % G;
+    T* to = (T*)a.out + ((a.query_start[task.seq] + query) * a.num_heads + head) * D;
+    const float by = 1.0f / ((float*)w.sums[b][0])[r];
+    for (int d = 0; d < D; ++d) store(to + d, w.o[b][d * W + r] * by);
+  }
+}
+
+// What sums of int8 products become: rows are vectors of B in both.
+struct ScoreOfRows {
+  const int32_t* bias;
+  const float* k_scale;
+  vf operator()(int t, int v, vi sum, vf) const { return to_floats(sum - *(const vi*)(bias + v * L)) * splat(k_scale[t]); }
+};
+struct OutputOfRows {
+  const vf* step;
+  vf operator()(int, int v, vi sum, vf old) const { return fmadd(to_floats(sum), step[v], old); }
+};
+
+template <typename T, typename S, Mode MODE, int V, int NB>
+static void attend_rows(const AttentionArgs& a, const AttentionTask& task, Work<V, NB>& w) {
+  constexpr bool QUADS = MODE == Mode::QUADS;
+  constexpr int W = V * L, PER = per_unit(MODE), Q_LOW = MAX_HEAD_DIM / 4 * W, P_LOW = TILE / 4 * W;
+  const int D = a.head_dim, units = D / PER, blocks = (task.count + W - 1) / W;
   int64_t begin = INT64_MAX, end = 0;
   for (int b = 0; b < blocks; ++b) {
-    std::memset(w.q[b], 0, sizeof(int32_t) * KD * W);
-    std::memset(w.o[b], 0, sizeof(float) * D * W);
-    for (int v = 0; v < V; ++v) { w.high[b][v] = splat(-INFINITY); w.sum[b][v] = vf{}; }
-    w.first[b] = w.whole_to[b] = INT64_MAX; w.last[b] = w.whole_from[b] = 0;
-    for (int r = 0; r < W; ++r) {
-      int row = b * W + r;
-      if (row >= rows) { w.visible[b][r] = INT32_MAX; w.oldest[b][r] = 0; continue; }
-      // Rows are (query, head of the group), query first.
-      int64_t query = (row0 + row) / G, head = kv_head * G + (row0 + row) % G, pos = first_pos + query;
-      const T* src = (const T*)a.q + (a.query_start[seq] + query) * a.q_stride + head * D;
-      if constexpr (DOT) for (int d = 0; d < KD; ++d) std::memcpy(&w.q[b][d * W + r], src + 2 * d, 4);
-      else for (int d = 0; d < D; ++d) ((float*)w.q[b])[d * W + r] = to_float(src[d]);
-      int64_t old = a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
-      w.visible[b][r] = int32_t(pos + 1); w.oldest[b][r] = int32_t(old);
-      w.last[b] = std::max(w.last[b], pos + 1); w.whole_to[b] = std::min(w.whole_to[b], pos + 1);
-      w.first[b] = std::min(w.first[b], old); w.whole_from[b] = std::max(w.whole_from[b], old);
-    }
-    begin = std::min(begin, w.first[b]); end = std::max(end, w.last[b]);
+    start_block<T, MODE>(a, task, w, b);
+    begin = std::min(begin, w.first[b]), end = std::max(end, w.last[b]);
   }
-  const int32_t* table = a.block_tables + seq * a.table_stride;
-  for (int64_t t0 = begin; t0 < end; t0 += TILE) {
-    int n = int(std::min<int64_t>(TILE, end - t0));
-    load_tile<T, DOT>(a, table, kv_head, t0, n, w.k, w.v);
+  const int32_t* table = a.block_tables + task.seq * a.table_stride;
+  Rows<S> rows;
+  for (int64_t t0 = first_key(begin), n; t0 < end; t0 += n) {
+    n = keys_from(t0, end);
+    rows.find(a, table, task.kv_head, t0, n);
+    load_keys<S, MODE>(rows, D, w.k);
+    load_values<S, MODE>(rows, D, w.v);
     for (int b = 0; b < blocks; ++b) {
       if (t0 >= w.last[b] || t0 + n <= w.first[b]) continue;
-      product<DOT, V>(w.k, KD, 1, w.q[b], W, w.s, W, n, KD, false);
-      bool whole = t0 >= w.whole_from[b] && t0 + n <= w.whole_to[b];
-      whole ? softmax_tile<DOT, V, NB, false>(w, b, t0, n, scale, D) : softmax_tile<DOT, V, NB, true>(w, b, t0, n, scale, D);
-      product<DOT, V>(w.v, 1, D, w.p, W, w.o[b], W, D, DOT ? (n + 1) / 2 : n, true);
+      const Sides scores{w.k, units, 1, 0, w.q[b], W, Q_LOW}, outputs{w.v, 1, D, 0, w.p, W, P_LOW};
+      if constexpr (QUADS) product<MODE, true, V>(scores, n, units, w.s, W, false, ScoreOfRows{w.bias[b], rows.k_scale});
+      else product<MODE, false, V>(scores, n, units, w.s, W, false, AsItIs{});
+      const bool whole = t0 >= w.whole_from[b] && t0 + n <= w.whole_to[b];
+      whole ? softmax_tile<MODE, V, NB, false>(w, rows.v_scale, b, t0, n, D)
+            : softmax_tile<MODE, V, NB, true>(w, rows.v_scale, b, t0, n, D);
+      if constexpr (QUADS) product<MODE, false, V>(outputs, D, (n + PER - 1) / PER, w.o[b], W, true, OutputOfRows{w.step});
+      else product<MODE, false, V>(outputs, D, (n + PER - 1) / PER, w.o[b], W, true, AsItIs{});
     }
   }
-  for (int row = 0; row < rows; ++row) {
-    int b = row / W, r = row % W;
-    int64_t query = (row0 + row) / G, head = kv_head * G + (row0 + row) % G;
-    T* dst = (T*)a.out + ((a.query_start[seq] + query) * a.num_heads + head) * D;
-    float by = 1.0f / ((float*)w.sum[b])[r];
-    for (int d = 0; d < D; ++d) store(dst + d, w.o[b][d * W + r] * by);
-  }
+  finish<T>(a, task, w);
 }
 
-template <typename T, bool DOT>
-static void run(const AttentionArgs& a, const AttentionTask& t, void* scratch) {
-  if (t.count <= L) attend_rows<T, DOT, 1, 1>(a, *(Work<1, 1>*)scratch, t.seq, t.kv_head, t.first, t.count);
-  else if (t.count <= 2 * L) attend_rows<T, DOT, 2, 1>(a, *(Work<2, 1>*)scratch, t.seq, t.kv_head, t.first, t.count);
-  else attend_rows<T, DOT, 4, BLOCKS>(a, *(Work<4, BLOCKS>*)scratch, t.seq, t.kv_head, t.first, t.count);
+template <typename T, typename S, Mode MODE>
+static void run(const AttentionArgs& a, const AttentionTask& task, void* scratch) {
+#ifdef __AVX512BF16__
+  if constexpr (MODE != Mode::FLOATS || std::is_same_v<S, float>)
+    if (task.count <= MAX_FEW && a.head_dim % L == 0) return attend_few<T, S, MODE>(a, task, *(FewWork*)scratch);
+#endif
+  if (task.count <= L) attend_rows<T, S, MODE>(a, task, *(Work<1, 1>*)scratch);
+  else if (task.count <= 2 * L) attend_rows<T, S, MODE>(a, task, *(Work<2, 1>*)scratch);
+  else attend_rows<T, S, MODE>(a, task, *(Work<4, BLOCKS>*)scratch);
+}
+
+template <typename T>
+static void run_stored(const AttentionArgs& a, const AttentionTask& task, void* scratch) {
+  constexpr Mode quads = HAS_UNITS ? Mode::QUADS : Mode::FLOATS;
+  if (a.key_scales == nullptr) run<T, T, Mode::FLOATS>(a, task, scratch);
+  else if (a.head_dim % 4 == 0) run<T, int8_t, quads>(a, task, scratch);
+  else run<T, int8_t, Mode::FLOATS>(a, task, scratch);
 }
 
 size_t attention_scratch_bytes() { return sizeof(Work<4, BLOCKS>); }
-void attend(const AttentionArgs& a, const AttentionTask& t, void* scratch) {
-  if (!a.is_bf16) run<float, false>(a, t, scratch);
-  else if (HAS_DOT2 && a.head_dim % 2 == 0) run<bf16, HAS_DOT2>(a, t, scratch);
-  else run<bf16, false>(a, t, scratch);
+void attend(const AttentionArgs& a, const AttentionTask& task, void* scratch) {
+  constexpr Mode pairs = HAS_UNITS ? Mode::PAIRS : Mode::FLOATS;
+  if (!a.is_bf16) run_stored<float>(a, task, scratch);
+  else if (a.key_scales == nullptr && a.head_dim % 2 == 0) run<bf16, bf16, pairs>(a, task, scratch);
+  else run_stored<bf16>(a, task, scratch);
 }
 
 }  // namespace NS

@@ -5,48 +5,6 @@
 
 namespace penstock {
 
-constexpr int MAX_HEAD_DIM = 256;
-
-struct AttentionArgs {
-  const void* q;  // (T, H, D), row stride q_stride
-  void* out;      // (T, H, D), contiguous
-  const void* keys;
-  const void* values;  // (blocks, block_size, K, D)
-  const int32_t* block_tables;
-  int64_t table_stride;
-  const int32_t* query_start;
-  const int32_t* context_lens;
-  int64_t q_stride;
-  int head_dim, num_heads, num_kv_heads, block_size;
-  int64_t window;  // 0: none
-  float scale;
-  bool is_bf16;
-};
-// Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the group), query first.
-struct AttentionTask {
-  int seq, kv_head;
-  int64_t first;
-  int count;
-  int64_t cost;
-};
-constexpr int MAX_TASK_ROWS = 256;
-
-struct RopeArgs {
-  const void* qkv;
-  int64_t qkv_stride;
-  const void* cos;
-  const void* sin;     // (T, D / 2)
-  const void* q_norm;  // (D) or null
-  const void* k_norm;
-  void* q;
-  void* keys;
-  void* values;
-  const int64_t* slots;
-  int num_heads, num_kv_heads, head_dim;
-  float eps;
-  bool is_bf16;
-};
-
 struct NormArgs {
   void* hidden;
   const void* x;
@@ -64,11 +22,8 @@ struct SiluArgs {
   bool is_bf16;
 };
 
-#define PENSTOCK_KERNELS                                                              \
-  size_t attention_scratch_bytes();                                                   \
-  void attend(const AttentionArgs&, const AttentionTask&, void* scratch);             \
-  void rope(const RopeArgs&, int64_t first, int64_t last);                            \
-  void add_norm(const NormArgs&, int64_t first, int64_t last);                        \
+#define PENSTOCK_KERNELS                                         \
+  void add_norm(const NormArgs&, int64_t first, int64_t last);   \
   void silu_mul(const SiluArgs&, int64_t first, int64_t last);
 namespace avx512 { PENSTOCK_KERNELS }
 namespace avx2 { PENSTOCK_KERNELS }

@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "attention.h"
 #include "dispatch.h"
 
 namespace penstock {
@@ -17,18 +18,32 @@ void* scratch() {
   return memory.get();
 }
 
-at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& tables,
-                           const at::Tensor& query_start, const at::Tensor& context_lens, double scale, int64_t window) {
+using Scales = std::optional<at::Tensor>;
+
+// A layer of the pool: of the rows' dtype, or int8 with scales.
+void check_pool(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values, const Scales& key_scales, const Scales& value_scales) {
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes() && keys.size(3) <= MAX_HEAD_DIM);
+  TORCH_CHECK(keys.scalar_type() == (key_scales ? at::kChar : rows.scalar_type()) && keys.scalar_type() == values.scalar_type());
+  TORCH_CHECK(key_scales.has_value() == value_scales.has_value());
+  for (const Scales* scales : {&key_scales, &value_scales})
+    if (*scales)
+      TORCH_CHECK((*scales)->is_contiguous() && (*scales)->scalar_type() == at::kFloat && (*scales)->sizes() == keys.sizes().slice(0, 3));
+}
+
+float* scale_data(const Scales& scales) { return scales ? scales->data_ptr<float>() : nullptr; }
+
+at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const Scales& key_scales,
+                           const Scales& value_scales, const at::Tensor& tables, const at::Tensor& query_start,
+                           const at::Tensor& context_lens, double scale, int64_t window) {
   const int64_t T = q.size(0), H = q.size(1), D = q.size(2), K = keys.size(2), S = context_lens.size(0);
-  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == D && keys.is_contiguous() && values.is_contiguous());
-  TORCH_CHECK(keys.size(3) == D && D <= MAX_HEAD_DIM && H % K == 0 && keys.sizes() == values.sizes());
+  check_pool(q, keys, values, key_scales, value_scales);
+  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == D && keys.size(3) == D && H % K == 0);
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
-  TORCH_CHECK(q.scalar_type() == keys.scalar_type() && q.scalar_type() == values.scalar_type());
   auto out = at::empty({T, H, D}, q.options());
   const AttentionArgs args{q.const_data_ptr(), out.data_ptr(), keys.const_data_ptr(), values.const_data_ptr(),
-                           tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
-                           context_lens.const_data_ptr<int32_t>(), q.stride(0), int(D), int(H), int(K),
-                           int(keys.size(1)), window, float(scale), is_bf16(q)};
+                           scale_data(key_scales), scale_data(value_scales), tables.const_data_ptr<int32_t>(),
+                           tables.stride(0), query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
+                           q.stride(0), int(D), int(H), int(K), int(keys.size(1)), window, float(scale), is_bf16(q)};
   std::vector<AttentionTask> tasks;
   for (int64_t s = 0; s < S; ++s) {
     const int64_t rows = int64_t(args.query_start[s + 1] - args.query_start[s]) * (H / K);
@@ -50,18 +65,18 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
 }
 
 at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, at::Tensor& keys, at::Tensor& values,
-                          const at::Tensor& slots, int64_t num_heads, const std::optional<at::Tensor>& q_norm,
-                          const std::optional<at::Tensor>& k_norm, double eps) {
+                          const Scales& key_scales, const Scales& value_scales, const at::Tensor& slots, int64_t num_heads,
+                          const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm, double eps) {
   const int64_t T = qkv.size(0), K = keys.size(2), D = keys.size(3);
-  TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) == (num_heads + 2 * K) * D && D <= MAX_HEAD_DIM);
+  check_pool(qkv, keys, values, key_scales, value_scales);
+  TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(1) == (num_heads + 2 * K) * D);
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == T * D / 2 && sin.numel() == T * D / 2);
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && slots.is_contiguous() && slots.size(0) == T);
-  TORCH_CHECK(qkv.scalar_type() == keys.scalar_type() && qkv.scalar_type() == cos.scalar_type());
+  TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && qkv.scalar_type() == cos.scalar_type());
   auto q = at::empty({T, num_heads, D}, qkv.options());
   const RopeArgs args{qkv.const_data_ptr(), qkv.stride(0), cos.const_data_ptr(), sin.const_data_ptr(),
                       q_norm ? q_norm->const_data_ptr() : nullptr, k_norm ? k_norm->const_data_ptr() : nullptr,
-                      q.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.const_data_ptr<int64_t>(), int(num_heads),
-                      int(K), int(D), float(eps), is_bf16(qkv)};
+                      q.data_ptr(), keys.data_ptr(), values.data_ptr(), scale_data(key_scales), scale_data(value_scales),
+                      slots.const_data_ptr<int64_t>(), int(num_heads), int(K), int(D), float(eps), is_bf16(qkv)};
   at::parallel_for(0, T, grain(qkv.size(1)), [&](int64_t first, int64_t last) { KERNEL(rope)(args, first, last); });
   return q;
 }
@@ -70,11 +85,11 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
-      "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor query_start, Tensor context_lens, float scale, "
-      "int window) -> Tensor");
+      "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales, Tensor tables, "
+      "Tensor query_start, Tensor context_lens, float scale, int window) -> Tensor");
   m.def(
-      "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, int num_heads, "
-      "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor");
+      "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, "
+      "Tensor(d!)? value_scales, Tensor slots, int num_heads, Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("paged_attention", paged_attention);

@@ -1,4 +1,4 @@
-// Kernels that read and write each row once: rotary embedding with the KV write, RMSNorm with the residual, SwiGLU.
+// Kernels that read and write each row once: RMSNorm with the residual, SwiGLU.
 #include <cmath>
 
 #include "kernels.h"
@@ -50,51 +50,6 @@ static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
     store(&silu, g / (1.0f + std::exp(-g)));
     store(out + i, to_float(silu) * to_float(up[i]));
   }
-}
-
-template <typename T>
-static void rotate_head(const T* x, const T* cos, const T* sin, T* out, int half) {
-  int i = 0;
-  for (; i + L <= half; i += L) {
-    vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
-    store_all(out + i, a * c - b * s);
-    store_all(out + half + i, b * c + a * s);
-  }
-  for (; i < half; ++i) {
-    float a = to_float(x[i]), b = to_float(x[half + i]), c = to_float(cos[i]), s = to_float(sin[i]);
-    store(out + i, a * c - b * s);
-    store(out + half + i, b * c + a * s);
-  }
-}
-
-// One row of qkv: normed (q_norm given) and turned q into `q`, turned k and v into their slot of the pool.
-template <typename T>
-static void rope_row(const RopeArgs& a, int64_t row) {
-  const int D = a.head_dim, half = D / 2;
-  const T* source = (const T*)a.qkv + row * a.qkv_stride;
-  const T* cos = (const T*)a.cos + row * half;
-  const T* sin = (const T*)a.sin + row * half;
-  const int64_t slot = a.slots[row];
-  T normed[MAX_HEAD_DIM];
-  for (int h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
-    const T* x = source + int64_t(h) * D;
-    const bool is_query = h < a.num_heads;
-    const T* weight = (const T*)(is_query ? a.q_norm : a.k_norm);
-    if (weight != nullptr) {
-      std::memcpy(normed, x, sizeof(T) * D);
-      add_norm_row<T>(normed, nullptr, weight, normed, D, a.eps);
-      x = normed;
-    }
-    T* target = is_query ? (T*)a.q + (row * a.num_heads + h) * D
-                         : (T*)a.keys + (slot * a.num_kv_heads + h - a.num_heads) * D;
-    rotate_head(x, cos, sin, target, half);
-  }
-  const T* v = source + int64_t(a.num_heads + a.num_kv_heads) * D;
-  std::memcpy((T*)a.values + slot * a.num_kv_heads * D, v, sizeof(T) * a.num_kv_heads * D);
-}
-
-void rope(const RopeArgs& a, int64_t first, int64_t last) {
-  for (int64_t row = first; row < last; ++row) a.is_bf16 ? rope_row<bf16>(a, row) : rope_row<float>(a, row);
 }
 
 void add_norm(const NormArgs& a, int64_t first, int64_t last) {

@@ -23,6 +23,14 @@ typedef uint32_t vu __attribute__((vector_size(4 * L)));
 typedef uint16_t vh __attribute__((vector_size(2 * L)));
 
 static inline vf splat(float x) { return vf{} + x; }
+// a * b + c, rounded once.
+static inline vf fmadd(vf a, vf b, vf c) {
+#ifdef __AVX512F__
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
 
 static inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16;
@@ -55,10 +63,11 @@ static inline void store_all(bf16* p, vf v) {
 #ifdef __AVX512BF16__
   __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)v);
 #else
-  vu bits = (vu)v;
-  vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  rounded = v == v ? rounded : vu{} + 0x7FC0;
-  vh h = __builtin_convertvector(rounded, vh);
+  // As store() does; packed by intrinsics, because the compiler narrows vectors one element at a time.
+  const __m256i bits = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+  r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7FC0), (__m256i)_mm256_cmp_ps((__m256)v, (__m256)v, _CMP_UNORD_Q));
+  __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
 #endif
   std::memcpy(p, &h, sizeof(h));
 }
@@ -75,10 +84,10 @@ static inline float sum_all(vf v) {
   return total;
 }
 
-// 2^x for x <= 0, relative error below 2e-7; -inf gives 0.
+// 2^x for x <= 0, relative error below 2e-7; -inf gives 0, NaN stays NaN.
 static inline vf exp2_nonpositive(vf x) {
 #ifdef __AVX512F__
-  __m512 v = _mm512_max_ps((__m512)x, _mm512_set1_ps(-200.0f));
+  __m512 v = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
   __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   vf t = (vf)_mm512_sub_ps(v, n);
 #else
@@ -87,12 +96,12 @@ static inline vf exp2_nonpositive(vf x) {
   vf t = x - __builtin_convertvector(n, vf);
 #endif
   vf y = splat(1.535336188319500e-4f);
-  y = y * t + splat(1.339887440266574e-3f);
-  y = y * t + splat(9.618437357674640e-3f);
-  y = y * t + splat(5.550332471162809e-2f);
-  y = y * t + splat(2.402264791363012e-1f);
-  y = y * t + splat(6.931472028550421e-1f);
-  y = y * t + splat(1.0f);
+  y = fmadd(y, t, splat(1.339887440266574e-3f));
+  y = fmadd(y, t, splat(9.618437357674640e-3f));
+  y = fmadd(y, t, splat(5.550332471162809e-2f));
+  y = fmadd(y, t, splat(2.402264791363012e-1f));
+  y = fmadd(y, t, splat(6.931472028550421e-1f));
+  y = fmadd(y, t, splat(1.0f));
 #ifdef __AVX512F__
   return (vf)_mm512_scalef_ps((__m512)y, n);
 #else

@@ -1,0 +1,132 @@
+"""Time of one layer's attention: the C++ kernels beside torch's operators, for every format of the KV pool, in turns.
+
+    python benchmarks/attention.py [--threads 1] [--dtype bfloat16] [--heads 14 2 64] [--repeats 15] [--json FILE]
+
+Decode: one row for each of `batch` sequences of `context` tokens, the row's keys and values written first. Prefill: one
+prompt of `context` tokens from nothing. Calls go round `--layers` layers, as a model's do, so that a long context is
+not in the cache from the call before. Medians (and the fastest) of one call in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _report import write
+from penstock.common.environment import quiet_environment
+from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+from penstock.generation.attention.native import NativeAttention
+from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.runner.kv_cache import KVCachePool
+
+BLOCK_SIZE = 16
+# (batch, context of each): decode; (1, prompt): prefill.
+DECODE = ((1, 192), (8, 192), (32, 160), (1, 4096), (8, 4096))
+PREFILL = (128, 512, 2048)
+
+
+class Case:
+    """Rows of one step over pools of one format."""
+
+    def __init__(self, options: argparse.Namespace, batch: int, context: int, rows: int, kv_dtype: torch.dtype) -> None:
+        self._heads = HeadWeights(*options.heads)
+        dtype = getattr(torch, options.dtype)
+        blocks = -(-context // BLOCK_SIZE)
+        num_heads, kv_heads, head_dim = options.heads
+        device = torch.device("cpu")
+        self._layers = options.layers
+        self._kv = KVCachePool(options.layers, batch * blocks, BLOCK_SIZE, kv_heads, head_dim, kv_dtype, device)
+        for layer in range(options.layers):
+            shape = (self._kv.num_slots, kv_heads, head_dim)
+            everything = torch.arange(self._kv.num_slots)
+            self._kv.write(layer, everything, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+        tables = torch.randperm(batch * blocks).view(batch, blocks).int()
+        self._metadata, positions = AttentionMetadata.build([rows] * batch, [context] * batch, tables, BLOCK_SIZE)
+        self._qkv = torch.randn(batch * rows, (num_heads + 2 * kv_heads) * head_dim).to(dtype)
+        angles = positions[:, None, None] / 1e6 ** torch.linspace(0, 1, head_dim // 2)
+        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self._next = 0
+
+    def call(self, attention: Attention) -> Callable[[], None]:
+        """One layer, the next one each time."""
+        scale = self._heads.head_dim**-0.5
+
+        def run() -> None:
+            self._next = (self._next + 1) % self._layers
+            parts = (self._qkv, self._cos, self._sin, self._heads, self._next, self._metadata, self._kv, scale, None)
+            attention.forward_qkv(*parts)
+
+        return run
+
+
+def interleaved(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a call, in turns; every turn is at least a millisecond of calls."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        call()
+        counts[name] = max(1, round(2e-3 / (time.perf_counter() - start)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                call()
+            times[name].append((time.perf_counter() - start) / counts[name] * 1e6)
+    return {
+        name: {"median_us": round(statistics.median(values), 1), "fastest_us": round(min(values), 1)}
+        for name, values in times.items()
+    }
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as one JSON object."""
+    device = CPUDevice()
+    device.start(num_threads=options.threads)
+    dtype = getattr(torch, options.dtype)
+    implementations: dict[str, Attention] = {"native": NativeAttention()} if device.instruction_set else {}
+    if not options.native_only:
+        implementations["torch"] = SDPAAttention()
+    cases = [("decode", batch, context, 1) for batch, context in DECODE]
+    cases += [("prefill", 1, prompt, prompt) for prompt in PREFILL]
+    results = []
+    for kind, batch, context, rows in cases:
+        calls = {}
+        for kv_dtype in (dtype, torch.int8):
+            case = Case(options, batch, context, rows, kv_dtype)
+            for name, attention in implementations.items():
+                label = "int8" if kv_dtype is torch.int8 else options.dtype
+                calls[f"{name} {label}"] = case.call(attention)
+        results.append({"case": kind, "batch": batch, "context": context, **interleaved(calls, options.repeats)})
+    return {"device": device.describe(), "heads": options.heads, "layers": options.layers, "results": results}
+
+
+def main() -> None:
+    """Parse the command line, measure, print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--heads", type=int, nargs=3, default=[14, 2, 64], metavar=("QUERY", "KV", "DIM"))
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--native-only", action="store_true", help="without torch's operators")
+    parser.add_argument("--json", type=Path, help="also write the result there")
+    options = parser.parse_args()
+    quiet = quiet_environment(options.threads)
+    if any(os.environ.get(name) != value for name, value in quiet.items()):  # read when torch is loaded: start again
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **quiet})
+    write("attention", measure(options), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Native attention: the reference's numbers over random shapes, and the same bits however a step is composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from factories.kernels import Layer, Shape, assert_close, contexts, shapes
+from factories.native import INSTRUCTION_SETS, use_instruction_set
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.generation.attention.native import NativeAttention
+from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.native import library
+
+dtypes = st.sampled_from(library.DTYPES)
+lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from use_instruction_set(request.param)
+
+
+def num_blocks(shape: Shape, lengths: list[int]) -> int:
+    return sum(-(-length // shape.block_size) for length in lengths) + 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=dtypes,
+    is_int8=st.booleans(),
+    shape=shapes,
+    lengths=lengths,
+    seed=st.integers(0, 1000),
+    has_norm=st.booleans(),
+    data=st.data(),
+)
+def check_reference(
+    dtype: torch.dtype,
+    is_int8: bool,
+    shape: Shape,
+    lengths: list[int],
+    seed: int,
+    has_norm: bool,
+    data: st.DataObject,
+) -> None:
+    torch.manual_seed(seed)
+    sequences = contexts(shape, lengths, dtype, seed)
+    cuts = [data.draw(st.lists(st.integers(1, n - 1), max_size=2).map(sorted)) if n > 1 else [] for n in lengths]
+    cuts = [sorted(set(own)) for own in cuts]
+    norms = [torch.randn(shape.head_dim).to(dtype) for _ in "qk"] if has_norm else []
+    found = []
+    for attention in (SDPAAttention(), NativeAttention()):
+        layer = Layer(attention, shape, torch.int8 if is_int8 else dtype, num_blocks(shape, lengths), seed)
+        if norms:
+            layer.with_norms(*norms)
+        found.append(layer.run(sequences, cuts))
+    # A rounding of the input may be a whole step of int8, 1 / 127 of the largest.
+    tolerance = 4e-2 if is_int8 else None
+    for native, reference in zip(found[1], found[0], strict=True):
+        assert_close(native, reference, tolerance)
+
+
+def test_attention_reads_and_writes_the_pool_as_the_reference_does() -> None:
+    check_reference()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    dtype=dtypes,
+    is_int8=st.booleans(),
+    shape=shapes,
+    lengths=lengths,
+    seed=st.integers(0, 1000),
+    data=st.data(),
+)
+def check_composition(
+    dtype: torch.dtype, is_int8: bool, shape: Shape, lengths: list[int], seed: int, data: st.DataObject
+) -> None:
+    sequences = contexts(shape, lengths, dtype, seed)
+    kv_dtype = torch.int8 if is_int8 else dtype
+    whole = [
+        Layer(NativeAttention(), shape, kv_dtype, num_blocks(shape, [n]), seed).run([sequence], [[]])[0]
+        for sequence, n in zip(sequences, lengths, strict=True)
+    ]
+    # Chunks of any size, decode steps at the end, other sequences beside them, other blocks.
+    cuts = []
+    for n in lengths:
+        decode = data.draw(st.integers(0, min(6, n - 1)))
+        inner = data.draw(st.sets(st.integers(1, max(1, n - 1 - decode)), max_size=3)) if n - decode > 1 else set()
+        cuts.append(sorted(inner | set(range(n - decode, n))))
+    cuts = [[cut for cut in own if 0 < cut < n] for own, n in zip(cuts, lengths, strict=True)]
+    together = Layer(NativeAttention(), shape, kv_dtype, num_blocks(shape, lengths), seed + 1).run(sequences, cuts)
+    for found, expected in zip(together, whole, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_rows_result_does_not_depend_on_how_the_step_is_composed() -> None:
+    check_composition()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_a_nan_reaches_every_row_that_sees_it(where: str, kv_dtype: torch.dtype) -> None:
+    shape = Shape(kv_heads=1, group=2, head_dim=16, block_size=4, window=None)
+    (sequence,) = contexts(shape, [9], torch.float32, 0)
+    first = {"query": 0, "key": 2, "value": 3}[where] * shape.head_dim
+    sequence.qkv_TE[5, first] = torch.nan
+    for cuts in ([], [4, 6, 7, 8]):
+        found = Layer(NativeAttention(), shape, kv_dtype, 5, 0).run([sequence], [cuts])[0]
+        sick = found.isnan().flatten(1).any(1)
+        assert sick[5:6].all() if where == "query" else sick[5:].all()
+        # In one chunk a value that is NaN may reach the rows before it, times 0.
+        assert not sick[: 4 if cuts else 0].any()
