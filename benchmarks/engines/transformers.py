@@ -29,6 +29,7 @@ class Generate(Adapter):
 
         dtype = getattr(torch, DTYPES[self.settings.dtype])
         self._model: Any = AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=dtype).eval()
+        self._model.generation_config.eos_token_id = None  # generate() takes it from here where it is given None
         self.run([[1, 2, 3]], [2])
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:

@@ -43,7 +43,7 @@ def test_help_lists_the_commands_with_examples() -> None:
 
 
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
-    epilogs = (app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, serve_commands.EPILOG)
+    epilogs = (app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.BENCH_EPILOG, serve_commands.EPILOG)
     lines = [line for epilog in epilogs for line in epilog.splitlines()]
     commands = [line.strip() for line in lines if line.startswith("  ")]
     assert len(commands) > 12
@@ -98,6 +98,13 @@ def test_help_of_a_service_has_all_of_its_options(role: str) -> None:
         (("complete", "x", "--tls-ca", __file__, "--client-cert", __file__, "--client-key", "/no.pem"), "--client-key"),
         (("complete", "x", "--client-cert", "/no/such.pem"), "--client-key"),
         (("complete", "x", "--token-file", "/dev/null"), "no token"),
+        (("bench", "--rate", "2", "--concurrency", "4"), "--rate"),
+        (("bench", "--prompt-tokens", "9-3"), "--prompt-tokens"),
+        (("bench", "--output-tokens", "some"), "--output-tokens"),
+        (("bench", "--prompt-tokens", "64", "--common-prefix-tokens", "64"), "--common-prefix-tokens"),
+        (("bench", "--direct", "--text"), "--text"),
+        (("bench", "--json", "/no/such/folder/x.json"), "--json"),
+        (("bench", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "100ms"), "--address"),
         (("health", "127.0.0.1:1", "--tls-ca", "/no/such.pem"), " --tls-ca"),
     ],
 )

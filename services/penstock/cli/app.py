@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
+from penstock.cli.bench_config import BenchConfig
 from penstock.cli.connection import ConnectionConfig
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, command
@@ -23,6 +24,8 @@ EPILOG = """Examples:
   penstock chat                      talk to it
 
   penstock complete "1 + 1 ="        complete a text
+
+  penstock bench --concurrency 16    put load on it
 
   penstock health                    is it ready?"""
 CHAT_EPILOG = f"""/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends;
@@ -58,6 +61,22 @@ Examples:
   penstock complete "Is water wet?" --choice yes --choice no
 
   penstock complete "Once" --option 'bad_words_ids=[[5], [6, 7]]'"""
+
+BENCH_EPILOG = f"""A closed loop keeps --concurrency requests open; an open loop sends --rate
+a second, whether the server keeps up or not, and counts from when each was due.
+Exit code 1: no request succeeded. docs/benchmarks.md explains the figures.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock bench --concurrency 16 --requests 200 --prompt-tokens 128 --output-tokens 64
+
+  penstock bench --rate 4 --duration 60s --prompt-tokens 32-512 --output-tokens 16-128 --json load.json
+
+  penstock bench --rate 8 --duration 30s --slo-ttft 500ms --slo-tpot 50ms
+
+  penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
 
 app = typer.Typer(
     name="penstock",
@@ -128,6 +147,17 @@ _CLIENT_OPTIONS = [*options_of(SamplingConfig), *options_of(ConnectionConfig)]
 app.command("chat", epilog=CHAT_EPILOG)(command(_CLIENT_OPTIONS, _chat, "Talk to a model."))
 app.command("complete", epilog=COMPLETE_EPILOG)(
     command(_CLIENT_OPTIONS, _complete, "Continue a text, and write it to standard output.", first=[_PROMPT])
+)
+
+
+def _bench(given: Overrides) -> None:
+    from penstock.cli.bench import run_bench
+
+    raise typer.Exit(run_bench(given))
+
+
+app.command("bench", epilog=BENCH_EPILOG)(
+    command(options_of(BenchConfig), _bench, "Put load on a server, and tell times, throughput and failures.")
 )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.common.options import option
 from penstock.common.ports import ROUTER_PORT
 
 if TYPE_CHECKING:
-    from penstock_client import Client
+    from penstock_client import Client, ClientConfig
+
+    from penstock.common.errors import StartupError
 
 GROUP = "Connection"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +34,25 @@ class ConnectionConfig:
 
 
 def open_client(config: ConnectionConfig) -> Client:
-    """A connected client. Raises StartupError for unreadable files, Unavailable when nobody answers."""
-    from penstock_client import Client, ClientConfig, TimeoutConfig, TLSConfig
+    """A connected client. Raises StartupError for unreadable files, and when nobody answers."""
+    from penstock_client import Client
 
-    from penstock.common.errors import StartupError, Unavailable
+    from penstock.common.errors import Unavailable
+
+    client = connect(config, lambda made: Client(config.address, made))
+    try:
+        client.wait_ready()
+    except Unavailable:
+        client.close()
+        raise nobody_answers(config) from None
+    return client
+
+
+def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
+    """What `make` makes of the client's configuration. Raises StartupError naming the flag of an unreadable file."""
+    from penstock_client import ClientConfig, TimeoutConfig, TLSConfig
+
+    from penstock.common.errors import StartupError
 
     def path(name: str | None) -> Path | None:
         return Path(name).expanduser() if name else None
@@ -49,21 +68,19 @@ def open_client(config: ConnectionConfig) -> Client:
         why = error.strerror if isinstance(error, OSError) else "there is no token in it"
         raise StartupError(f"--token-file {config.token_file}: {why}", flag="--token-file") from error
     try:
-        timeouts = TimeoutConfig(connect=config.connect_timeout_seconds)
-        client = Client(config.address, ClientConfig(tls=tls, token=token, timeouts=timeouts))
+        return make(ClientConfig(tls=tls, token=token, timeouts=TimeoutConfig(connect=config.connect_timeout_seconds)))
     except OSError as error:
         flag = _flag_of(config, error.filename)
         raise StartupError(f"{flag} {error.filename}: {error.strerror}", flag=flag) from error
     except ValueError as error:
         raise StartupError(str(error), flag="--tls-ca") from error
-    try:
-        client.wait_ready()
-    except Unavailable:
-        client.close()
-        raise StartupError(
-            f"nobody answers at {config.address}; is `penstock serve` running?", flag="--address"
-        ) from None
-    return client
+
+
+def nobody_answers(config: ConnectionConfig) -> StartupError:
+    """The address is wrong, or nothing runs there."""
+    from penstock.common.errors import StartupError
+
+    return StartupError(f"nobody answers at {config.address}; is `penstock serve` running?", flag="--address")
 
 
 def _flag_of(config: ConnectionConfig, file: object) -> str:

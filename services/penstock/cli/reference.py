@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
+from penstock.cli.bench_config import BenchConfig
 from penstock.cli.connection import ConnectionConfig
 from penstock.cli.flags import shown_default
 from penstock.cli.sampling import SamplingConfig
@@ -53,6 +54,9 @@ def _sections() -> Iterator[str]:
     yield "## Clients\n"
     yield "`penstock chat` and `penstock complete`.\n"
     yield _table([*options_of(SamplingConfig), *options_of(ConnectionConfig)])
+    connection = {bound.name for bound in options_of(ConnectionConfig)}
+    yield "`penstock bench`, and the options of the connection above.\n"
+    yield _table(bound for bound in options_of(BenchConfig) if bound.name not in connection)
 
 
 def _table(options: Iterable[BoundOption]) -> str:
