@@ -1,22 +1,11 @@
 // The operators of attention that torch sees (torch.ops.penstock.*): they check shapes and share the work among threads.
 #include <atomic>
-#include <cstdlib>
-#include <vector>
 
-#include "attention.h"
+#include "attention_work.h"
 #include "dispatch.h"
 
 namespace penstock {
 namespace {
-
-void* scratch() {
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  thread_local std::unique_ptr<void, Free> memory(
-      std::aligned_alloc(64, (std::max(avx512::attention_scratch_bytes(), avx2::attention_scratch_bytes()) + 63) / 64 * 64));
-  return memory.get();
-}
 
 using Scales = std::optional<at::Tensor>;
 
@@ -44,21 +33,11 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
                            scale_data(key_scales), scale_data(value_scales), tables.const_data_ptr<int32_t>(),
                            tables.stride(0), query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
                            q.stride(0), int(D), int(H), int(K), int(keys.size(1)), window, float(scale), is_bf16(q)};
-  std::vector<AttentionTask> tasks;
-  for (int64_t s = 0; s < S; ++s) {
-    const int64_t rows = int64_t(args.query_start[s + 1] - args.query_start[s]) * (H / K);
-    for (int64_t k = 0; k < K; ++k)
-      for (int64_t first = 0; first < rows; first += MAX_TASK_ROWS) {
-        const int count = int(std::min<int64_t>(MAX_TASK_ROWS, rows - first));
-        tasks.push_back({int(s), int(k), first, count, int64_t(args.context_lens[s]) * (count + 16)});
-      }
-  }
-  // The largest first, so that the last one to end is a small one.
-  std::stable_sort(tasks.begin(), tasks.end(), [](const auto& x, const auto& y) { return x.cost > y.cost; });
+  const std::vector<AttentionTask> tasks = attention_tasks(args, S);
   std::atomic<size_t> next{0};
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    void* memory = scratch();
+    void* memory = attention_scratch();
     for (size_t i; (i = next.fetch_add(1)) < tasks.size();) KERNEL(attend)(args, tasks[i], memory);
   });
   return out;
