@@ -33,7 +33,9 @@ class PagedDriver:
     """Blocks are handed out in random order and never freed; a new pool is full of NaN, so that reading a slot before
     it is written shows."""
 
-    def __init__(self, model: CausalLM, *, num_blocks: int, block_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, model: CausalLM, *, num_blocks: int, block_size: int, seed: int = 0, kv_dtype: torch.dtype | None = None
+    ) -> None:
         config = model.config
         self.model = model
         self.kv = KVCachePool(
@@ -42,12 +44,11 @@ class PagedDriver:
             block_size,
             config.num_kv_heads,
             config.head_dim,
-            model.dtype,
+            kv_dtype or model.dtype,
             model.device,
         )
-        for layer in range(config.num_layers):
-            self.kv.key(layer).fill_(float("nan"))
-            self.kv.value(layer).fill_(float("nan"))
+        data, scales = self.kv.tensors
+        (data if scales is None else scales).fill_(float("nan"))
         self.random = random.Random(seed)
         self._free = list(range(num_blocks))
         self.random.shuffle(self._free)

@@ -58,7 +58,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -
 
 
 @pytest.mark.parametrize("format", list(Format))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(layer=layers(), as_bf16=st.booleans())
 def test_linear_is_the_product_of_what_the_format_keeps(
     format: Format, layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], as_bf16: bool
@@ -78,12 +78,12 @@ def test_linear_is_the_product_of_what_the_format_keeps(
     exact = linear.as_float(x)
     assert exact.dtype is torch.float32
     assert_near(exact, expected, 1e-4)
-    for row in range(x.shape[0]):
+    for row in {0, x.shape[0] // 2, x.shape[0] - 1}:
         assert torch.equal(linear(x[row : row + 1]), found[row : row + 1])
 
 
 @pytest.mark.parametrize("format", list(Format))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(layer=layers())
 def test_gated_is_silu_of_one_half_times_the_other(
     format: Format, layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]

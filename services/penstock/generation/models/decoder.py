@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from penstock.generation.models.fused import FusedLayers, can_fuse
 from penstock.generation.models.layers import DecoderLayer, RMSNorm, Step
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class CausalLM:
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding
+        self._fused = FusedLayers(config, self.layers) if can_fuse(config, self.layers, attention) else None
         self._norm = norm
         self._lm_head = lm_head
         self._rotary = rotary
@@ -70,6 +72,8 @@ class CausalLM:
         hidden = self.embed(input_ids_T)
         pending: Tensor | None = None
         if capture is None:
+            if self._fused is not None and step.attention is self.attention:
+                return self._norm.add(hidden, self._fused(hidden, step))
             for layer in self.layers:
                 pending = layer(hidden, pending, step)
             return self._norm.add(hidden, pending)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -20,21 +19,19 @@ class RMSNorm:
     """Over the last dimension: float32 inside, cast back, then times the weight."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: LayerKernels) -> None:
-        self._kernels = kernels
-        self._weight = weight
-        self._shape = weight.shape
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
+        self.kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x_TI: Tensor) -> Tensor:
         """Same shape and dtype."""
-        # torch's kernel works in float32 and rounds before the weight: bit-equal to transformers', and faster.
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return self.kernels.rms_norm(x_TI, self.weight, self.eps)
 
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
         """The norm of `hidden` + `pending`; the sum is left in `hidden`."""
         if pending_TI is None:
             return self(hidden_TI)
-        return self._kernels.add_rms_norm(hidden_TI, pending_TI, self._weight, self._eps)
+        return self.kernels.add_rms_norm(hidden_TI, pending_TI, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +49,32 @@ class SelfAttention:
     """Fused qkv, optional head norm, rotary embedding, paged attention, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, heads: HeadWeights) -> None:
+        self.heads = heads
+        self.window = config.sliding_windows[layer]
+        self.qkv = qkv
+        self.output = output
         self._layer = layer
-        self._heads = heads
         self._scale = config.head_dim**-0.5
-        self._window = config.sliding_windows[layer]
-        self._qkv = qkv
-        self._output = output
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """(T, hidden) -> (T, hidden); writes this layer's keys and values into the pool."""
-        qkv = self._qkv(x_TI)
+        qkv = self.qkv(x_TI)
         out = step.attention.forward_qkv(
-            qkv, step.cos, step.sin, self._heads, self._layer, step.metadata, step.kv, self._scale, self._window
+            qkv, step.cos, step.sin, self.heads, self._layer, step.metadata, step.kv, self._scale, self.window
         )
-        return self._output(out.flatten(1))
+        return self.output(out.flatten(1))
 
 
 class SwiGLU:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, gated: Linear, down: Linear) -> None:
-        self._gated = gated
-        self._down = down
+        self.gated = gated
+        self.down = down
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
-        return self._down(self._gated(x_TI))
+        return self.down(self.gated(x_TI))
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,15 @@ class NativeLinear(Linear):
         return lambda ids_T: lookup(weight, ids_T, inputs, outputs, is_bf16)
 
     @property
+    def format(self) -> Format:
+        """Of the weight."""
+        return self._format
+
+    def tensors(self) -> list[Tensor | None]:
+        """Weight, bias, scale and sum, as csrc/ops_decoder.cpp takes them."""
+        return [self._packed.weight, self._bias, self._packed.scale, self._packed.sum]
+
+    @property
     def num_bytes(self) -> int:
         """See Linear."""
         return self._packed.num_bytes + (0 if self._bias is None else self._bias.nbytes)

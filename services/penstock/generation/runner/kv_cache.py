@@ -82,6 +82,11 @@ class KVCachePool:
         self._values: list[Tensor] = [layer[1] for layer in self._data]
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        """The whole pool and its scales, as the class says; None where keys and values are stored as they are."""
+        return self._data, self._scales
+
+    @property
     def num_slots(self) -> int:
         """Tokens that the pool holds."""
         return self.num_blocks * self.block_size

@@ -1,45 +1,18 @@
 // The operators of linear layers that torch sees (torch.ops.penstock.*).
 #include <sys/mman.h>
 
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
-#include "dispatch.h"
-#include "linear.h"
+#include "linear_work.h"
 
 namespace penstock {
 namespace {
 
-// Rows whose inputs stay in the cache while the panels go by.
-constexpr int64_t ROW_BLOCK = 240;
-// Of a thread's share of the panels: large enough for the memory to stream, small enough for both to end together.
-constexpr int64_t TASK_BYTES = 128 << 10;
-
-int64_t granule_inputs(Format format) { return format == Format::F32 ? 1 : format == Format::BF16 ? 2 : format == Format::INT8 ? 4 : 8; }
-
-int64_t granules_of(Format format, int64_t inputs) {
-  const int64_t unit = format == Format::INT4 ? GROUP : granule_inputs(format);
-  return (inputs + unit - 1) / unit * unit / granule_inputs(format);
-}
-
 void run(const LinearArgs& args, int64_t rows, int64_t panels) {
-  const int64_t threads = at::get_num_threads(), panel_bytes = args.granules * PANEL * 4;
-  const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-  const int64_t most = std::max<int64_t>(1, panels / (threads * 8));
-  const int64_t each = std::max<int64_t>(1, std::min<int64_t>((panels + threads - 1) / threads, std::max(most, TASK_BYTES / panel_bytes)));
-  const int64_t parts = (panels + each - 1) / each, tasks = blocks * parts;
+  const LinearShare share(args, rows, panels, at::get_num_threads());
   std::atomic<int64_t> next{0};
-  auto weight_at = [&](int64_t task) { return args.weight + task % parts * each * panel_bytes; };
-  at::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
-    // Each thread knows its next share before it begins one, and has its first panel fetched.
-    for (int64_t task = next.fetch_add(1); task < tasks;) {
-      const int64_t after = next.fetch_add(1), block = task / parts, part = task % parts;
-      KERNEL(multiply)(args, {rows * block / blocks, rows * (block + 1) / blocks, part * each,
-                              std::min(panels, (part + 1) * each), after < tasks ? weight_at(after) : nullptr});
-      task = after;
-    }
-  });
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), share.tasks()), 1, [&](int64_t, int64_t) { multiply_share(args, share, next); });
 }
 
 // Inputs as granules: rows whose width is no multiple of one are padded with zeros.

@@ -14,6 +14,15 @@ at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tenso
   return out;
 }
 
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.scalar_type() == weight.scalar_type());
+  auto out = at::empty_like(x);
+  // Nothing is added, so x is only read.
+  const NormArgs args{const_cast<void*>(x.const_data_ptr()), nullptr, weight.const_data_ptr(), out.data_ptr(), x.size(-1), float(eps), is_bf16(x)};
+  at::parallel_for(0, x.size(0), grain(args.width), [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+  return out;
+}
+
 at::Tensor silu_mul(const at::Tensor& gate_up) {
   TORCH_CHECK(gate_up.is_contiguous() && gate_up.size(1) % 2 == 0);
   auto out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
@@ -26,10 +35,12 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("add_rms_norm(Tensor(a!) hidden, Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("silu_mul(Tensor gate_up) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("add_rms_norm", add_rms_norm);
+  m.impl("rms_norm", rms_norm);
   m.impl("silu_mul", silu_mul);
 }
 

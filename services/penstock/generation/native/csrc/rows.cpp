@@ -56,9 +56,9 @@ void add_norm(const NormArgs& a, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     int64_t at = row * a.width;
     if (a.is_bf16)
-      add_norm_row<bf16>((bf16*)a.hidden + at, (const bf16*)a.x + at, (const bf16*)a.weight, (bf16*)a.out + at, a.width, a.eps);
+      add_norm_row<bf16>((bf16*)a.hidden + at, a.x == nullptr ? nullptr : (const bf16*)a.x + at, (const bf16*)a.weight, (bf16*)a.out + at, a.width, a.eps);
     else
-      add_norm_row<float>((float*)a.hidden + at, (const float*)a.x + at, (const float*)a.weight, (float*)a.out + at, a.width, a.eps);
+      add_norm_row<float>((float*)a.hidden + at, a.x == nullptr ? nullptr : (const float*)a.x + at, (const float*)a.weight, (float*)a.out + at, a.width, a.eps);
   }
 }
 

@@ -1,0 +1,205 @@
+// All layers of a decoder in one parallel region: torch.classes.penstock.Decoder. Same kernels as the single operators, so the
+// same bits; what it saves is waking threads some nine times a layer, and Python between the operators.
+#include <omp.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention_work.h"
+#include "linear_work.h"
+#include "team.h"
+
+namespace penstock {
+namespace {
+
+using Tensors = c10::List<std::optional<at::Tensor>>;
+
+template <typename T>
+T* data(const std::optional<at::Tensor>& tensor) {
+  return tensor ? (T*)tensor->const_data_ptr() : nullptr;
+}
+
+struct Linear {
+  at::Tensor weight;
+  std::optional<at::Tensor> bias, scale, sum;
+  int64_t inputs, width, granules, panels;
+  bool gated;
+
+  Linear(const Tensors& from, int64_t at, Format format, int64_t inputs, int64_t width, bool gated)
+      : weight(*from.get(at)), bias(from.get(at + 1)), scale(from.get(at + 2)), sum(from.get(at + 3)), inputs(inputs), width(width),
+        granules(granules_of(format, inputs)), panels(weight.numel() / (granules * PANEL * 4)), gated(gated) {
+    TORCH_CHECK(panels * granules * PANEL * 4 == weight.numel() && width <= panels * (gated ? PANEL / 2 : PANEL), "a weight has the wrong size");
+  }
+};
+
+struct Layer {
+  at::Tensor input_norm, post_norm;
+  std::optional<at::Tensor> q_norm, k_norm;
+  Linear qkv, output, gated, down;
+  int64_t window;
+};
+constexpr int64_t TENSORS_OF_A_LAYER = 4 + 4 * 4;
+// Norms, rope, attention, and four linear layers that may quantise first.
+constexpr int64_t MOST_STAGES = 2 + 2 + 4 * 2;
+
+// What a forward pass writes on its way.
+struct Buffers {
+  at::Tensor normed, qkv, q, attended, inner, added, bytes, scales, sums;
+};
+
+struct Step {
+  Team team;
+  std::vector<std::atomic<int64_t>> counters;
+  Buffers buffers;
+  at::Tensor hidden;
+  int64_t rows;
+  std::vector<AttentionTask> tasks;
+};
+
+struct Decoder : torch::CustomClassHolder {
+  Format format;
+  int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
+  double eps;
+  std::vector<Layer> layers;
+
+  // `sizes`: format, hidden, inner, heads, kv heads, head_dim. `tensors`: for each layer input norm, post-attention norm, q norm,
+  // k norm, and weight, bias, scale, sum of qkv, output, gated and down. `windows`: 0 for none.
+  Decoder(std::vector<int64_t> sizes, double eps, Tensors tensors, std::vector<int64_t> windows)
+      : format(Format(sizes.at(0))), hidden(sizes.at(1)), inner(sizes.at(2)), num_heads(sizes.at(3)), num_kv_heads(sizes.at(4)),
+        head_dim(sizes.at(5)), eps(eps) {
+    TORCH_CHECK(tensors.size() == windows.size() * TENSORS_OF_A_LAYER);
+    const int64_t heads = num_heads * head_dim, fused = heads + 2 * num_kv_heads * head_dim;
+    for (size_t i = 0; i < windows.size(); ++i) {
+      const int64_t at = i * TENSORS_OF_A_LAYER;
+      layers.push_back({*tensors.get(at), *tensors.get(at + 1), tensors.get(at + 2), tensors.get(at + 3),
+                        Linear(tensors, at + 4, format, hidden, fused, false), Linear(tensors, at + 8, format, heads, hidden, false),
+                        Linear(tensors, at + 12, format, hidden, inner, true), Linear(tensors, at + 16, format, inner, hidden, false),
+                        windows[i]});
+    }
+  }
+
+  Buffers buffers(int64_t rows, const at::TensorOptions& options) const {
+    const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
+    const int64_t stride = granules_of(format, widest) * granule_inputs(format);
+    const bool quantised = format >= Format::INT8;
+    const int64_t groups = format == Format::INT4 ? stride / GROUP : 1;
+    return {at::empty({rows, hidden}, options), at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
+            at::empty({rows, heads}, options),  at::empty({rows, heads}, options),
+            at::empty({rows, inner}, options),  at::empty({rows, hidden}, options),
+            at::empty({quantised ? rows * stride : 0}, options.dtype(at::kChar)),
+            at::empty({quantised ? rows * groups : 0}, options.dtype(at::kFloat)),
+            at::empty({quantised ? rows * groups : 0}, options.dtype(at::kInt))};
+  }
+
+  // Adds what every layer adds to `hidden`, but for the last layer's MLP, which is returned: the final norm adds it.
+  at::Tensor forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
+                     at::Tensor context_lens, at::Tensor pool, std::optional<at::Tensor> scales) const;
+
+ private:
+  void run(Step& step, int64_t& stage, size_t i, const AttentionArgs& attention, const RopeArgs& rope, int thread) const;
+
+  template <typename F>
+  void over_rows(Step& step, int64_t& stage, int64_t width, F work) const {
+    const int64_t each = grain(width), parts = (step.rows + each - 1) / each;
+    auto& next = step.counters[stage++];
+    for (int64_t part; (part = next.fetch_add(1)) < parts;) work(part * each, std::min(step.rows, (part + 1) * each));
+    step.team.wait();
+  }
+
+  void linear(Step& step, int64_t& stage, const Linear& layer, const at::Tensor& x, at::Tensor& out, const Linear* then, int thread) const {
+    const bool bf16 = is_bf16(x);
+    const int64_t stride = layer.granules * granule_inputs(format);
+    Buffers& b = step.buffers;
+    LinearArgs args{format, x.const_data_ptr(), layer.granules, (const char*)layer.weight.const_data_ptr(), layer.granules,
+                    data<float>(layer.bias), b.scales.const_data_ptr<float>(), data<float>(layer.scale), data<int32_t>(layer.sum),
+                    b.sums.const_data_ptr<int32_t>(), out.data_ptr(), layer.width, bf16, layer.gated};
+    if (format >= Format::INT8) {
+      const QuantizeArgs quantization{x.const_data_ptr(), layer.inputs, bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr(), stride,
+                                      b.scales.data_ptr<float>(), b.sums.data_ptr<int32_t>()};
+      over_rows(step, stage, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(quantization, first, last); });
+      args.x = b.bytes.const_data_ptr();
+      args.x_stride = stride / 4;
+    }
+    const LinearShare share(args, step.rows, layer.panels, step.team.threads());
+    const char* ahead = nullptr;
+    if (then != nullptr && thread < then->panels)
+      ahead = (const char*)then->weight.const_data_ptr() + thread * std::min(layer.granules, then->granules) * PANEL * 4;
+    multiply_share(args, share, step.counters[stage++], ahead);
+    step.team.wait();
+  }
+
+  void norm(Step& step, int64_t& stage, const at::Tensor& weight, bool has_added) const {
+    Buffers& b = step.buffers;
+    const NormArgs args{step.hidden.data_ptr(), has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
+                        b.normed.data_ptr(), hidden, float(eps), is_bf16(step.hidden)};
+    over_rows(step, stage, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+  }
+};
+
+at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor slots, at::Tensor tables,
+                            at::Tensor query_start, at::Tensor context_lens, at::Tensor pool,
+                            std::optional<at::Tensor> scales) const {
+  const int64_t T = hidden_rows.size(0), S = context_lens.size(0);
+  TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
+  // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales of int8.
+  TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) && pool.size(4) == num_kv_heads && pool.size(5) == head_dim);
+  TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()) && head_dim <= MAX_HEAD_DIM);
+  TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat && scales->sizes() == pool.sizes().slice(0, 5)));
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == T * head_dim / 2 && slots.is_contiguous() && slots.size(0) == T);
+  TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
+  const bool bf16 = is_bf16(hidden_rows);
+  TORCH_CHECK(is_bf16(cos) == bf16);
+  Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES), buffers(T, hidden_rows.options()), hidden_rows, T, {}};
+  Buffers& b = step.buffers;
+  std::vector<AttentionArgs> attention;
+  std::vector<RopeArgs> rope;
+  const int64_t part = pool.stride(1);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    char* keys = (char*)pool.data_ptr() + 2 * i * part * pool.element_size();
+    char* values = keys + part * pool.element_size();
+    float* key_scales = scales ? scales->data_ptr<float>() + 2 * i * part / head_dim : nullptr;
+    float* value_scales = scales ? key_scales + part / head_dim : nullptr;
+    attention.push_back(AttentionArgs{b.q.const_data_ptr(), b.attended.data_ptr(), keys, values, key_scales, value_scales,
+                         tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
+                         context_lens.const_data_ptr<int32_t>(), num_heads * head_dim, int(head_dim), int(num_heads),
+                         int(num_kv_heads), int(pool.size(3)), layers[i].window, float(1 / std::sqrt(double(head_dim))), bf16});
+    rope.push_back(RopeArgs{b.qkv.const_data_ptr(), b.qkv.size(1), cos.const_data_ptr(), sin.const_data_ptr(), data<char>(layers[i].q_norm),
+                    data<char>(layers[i].k_norm), b.q.data_ptr(), keys, values, key_scales, value_scales,
+                    slots.const_data_ptr<int64_t>(), int(num_heads), int(num_kv_heads), int(head_dim), float(eps), bf16});
+  }
+  step.tasks = attention_tasks(attention[0], S);
+#pragma omp parallel num_threads(at::get_num_threads())
+  {
+#pragma omp single
+    step.team.gather(omp_get_num_threads());
+    int64_t stage = 0;
+    for (size_t i = 0; i < layers.size(); ++i) run(step, stage, i, attention[i], rope[i], omp_get_thread_num());
+  }
+  return b.added;
+}
+
+void Decoder::run(Step& step, int64_t& stage, size_t i, const AttentionArgs& attention, const RopeArgs& rope, int thread) const {
+  const Layer& layer = layers[i];
+  Buffers& b = step.buffers;
+  norm(step, stage, layer.input_norm, i > 0);
+  linear(step, stage, layer.qkv, b.normed, b.qkv, &layer.output, thread);
+  over_rows(step, stage, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last); });
+  auto& next = step.counters[stage++];
+  for (size_t task; (task = next.fetch_add(1)) < step.tasks.size();) KERNEL(attend)(attention, step.tasks[task], attention_scratch());
+  step.team.wait();
+  linear(step, stage, layer.output, b.attended, b.added, &layer.gated, thread);
+  norm(step, stage, layer.post_norm, true);
+  linear(step, stage, layer.gated, b.normed, b.inner, &layer.down, thread);
+  linear(step, stage, layer.down, b.inner, b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : nullptr, thread);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(penstock, m) {
+  m.class_<Decoder>("Decoder")
+      .def(torch::init<std::vector<int64_t>, double, Tensors, std::vector<int64_t>>())
+      .def("forward", &Decoder::forward);
+}
+
+}  // namespace penstock
