@@ -54,7 +54,7 @@ bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhea
 
 peers:  ## other engines for benchmarks/workloads.py, in environments of their own; compiles llama.cpp
 	@test -x $(PEERS)/peers-venv/bin/python || $(PYTHON) -m venv $(PEERS)/peers-venv
-	@$(PEERS)/peers-venv/bin/python -m pip install -qq $(TORCH) "transformers>=5,<5.6" openvino-genai nncf gguf accelerate
+	@$(PEERS)/peers-venv/bin/python -m pip install -qq $(TORCH) "transformers>=5,<5.6" openvino-genai nncf gguf accelerate matplotlib
 	@$(PEERS)/peers-venv/bin/python -m pip install -qq --no-deps optimum optimum-intel
 	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF" \
 		$(PEERS)/peers-venv/bin/python -m pip install -qq --no-binary llama-cpp-python llama-cpp-python

@@ -15,6 +15,7 @@ Engines other than Penstock and transformers are used when they are installed (`
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,7 +35,7 @@ from benchmarks.engines.base import Settings
 from benchmarks.engines.process import EngineFailed, EngineProcess
 from benchmarks.roofline import BYTES_PER_WEIGHT, Machine, Model, ideal
 
-KV_SLACK, CONTEXT = 1024, 4096
+KV_SLACK, CONTEXT, SETTLE_SECONDS = 1024, 4096, 0.3
 
 
 def say(line: str) -> None:
@@ -95,7 +96,9 @@ class Bench:
     def _load(self, name: str) -> None:
         say(f"loading {name}")
         try:
-            engine = EngineProcess(name, ENGINES[name], self.options.cache, self.options.threads)
+            engine = EngineProcess(
+                name, ENGINES[name], self.options.cache, self.options.threads, passive=self.options.passive
+            )
         except EngineFailed as error:
             self._failed(name, error)
             return
@@ -113,6 +116,8 @@ class Bench:
         for name in names[start:] + names[:start]:
             if self._skipped(name, workload):
                 continue
+            # Threads of the turn before may spin a little longer.
+            time.sleep(SETTLE_SECONDS)
             try:
                 answer = self.engines[name].run(prompts, outputs)
             except EngineFailed as error:
@@ -151,7 +156,9 @@ class Bench:
 
     def _write(self, load_average: float) -> dict[str, Any]:
         options = self.options
-        settings = {name: getattr(options, name) for name in ("model", "dtype", "threads", "rounds", "warmup")}
+        settings = {
+            name: getattr(options, name) for name in ("model", "dtype", "threads", "rounds", "warmup", "passive")
+        }
         result = {
             "benchmark": "workloads",
             "environment": {**environment(), "load_average": load_average, "time": time.strftime("%Y-%m-%d %H:%M")},
@@ -203,6 +210,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--include", action="append", default=[], metavar="ENGINE:WORKLOAD", help="a turn that is left out otherwise"
     )
+    made.add_argument(
+        "--passive", action="store_true", help="waiting threads of every engine sleep at once: for a busy machine"
+    )
     made.add_argument("--probe-seconds", type=float, default=3.0, help="for each figure of the machine; 0: no roofline")
     made.add_argument("--cache", type=Path, default=CACHE, help="of checkpoints and other engines' environments")
     made.add_argument("--json", type=Path, help="write the figures there, after every round")
@@ -214,6 +224,10 @@ def main() -> None:
     """Measure; tables go to stdout."""
     options = parser().parse_args()
     options.option = _engine_options(options.option)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit(
+            "--plot needs matplotlib; report.py --plot draws a --json file later, with any Python that has it"
+        )
     result = Bench(options).measure()
     print(report.markdown(result))
     if options.plot is not None:

@@ -13,6 +13,8 @@ class EngineSpec:
     adapter: str
     # Folder below the cache whose bin/python runs it; empty: this interpreter.
     venv: str = ""
+    # Its waiting OpenMP threads sleep, as Penstock's service has it; else as the engine and its OpenMP choose.
+    passive: bool = False
     # A library below the venv that is loaded first, where it is there.
     preload: str = ""
     # Workloads that it does not take unless they are asked of it: a static batch cannot stand for them.
@@ -20,8 +22,8 @@ class EngineSpec:
 
 
 ENGINES = {
-    "penstock": EngineSpec("benchmarks.engines.penstock:PenstockEngine"),
-    "penstock-grpc": EngineSpec("benchmarks.engines.penstock_grpc:PenstockStack"),
+    "penstock": EngineSpec("benchmarks.engines.penstock:PenstockEngine", passive=True),
+    "penstock-grpc": EngineSpec("benchmarks.engines.penstock_grpc:PenstockStack", passive=True),
     "transformers": EngineSpec("benchmarks.engines.transformers:Generate", skips=frozenset({"W5", "W6"})),
     "openvino": EngineSpec("benchmarks.engines.openvino:OpenVino", venv="peers-venv"),
     "llamacpp": EngineSpec("benchmarks.engines.llamacpp:LlamaCpp", venv="peers-venv"),

@@ -30,17 +30,20 @@ class EngineFailed(Exception):
 class EngineProcess:
     """Starts the process; every call waits for its answer and raises EngineFailed where there is none."""
 
-    def __init__(self, name: str, spec: EngineSpec, cache: Path, threads: int) -> None:
+    def __init__(self, name: str, spec: EngineSpec, cache: Path, threads: int, *, passive: bool) -> None:
+        """`passive`: waiting threads of every engine sleep at once, for a machine with other work on it."""
         python = cache / spec.venv / "bin" / "python" if spec.venv else Path(sys.executable)
         if not python.is_file():
             raise EngineFailed(f"not installed: there is no {python}; `make peers` makes it", missing=True)
         self.name = name
         self.log = Path(tempfile.mkstemp(prefix=f"bench-{name}-", suffix=".log")[1])
         read_end, write_end = os.pipe()
-        # Waiting threads sleep: the other engines' turn is not theirs.
-        waiting = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        if passive or spec.passive:
+            variables["OMP_WAIT_POLICY"] = "PASSIVE"
         if spec.preload and (library := cache / spec.venv / spec.preload).is_file():
-            waiting["LD_PRELOAD"] = str(library)
+            variables["LD_PRELOAD"] = str(library)
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(python), "-m", "benchmarks.engines.worker", spec.adapter, str(write_end)],
@@ -49,7 +52,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_end,),
                 cwd=ROOT,
-                env={**waiting, **os.environ, **waiting},
+                env={**inherited, **variables},
             )
         os.close(write_end)
         self._answers = os.fdopen(read_end)

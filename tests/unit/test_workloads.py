@@ -1,0 +1,91 @@
+"""What benchmarks/workloads.py asks, counts and compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed  # noqa: E402
+from benchmarks.report import best_peer, markdown, ratio, rows_of  # noqa: E402
+from benchmarks.roofline import Machine, Model, ideal  # noqa: E402
+
+MODEL = Model(body=1000, head=100, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=50)
+
+
+def row(workload: str, engine: str, *speeds: float) -> dict[str, Any]:
+    rounds = [{"output_tok_s": speed, "itl_s": 0.01, "peak_rss_bytes": 1e9} for speed in speeds]
+    return {"workload": workload, "engine": engine, "median": medians(rounds), "rounds": rounds}
+
+
+def test_prompts_are_new_every_round_and_share_only_what_they_should() -> None:
+    prompts, outputs = WORKLOADS["W6"].requests(1000, seed=0)
+    others, _ = WORKLOADS["W6"].requests(1000, seed=1)
+    assert outputs == [32] * 32
+    assert {len(prompt) for prompt in prompts} == {544}
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[512:]) for prompt in prompts}) == 32
+    assert prompts[0][:512] != others[0][:512]
+
+
+def test_the_mixed_workload_is_drawn_once() -> None:
+    lengths = WORKLOADS["W5"].lengths
+    assert len(lengths) == 64
+    assert all(32 <= prompt <= 512 and 16 <= output <= 128 for prompt, output in lengths)
+    assert tokens_needed([WORKLOADS["W1"], WORKLOADS["W4"]]) == 2064
+
+
+def test_figures_of_a_round() -> None:
+    workload = Workload("X", "", ((10, 3), (30, 2)))
+    found = figures(workload, [[1.0, 1.5, 2.0], [3.0, 4.0]])
+    assert found["wall_s"] == 4.0
+    assert found["output_tok_s"] == 5 / 4
+    assert (found["ttft_s"], found["last_ttft_s"]) == (2.0, 3.0)
+    assert found["decode_tok_s"] == pytest.approx((2.0 + 1.0) / 2)
+    assert found["prefill_tok_s"] == pytest.approx(40 / 3)
+
+
+def test_the_ideal_step_reads_its_weights_or_multiplies_whichever_is_more() -> None:
+    workload = Workload("X", "", ((1, 3),))
+    reading = ideal(workload, MODEL, Machine(1000.0, {"bf16": 1e12}), "bf16")
+    kv = MODEL.kv_bytes
+    assert reading.prefill == pytest.approx(2 * 1100 / 1000)
+    assert reading.decode == pytest.approx((2 * 1100 * 2 + kv * (2 + 3)) / 1000)
+    multiplying = ideal(workload, MODEL, Machine(1e12, {"bf16": 100.0}), "bf16")
+    assert multiplying.decode == pytest.approx(2 * (2 * 1100) / 100)
+    assert multiplying.prefill == pytest.approx((2 * 1100 + MODEL.attention_operations(1, 0)) / 100)
+
+
+def test_the_ideal_computes_a_common_prefix_once() -> None:
+    machine = Machine(1e15, {"bf16": 1000.0})
+    apart = ideal(Workload("X", "", ((100, 1),) * 4), MODEL, machine, "bf16")
+    shared = ideal(Workload("X", "", ((100, 1),) * 4, common=90), MODEL, machine, "bf16")
+    assert shared.prefill < 0.4 * apart.prefill
+
+
+def test_ratios_are_taken_within_a_round_against_the_best_other_engine() -> None:
+    rows = [row("W2", "penstock", 10, 40, 12), row("W2", "llamacpp", 9, 9, 9), row("W2", "openvino", 5, 20, 10)]
+    by_key = rows_of({"rows": rows})
+    column = next(one for one in HEADLINES if one.workload == "W2")
+    assert best_peer(by_key, ["penstock", "llamacpp", "openvino"], column) == "openvino"
+    assert ratio(by_key, "penstock", "openvino", column) == 2.0
+    assert best_peer(by_key, ["penstock"], column) is None
+
+
+def test_the_report_names_engines_that_took_no_part() -> None:
+    result = {
+        "environment": {"commit": "abc", "time": "now", "cores": 2, "cpu": "CPU", "load_average": 0.1},
+        "settings": {"model": "m", "dtype": "bf16", "threads": 2, "rounds": 1},
+        "machine": [],
+        "engines": {},
+        "failures": {"vllm": "not installed"},
+        "rows": [row("W2", "penstock", 20.0), row("W2", "openvino", 10.0)],
+    }
+    text = markdown(result)
+    assert "| penstock / best other | 2.00 |" in text
+    assert "| openvino | **10.0** |" in text
+    assert "`vllm` took no part: not installed." in text
