@@ -48,6 +48,13 @@ def test_incremental_tables_equal_new_ones(seed: int) -> None:
             elif start % BLOCK_SIZE and rng.random() < 0.2:
                 # Copy-on-write of the block that the next token falls into.
                 one.block_table[start // BLOCK_SIZE] = next_block = next_block + 1
+            elif rng.random() < 0.3 and (
+                taken := rng.randrange(start // BLOCK_SIZE, (one.num_tokens + 1) // BLOCK_SIZE)
+            ):
+                # Blocks of others from the next token's on.
+                for index in range(start // BLOCK_SIZE, taken):
+                    one.block_table[index : index + 1] = [next_block := next_block + 1]
+                start = one.num_computed_tokens = max(start, taken * BLOCK_SIZE)
             count = rng.randrange(1, one.num_tokens - start + 1)
             while len(one.block_table) * BLOCK_SIZE < start + count:
                 one.block_table.append(next_block := next_block + 1)

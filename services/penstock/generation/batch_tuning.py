@@ -11,7 +11,7 @@ _PROBE_TOKENS = 32
 _SIZES = tuple(64 << doubling for doubling in range(8))
 # A budget is good that has so much of the best throughput: prompts lose little, and sequences that decode beside them
 # wait for a shorter step.
-_GOOD_ENOUGH = 0.95
+_GOOD_ENOUGH = 0.97
 # Where a step of the fixed budget takes less than this share of what it may, the sizes differ by noise only.
 _NEGLIGIBLE = 0.1
 
@@ -37,7 +37,7 @@ def smallest_budget(max_running_sequences: int) -> int:
 def tune_batch_tokens(
     time_prompt: Callable[[int], float], *, smallest: int, largest: int, step_seconds: float, spend_seconds: float
 ) -> BatchTuning:
-    """The smallest budget with 95 % of the best prompt throughput among those whose steps take at most `step_seconds`.
+    """The smallest budget with 97 % of the best prompt throughput among those whose steps take at most `step_seconds`.
 
     `time_prompt` computes a prompt of so many tokens, at most `largest`, and returns its seconds. Apart from the first
     32 tokens nothing is tried that is not expected to end within `spend_seconds` altogether. The fixed budget of

@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,33 +61,38 @@ class AttentionMetadata:
         kv_lens: Sequence[int],
         block_tables: Tensor,
         block_size: int,
+        device: torch.device | None = None,
     ) -> tuple[AttentionMetadata, Tensor]:
-        """Derive everything from lengths and block tables; also returns positions (T) int64.
+        """Derive everything from lengths and block tables; also returns positions (T) int64, all on `device`.
 
-        `block_tables` (S, max blocks) int32 decides the device. Raises ValueError when lengths contradict each other:
-        a wrong table would write into another sequence's blocks.
+        `block_tables` (S, max blocks) int32 is on the host, where everything is derived by numpy: a dozen of torch's
+        operators on so few numbers take longer, and of a decode step of one sequence they would be a part that counts.
+        Raises ValueError when lengths contradict each other: a wrong table would write into another sequence's blocks.
         """
         _check(query_lens, kv_lens, block_tables, block_size)
-        device = block_tables.device
-        starts = [0, *accumulate(query_lens)]
-        query_start = torch.tensor(starts, dtype=torch.int32, device=device)
-        lens = torch.tensor(query_lens, dtype=torch.int64, device=device)
-        context_lens = torch.tensor(kv_lens, dtype=torch.int64, device=device)
-        row_seq = torch.repeat_interleave(torch.arange(len(query_lens), device=device), lens, output_size=starts[-1])
-        first_position = context_lens - lens - query_start[:-1]
-        positions = torch.arange(starts[-1], device=device) + first_position[row_seq]
-        slots = block_tables[row_seq, positions // block_size].long() * block_size + positions % block_size
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=starts[1:])
+        # (T): whose row it is, its position, and its slot.
+        row_seq = np.repeat(np.arange(len(query_lens)), query_lens)
+        first_position = np.subtract(kv_lens, query_lens) - starts[:-1]
+        positions = np.arange(starts[-1]) + first_position[row_seq]
+        index, offset = np.divmod(positions, block_size)
+        slots = block_tables.numpy()[row_seq, index].astype(np.int64) * block_size + offset
+
+        def moved(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device or block_tables.device)
+
         metadata = cls(
-            query_start=query_start,
-            context_lens=context_lens.to(torch.int32),
-            block_tables=block_tables,
-            slot_mapping=slots,
+            query_start=moved(starts),
+            context_lens=moved(np.array(kv_lens, dtype=np.int32)),
+            block_tables=block_tables.to(device or block_tables.device),
+            slot_mapping=moved(slots),
             query_lens=list(query_lens),
             kv_lens=list(kv_lens),
             max_query_len=max(query_lens),
             max_context_len=max(kv_lens),
         )
-        return metadata, positions
+        return metadata, moved(positions)
 
 
 def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tensor, block_size: int) -> None:

@@ -45,6 +45,8 @@ class InputBatch:
         # seq_id -> row of _tables; row -> how many of its entries are final.
         self._slots: dict[int, int] = {}
         self._num_final = [0] * _FIRST_SLOTS
+        # Row -> (how many blocks it has, the last one): most steps of a decoding sequence change neither.
+        self._ends = [(0, -1)] * _FIRST_SLOTS
 
     def release(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences; ids that were never scheduled are fine."""
@@ -70,8 +72,9 @@ class InputBatch:
         metadata, positions_T = AttentionMetadata.build(
             [entry.num_tokens for entry in scheduled],
             context_lens,
-            torch.from_numpy(self._tables[slots, :width]).to(self._device),
+            torch.from_numpy(self._tables[slots, :width]),
             self._block_size,
+            self._device,
         )
         return ModelInputs(torch.tensor(input_ids, device=self._device), positions_T, metadata, row_starts)
 
@@ -86,9 +89,12 @@ class InputBatch:
             slot = self._slots[sequence.seq_id] = self._new_slot()
         blocks = sequence.block_table
         first = min(start // self._block_size, self._num_final[slot])
-        if len(blocks) > self._tables.shape[1]:
-            self._tables = _grown(self._tables, axis=1, minimum=len(blocks))
-        self._tables[slot, first : len(blocks)] = blocks[first:] if first else blocks
+        ends = (len(blocks), blocks[-1])
+        if first < len(blocks) - 1 or self._ends[slot] != ends:
+            if len(blocks) > self._tables.shape[1]:
+                self._tables = _grown(self._tables, axis=1, minimum=len(blocks))
+            self._tables[slot, first : len(blocks)] = blocks[first:] if first else blocks
+            self._ends[slot] = ends
         self._num_final[slot] = (start + entry.num_tokens) // self._block_size
         return slot
 
@@ -97,9 +103,10 @@ class InputBatch:
             count = len(self._tables)
             self._tables = _grown(self._tables, axis=0, minimum=count + 1)
             self._num_final.extend([0] * (len(self._tables) - count))
+            self._ends.extend([(0, -1)] * (len(self._tables) - count))
             self._free_slots = list(range(count, len(self._tables)))
         slot = self._free_slots.pop()
-        self._num_final[slot] = 0
+        self._num_final[slot], self._ends[slot] = 0, (0, -1)
         return slot
 
 
