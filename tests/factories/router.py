@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ async def running_router(
     """A router that is ready, before backends that are listening already."""
     addresses = settings.pop("backend", tuple(one.address for one in backends))
     tokenizers = (tokenizer or tokenizer_address(),) if isinstance(tokenizer, str) else tokenizer
-    config = RouterConfig(tokenizer=tokenizers, backend=addresses, **{**QUICK, **settings})
+    quick = {**QUICK, "transport": os.environ.get("PENSTOCK_TEST_TRANSPORT", "grpc")}
+    config = RouterConfig(tokenizer=tokenizers, backend=addresses, **{**quick, **settings})
     registry = CollectorRegistry()
     app = RouterApp(config, registry, **({"resolver": resolver} if resolver else {}))
     async with (

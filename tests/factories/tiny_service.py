@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -82,6 +84,22 @@ class TinyService:
         return []
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsyncioConfig(ServerConfig):
+    """Served by common.http2."""
+
+    @property
+    def is_asyncio(self) -> bool:
+        return True
+
+
+def _on_wanted_transport(config: ServerConfig) -> ServerConfig:
+    """`config`, on the transport that PENSTOCK_TEST_TRANSPORT names."""
+    if os.environ.get("PENSTOCK_TEST_TRANSPORT") != "asyncio" or type(config) is not ServerConfig:
+        return config
+    return AsyncioConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
 @contextlib.asynccontextmanager
 async def tiny(
     config: ServerConfig | None = None, channel: ChannelConfig | None = None
@@ -89,7 +107,7 @@ async def tiny(
     """(service, running server, stub) on a free port."""
     service = TinyService()
     async with (
-        serve_in_process(service, config or ServerConfig()) as running,
+        serve_in_process(service, _on_wanted_transport(config or ServerConfig())) as running,
         open_channel(running.address, channel or ChannelConfig()) as opened,
     ):
         yield service, running, tokenizer_pb2_grpc.TokenizerServiceStub(opened)

@@ -29,7 +29,7 @@ async def test_pings_on_a_quiet_stream_are_welcome_unless_the_operator_limits_th
     strict_server = ServerConfig(min_ping_interval_seconds=300)
     async with tiny(None, pinging) as (service, _, stub), tiny(strict_server, pinging) as (_, _, strict):
         welcome = asyncio.ensure_future(stub.GetTokenizer(pb.GetTokenizerRequest(model="wait")))
-        with pytest.raises(grpc.aio.AioRpcError, match="Too many pings"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"(?i)too.many.pings"):
             await asyncio.wait_for(strict.GetTokenizer(pb.GetTokenizerRequest(model="wait")), 30)
         service.servicer.release.set()
         assert (await welcome).vocab_size == 7

@@ -103,6 +103,11 @@ class ServerConfig(TransportConfig):
         return self.max_message_bytes
 
     @property
+    def is_asyncio(self) -> bool:
+        """Whether common.http2 serves instead of grpc.aio."""
+        return False
+
+    @property
     def is_tls(self) -> bool:
         return self.tls_cert is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ssl
 from pathlib import Path
 
 import grpc
@@ -27,6 +28,20 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     return grpc.ssl_server_credentials(
         [(key, chain)], root_certificates=client_ca, require_client_auth=client_ca is not None
     )
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext:
+    """The same for asyncio. Raises StartupError naming the file's flag, OSError for files that are not PEM."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    for path, flag in ((config.tls_cert, "--tls-cert"), (config.tls_key, "--tls-key")):
+        _read(path or "", flag)
+    context.load_cert_chain(str(config.tls_cert), config.tls_key)
+    if config.tls_client_ca is not None:
+        context.load_verify_locations(cadata=_read(config.tls_client_ca, "--tls-client-ca").decode())
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def channel_credentials(config: ChannelConfig) -> grpc.ChannelCredentials | None:

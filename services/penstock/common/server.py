@@ -15,19 +15,19 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.common.config import ServerConfig
-from penstock.common.credentials import TokenFile, server_credentials
+from penstock.common.credentials import TokenFile, server_credentials, tls_context
 from penstock.common.errors import StartupError
 from penstock.common.health import Health, add_reflection
 from penstock.common.interceptors import CallInterceptor
 from penstock.common.logging import get_logger
 from penstock.common.metrics import BoundMetrics, GrpcServerMetrics, add_process_metrics, start_metrics_server
-from penstock.common.transport import server_options
+from penstock.common.transport import MAX_METADATA_BYTES, server_options
 
 # After the drain: time for last messages to leave before streams that never end by themselves (health watches,
 # sessions) are cancelled.
@@ -104,11 +104,7 @@ class RunningServer:
         self.calls = CallInterceptor(
             GrpcServerMetrics(self.registry), tokens=tokens, max_concurrent_rpcs=config.max_concurrent_rpcs
         )
-        self._server = grpc.aio.server(
-            interceptors=(self.calls,),
-            options=server_options(config, shares_port=is_worker),
-            maximum_concurrent_rpcs=config.max_concurrent_rpcs + PROBE_HEADROOM,
-        )
+        self._server = _make_server(config, self.calls, shares_port=is_worker)
         self._metrics: BoundMetrics | None = None
         self._addresses: BoundAddresses | None = None
 
@@ -139,7 +135,7 @@ class RunningServer:
 
     async def bind(self) -> BoundAddresses:
         """Open the ports; the second half of `listen`."""
-        port = self._bind()
+        port = await self._bind()
         host, tls = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
         if self.config.metrics_port >= 0:
             add_process_metrics(self.registry)
@@ -150,7 +146,9 @@ class RunningServer:
         _log.info("listening", grpc=self._addresses.grpc, metrics=metrics)
         return self._addresses
 
-    def _bind(self) -> int:
+    async def _bind(self) -> int:
+        if self.config.is_asyncio:
+            return await self._bind_asyncio()
         wanted = _join(self.config.host, self.config.port)
         credentials = server_credentials(self.config)
         try:
@@ -163,6 +161,14 @@ class RunningServer:
         if port == 0:
             raise _bind_error(self.config)
         return port
+
+    async def _bind_asyncio(self) -> int:
+        server: Any = self._server
+        try:
+            tls = tls_context(self.config) if self.config.is_tls else None
+            return int(await server.listen(self.config.host, self.config.port, tls, shares_port=self._is_worker))
+        except OSError as error:
+            raise _bind_error(self.config) from error
 
     async def start(self) -> None:
         """Load the service, then show SERVING."""
@@ -193,6 +199,28 @@ class RunningServer:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.wait_idle(), STOP_GRACE_SECONDS)
+
+
+def _make_server(config: ServerConfig, calls: CallInterceptor, *, shares_port: bool) -> grpc.aio.Server:
+    max_calls = config.max_concurrent_rpcs + PROBE_HEADROOM
+    if not config.is_asyncio:
+        return grpc.aio.server(
+            interceptors=(calls,),
+            options=server_options(config, shares_port=shares_port),
+            maximum_concurrent_rpcs=max_calls,
+        )
+    from penstock.common.http2.connection import Limits
+    from penstock.common.http2.server import Http2Server
+
+    limits = Limits(
+        max_message_bytes=config.receive_limit_bytes,
+        max_header_list_bytes=MAX_METADATA_BYTES,
+        max_streams=max_calls,
+        keepalive_seconds=config.keepalive_seconds,
+        keepalive_timeout_seconds=config.keepalive_timeout_seconds,
+        min_ping_interval_seconds=config.min_ping_interval_seconds,
+    )
+    return cast("grpc.aio.Server", Http2Server(limits, interceptor=calls, max_calls=max_calls))
 
 
 async def run_until_stopped(

@@ -1,0 +1,256 @@
+"""One call: what its handler takes for a grpc.aio ServicerContext, and what its connection knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+
+from penstock.common.http2 import frames
+
+if TYPE_CHECKING:
+    from penstock.common.http2.connection import Connection
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+# Messages of a request stream that its handler has not taken.
+_MAX_WAITING = 1024
+_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_OURS = ("content-type", "te", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
+
+
+class Refused(Exception):
+    """The call ends with this status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+
+
+class Call:
+    """Used on the event loop of its connection. Writes wait while the client's window or the connection is full."""
+
+    def __init__(self, connection: Connection, stream: int, headers: dict[str, str], max_message_bytes: int) -> None:
+        """Raises Refused for headers that make no call."""
+        self.stream = stream
+        self.method = headers.get(":path", "")
+        # What the client lets us send on this stream.
+        self.window = connection.initial_window
+        self.is_over = False
+        self.task: asyncio.Task[None] | None = None
+        self.serializer: Callable[[Any], bytes] | None = None
+        self.request_ended = False
+        self._connection = connection
+        self._max_message_bytes = max_message_bytes
+        self._metadata: Metadata = tuple(_metadata(headers.items()))
+        self._encoding = headers.get("grpc-encoding", "identity")
+        self._deadline = _deadline(headers.get("grpc-timeout"))
+        self._body = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self._has_headers = False
+        self._code, self._details = grpc.StatusCode.OK, ""
+        self._trailing: Metadata = ()
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if self._deadline is not None:
+            left = max(0.0, self._deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(left, self._expire)
+
+    # What handlers use of grpc.aio.ServicerContext.
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def set_trailing_metadata(self, trailing_metadata: Metadata) -> None:
+        self._trailing = tuple(trailing_metadata)
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    async def write(self, message: Any) -> None:
+        """Send a message; returns when it is on its way. Raises grpc.aio.InternalError when the call is over."""
+        data = self.serializer(message) if self.serializer is not None else message
+        connection = self._connection
+        size = len(data) + frames.MESSAGE_HEAD
+        if not self._has_headers and not self.is_over:
+            self._has_headers = True
+            connection.send(frames.header_frames(self.stream, frames.RESPONSE_HEADERS, end=False, limit=16384))
+        if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
+            self.window -= size
+            connection.window -= size
+            connection.send(frames.message_frame(self.stream, data))
+            return
+        await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call. Always raises grpc.aio.AbortError."""
+        if trailing_metadata:
+            self._trailing = tuple(trailing_metadata)
+        self.finish(code, details)
+        raise grpc.aio.AbortError
+
+    # What the connection and the server use.
+
+    def finish(self, code: grpc.StatusCode, details: str = "") -> None:
+        """Send the status, once. Later writes fail."""
+        if self.is_over:
+            return
+        block = frames.trailers(code.value[0], details, self._trailing)
+        if not self._has_headers:
+            block = frames.RESPONSE_HEADERS + block
+        out = frames.header_frames(self.stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE)
+        if not self.request_ended:
+            out += frames.frame(frames.RST_STREAM, 0, self.stream, frames.NO_ERROR.to_bytes(4, "big"))
+        self._connection.send(out)
+        self._connection.answered()
+        self._end()
+
+    def gone(self) -> None:
+        """The client gave up, or the connection is lost: the handler is cancelled."""
+        if not self.is_over:
+            self._end()
+        if self.task is not None:
+            self.task.cancel()
+
+    def wake(self) -> None:
+        """Perhaps there is room now."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self, data: bytes, *, ended: bool) -> None:
+        """Part of the request. Raises Refused."""
+        self._body += data
+        while len(self._body) >= frames.MESSAGE_HEAD:
+            size = int.from_bytes(self._body[1:5], "big")
+            if size > self._max_message_bytes:
+                raise _too_large(size, self._max_message_bytes)
+            if len(self._body) < frames.MESSAGE_HEAD + size:
+                break
+            message = bytes(self._body[frames.MESSAGE_HEAD : frames.MESSAGE_HEAD + size])
+            self._messages.append(self._unpack(message) if self._body[0] else message)
+            del self._body[: frames.MESSAGE_HEAD + size]
+            if len(self._messages) > _MAX_WAITING:
+                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many messages are waiting")
+        if ended:
+            self.request_ended = True
+        self._arrived.set()
+
+    async def request(self) -> bytes:
+        """The only message of a unary request. Raises Refused when there is not exactly one."""
+        while not self.request_ended:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if len(self._messages) != 1 or self._body:
+            raise Refused(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
+        return self._messages.popleft()
+
+    async def requests(self, deserializer: Callable[[bytes], Any] | None) -> AsyncIterator[Any]:
+        """The messages of a streaming request."""
+        while True:
+            while self._messages:
+                message = self._messages.popleft()
+                yield deserializer(message) if deserializer is not None else message
+            if self.request_ended:
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def _room(self) -> int:
+        """Bytes that may be sent now."""
+        if self.is_over:
+            raise grpc.aio.InternalError("the call is over")
+        connection = self._connection
+        return 0 if connection.is_paused else min(self.window, connection.window)
+
+    async def _write_in_parts(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            room = min(self._room(), frames.DEFAULT_FRAME_SIZE, len(data) - at)
+            if room <= 0:
+                await self._wait_for_room()
+                continue
+            self.window -= room
+            self._connection.window -= room
+            self._connection.send(frames.frame(frames.DATA, 0, self.stream, data[at : at + room]))
+            at += room
+
+    async def _wait_for_room(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._connection.blocked[self.stream] = self
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            self._connection.blocked.pop(self.stream, None)
+
+    def _unpack(self, message: bytes) -> bytes:
+        """A compressed message."""
+        kinds = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+        if self._encoding not in kinds:
+            raise Refused(grpc.StatusCode.UNIMPLEMENTED, f"grpc-encoding {self._encoding!r} is not known")
+        try:
+            whole = zlib.decompressobj(kinds[self._encoding]).decompress(message, self._max_message_bytes + 1)
+        except zlib.error:
+            raise Refused(grpc.StatusCode.INTERNAL, "a message cannot be decompressed") from None
+        if len(whole) > self._max_message_bytes:
+            raise _too_large(len(whole), self._max_message_bytes)
+        return whole
+
+    def _expire(self) -> None:
+        self.finish(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        if self.task is not None:
+            self.task.cancel()
+
+    def _end(self) -> None:
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.wake()
+        self._connection.forget(self)
+
+
+def _too_large(size: int, limit: int) -> Refused:
+    return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {limit})")
+
+
+def _metadata(headers: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str | bytes]]:
+    for name, value in headers:
+        if name.startswith(":") or name in _OURS:
+            continue
+        if not name.endswith("-bin"):
+            yield name, value
+            continue
+        try:
+            yield name, base64.b64decode(value + "=" * (-len(value) % 4))
+        except binascii.Error:
+            raise Refused(grpc.StatusCode.INTERNAL, "metadata is not base64") from None
+
+
+def _deadline(timeout: str | None) -> float | None:
+    """As a time.monotonic(). Raises Refused."""
+    if timeout is None:
+        return None
+    digits, unit = timeout[:-1], timeout[-1:]
+    if unit not in _UNITS or not digits.isascii() or not digits.isdigit() or len(digits) > 8:
+        raise Refused(grpc.StatusCode.INTERNAL, "grpc-timeout is no duration")
+    return time.monotonic() + int(digits) * _UNITS[unit]

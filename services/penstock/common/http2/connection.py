@@ -1,0 +1,360 @@
+"""One HTTP/2 connection of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from hpack import Decoder, HPACKError
+
+from penstock.common.http2 import frames
+from penstock.common.http2.call import Call, Refused
+
+# A request's headers, compressed; also what CONTINUATION may add up to.
+MAX_HEADER_BYTES = 64 << 10
+# Bytes of answers that may wait in the process for a connection that is not read.
+_BUFFER_BYTES = 256 << 10
+# Frames that ask for work without doing any (resets, pings, settings): a budget, refilled by calls that are answered.
+_CONTROL_BUDGET, _CONTROL_MAX = 200, 2000
+_PING_STRIKES = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one connection."""
+
+    max_message_bytes: int
+    max_header_list_bytes: int
+    max_streams: int
+    keepalive_seconds: float
+    keepalive_timeout_seconds: float
+    min_ping_interval_seconds: float
+
+
+class _Violation(Exception):
+    """The client broke the protocol: the connection ends with GOAWAY."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Connection(asyncio.Protocol):
+    """`on_call` starts the handler of a new call; everything happens on one event loop."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        on_call: Callable[[Call], None],
+        on_open: Callable[[Connection], None],
+        on_lost: Callable[[Connection], None],
+    ) -> None:
+        self.calls: dict[int, Call] = {}
+        # Calls that wait for room.
+        self.blocked: dict[int, Call] = {}
+        self.window = frames.DEFAULT_WINDOW
+        self.initial_window = frames.DEFAULT_WINDOW
+        self.is_paused = False
+        self._limits = limits
+        self._on_call, self._on_open, self._on_lost = on_call, on_open, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._decoder = Decoder(max_header_list_size=limits.max_header_list_bytes)
+        self._received = b""
+        self._needs_preface = True
+        self._out: list[bytes] = []
+        self._is_draining = False
+        self._last_stream = 0
+        # A header block that CONTINUATION goes on with: its stream, flags and bytes.
+        self._open_block: tuple[int, int, bytes] | None = None
+        self._budget = _CONTROL_BUDGET
+        self._ping_strikes = 0
+        self._last_ping = 0.0
+        self._has_sent = False
+        self._heard_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast("asyncio.Transport", transport)
+        transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        limits = self._limits
+        self.send(
+            frames.settings(
+                (
+                    (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
+                    (frames.INITIAL_WINDOW_SIZE, 1 << 20),
+                    (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
+                )
+            )
+            + _window_update(0, (4 << 20) - frames.DEFAULT_WINDOW)
+        )
+        self._timer = self._loop.call_later(limits.keepalive_seconds, self._check_alive)
+        self._on_open(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._timer is not None:
+            self._timer.cancel()
+        for call in list(self.calls.values()):
+            call.gone()
+        self._on_lost(self)
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        self._wake_all()
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes; what is queued in one turn of the event loop leaves together."""
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(data)
+
+    def forget(self, call: Call) -> None:
+        """A call is over."""
+        self.calls.pop(call.stream, None)
+
+    def answered(self) -> None:
+        """A call was answered: its client may have reason to reset and to ping."""
+        self._budget = min(_CONTROL_MAX, self._budget + 4)
+
+    def drain(self) -> None:
+        """Take no further calls; close once the last one is over."""
+        if not self._is_draining:
+            self._is_draining = True
+            self.send(frames.frame(frames.GOAWAY, 0, 0, struct.pack(">II", self._last_stream, frames.NO_ERROR)))
+
+    def close(self) -> None:
+        """Send what is queued and hang up."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if out and self._transport is not None:
+            self._has_sent = True
+            self._transport.write(b"".join(out))
+
+    def _wake_all(self) -> None:
+        for call in list(self.blocked.values()):
+            call.wake()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = time.monotonic()
+        data = self._received + data if self._received else data
+        try:
+            self._received = data[self._take_frames(data) :]
+        except _Violation as violation:
+            self._received = b""
+            payload = struct.pack(">II", self._last_stream, violation.code) + str(violation).encode()
+            self.send(frames.frame(frames.GOAWAY, 0, 0, payload))
+            self.close()
+
+    def _take_frames(self, data: bytes) -> int:
+        """Handle whole frames; returns how many bytes they were."""
+        at, size = 0, len(data)
+        if self._needs_preface:
+            if data[: len(frames.PREFACE)] != frames.PREFACE[:size]:
+                raise _Violation(frames.PROTOCOL_ERROR, "not HTTP/2")
+            if size < len(frames.PREFACE):
+                return 0
+            self._needs_preface, at = False, len(frames.PREFACE)
+        while at + frames.FRAME_HEAD <= size:
+            length = int.from_bytes(data[at : at + 3], "big")
+            if length > frames.DEFAULT_FRAME_SIZE:
+                raise _Violation(frames.FRAME_SIZE_ERROR, "a frame is too large")
+            end = at + frames.FRAME_HEAD + length
+            if end > size:
+                break
+            kind, flags = data[at + 3], data[at + 4]
+            stream = int.from_bytes(data[at + 5 : at + 9], "big") & frames.MAX_WINDOW
+            self._take(kind, flags, stream, data[at + frames.FRAME_HEAD : end])
+            at = end
+        return at
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if (self._open_block is not None) != (kind == frames.CONTINUATION):
+            raise _Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
+        if kind == frames.DATA:
+            self._take_data(flags, stream, payload)
+        elif kind == frames.HEADERS:
+            self._take_headers(flags, stream, _unpadded(flags, payload, prioritised=True))
+        elif kind == frames.CONTINUATION and self._open_block is not None:
+            begun, first_flags, block = self._open_block
+            if begun != stream:
+                raise _Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
+            self._take_headers(first_flags | flags & frames.END_HEADERS, stream, block + payload)
+        elif kind == frames.WINDOW_UPDATE:
+            self._take_window(stream, payload)
+        elif kind == frames.SETTINGS:
+            self._take_settings(flags, payload)
+        elif kind == frames.PING:
+            self._take_ping(flags, payload)
+        elif kind == frames.RST_STREAM:
+            self._spend()
+            call = self.calls.get(stream)
+            if call is not None:
+                call.gone()
+        elif kind == frames.PUSH_PROMISE:
+            raise _Violation(frames.PROTOCOL_ERROR, "clients do not push")
+
+    def _take_headers(self, flags: int, stream: int, block: bytes) -> None:
+        if len(block) > MAX_HEADER_BYTES:
+            raise _Violation(frames.ENHANCE_YOUR_CALM, "headers are too large")
+        if not flags & frames.END_HEADERS:
+            self._spend()
+            self._open_block = (stream, flags, block)
+            return
+        self._open_block = None
+        try:
+            headers = {str(name): str(value) for name, value in self._decoder.decode(block)}
+        except (HPACKError, UnicodeDecodeError):
+            raise _Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
+        known = self.calls.get(stream)
+        if known is not None:
+            # Trailers of a request: nothing but its end.
+            self._give(known, b"", ended=bool(flags & frames.END_STREAM))
+            return
+        if stream <= self._last_stream or not stream & 1:
+            if stream & 1:
+                return  # of a call that is over
+            raise _Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
+        self._last_stream = stream
+        self._open(stream, headers, ended=bool(flags & frames.END_STREAM))
+
+    def _open(self, stream: int, headers: dict[str, str], *, ended: bool) -> None:
+        if self._is_draining or len(self.calls) >= self._limits.max_streams:
+            self.send(_reset(stream, frames.REFUSED_STREAM))
+            return
+        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith("application/grpc"):
+            self.send(frames.header_frames(stream, frames.refusal(415), end=True, limit=frames.DEFAULT_FRAME_SIZE))
+            return
+        try:
+            call = Call(self, stream, headers, self._limits.max_message_bytes)
+        except Refused as refused:
+            block = frames.RESPONSE_HEADERS + frames.trailers(refused.code.value[0], refused.details, ())
+            self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
+            return
+        self.calls[stream] = call
+        call.request_ended = ended
+        self._on_call(call)
+
+    def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
+        if payload:
+            # Given back at once: what a call keeps is bounded by the largest message.
+            self.send(_window_update(0, len(payload)))
+        call = self.calls.get(stream)
+        if call is None:
+            if stream > self._last_stream:
+                raise _Violation(frames.PROTOCOL_ERROR, "data of no stream")
+            return
+        ended = bool(flags & frames.END_STREAM)
+        if not payload and not ended:
+            self._spend()
+        elif payload and not ended:
+            self.send(_window_update(stream, len(payload)))
+        self._give(call, _unpadded(flags, payload, prioritised=False), ended=ended)
+
+    def _give(self, call: Call, data: bytes, *, ended: bool) -> None:
+        try:
+            call.take(data, ended=ended)
+        except Refused as refused:
+            call.finish(refused.code, refused.details)
+            call.gone()
+
+    def _take_window(self, stream: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise _Violation(frames.FRAME_SIZE_ERROR, "a window update has four bytes")
+        more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
+        if stream == 0:
+            self.window += more
+            if not more or self.window > frames.MAX_WINDOW:
+                raise _Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+            self._wake_all()
+            return
+        call = self.calls.get(stream)
+        if call is not None:
+            call.window += more
+            if not more or call.window > frames.MAX_WINDOW:
+                self.send(_reset(stream, frames.FLOW_CONTROL_ERROR))
+                call.gone()
+            call.wake()
+
+    def _take_settings(self, flags: int, payload: bytes) -> None:
+        if flags & frames.ACK:
+            return
+        self._spend()
+        if len(payload) % 6:
+            raise _Violation(frames.FRAME_SIZE_ERROR, "settings have six bytes each")
+        for key, value in struct.iter_unpack(">HI", payload):
+            if key == frames.INITIAL_WINDOW_SIZE:
+                if value > frames.MAX_WINDOW:
+                    raise _Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+                change, self.initial_window = value - self.initial_window, value
+                for call in self.calls.values():
+                    call.window += change
+        self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self._wake_all()
+
+    def _take_ping(self, flags: int, payload: bytes) -> None:
+        if flags & frames.ACK:
+            return
+        if len(payload) != 8:
+            raise _Violation(frames.FRAME_SIZE_ERROR, "a ping has eight bytes")
+        now = time.monotonic()
+        if not self._has_sent and now - self._last_ping < self._limits.min_ping_interval_seconds:
+            self._ping_strikes += 1
+            if self._ping_strikes >= _PING_STRIKES:
+                raise _Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
+        elif self._has_sent:
+            self._ping_strikes = 0
+        self._last_ping = now
+        self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
+        self._flush()
+        self._has_sent = False
+
+    def _spend(self) -> None:
+        self._budget -= 1
+        if self._budget < 0:
+            raise _Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
+
+    def _check_alive(self) -> None:
+        """A connection that has been silent is asked; one that does not answer is dropped."""
+        limits = self._limits
+        silent = time.monotonic() - self._heard_at
+        if silent >= limits.keepalive_seconds + limits.keepalive_timeout_seconds:
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        if silent >= limits.keepalive_seconds:
+            self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
+            wait = limits.keepalive_timeout_seconds
+        else:
+            wait = limits.keepalive_seconds - silent
+        self._timer = self._loop.call_later(wait, self._check_alive)
+
+
+def _unpadded(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
+    begin, end = 0, len(payload)
+    if flags & frames.PADDED:
+        if not payload or payload[0] >= len(payload):
+            raise _Violation(frames.PROTOCOL_ERROR, "more padding than frame")
+        begin, end = 1, len(payload) - payload[0]
+    if prioritised and flags & frames.PRIORITISED:
+        begin += 5
+    return payload[begin:end]
+
+
+def _window_update(stream: int, more: int) -> bytes:
+    return frames.frame(frames.WINDOW_UPDATE, 0, stream, more.to_bytes(4, "big"))
+
+
+def _reset(stream: int, code: int) -> bytes:
+    return frames.frame(frames.RST_STREAM, 0, stream, code.to_bytes(4, "big"))

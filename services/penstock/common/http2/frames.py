@@ -1,0 +1,90 @@
+"""Frames of HTTP/2 and header blocks of gRPC, as bytes."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterable
+from urllib.parse import quote
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
+HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6
+NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR = 0, 1, 3, 5, 6
+REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 7, 8, 9, 11
+DEFAULT_WINDOW, DEFAULT_FRAME_SIZE, MAX_WINDOW = 65_535, 16_384, 2**31 - 1
+FRAME_HEAD, MESSAGE_HEAD = 9, 5
+
+# length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
+_HEAD = struct.Struct(">BHBBI")
+_MESSAGE = struct.Struct(">BHBBIBI")
+_STATUS_200 = b"\x88"
+# Literals without indexing; 31 is content-type in the static table.
+_CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
+RESPONSE_HEADERS = _STATUS_200 + _CONTENT_TYPE
+_MESSAGE_SAFE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
+# Of grpc-message: what is longer is cut, since clients bound what they take.
+_MAX_MESSAGE_CHARS = 2048
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    size = len(payload)
+    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
+
+
+def message_frame(stream: int, message: bytes) -> bytes:
+    """A DATA frame with one whole gRPC message."""
+    size = len(message)
+    total = size + MESSAGE_HEAD
+    return _MESSAGE.pack(total >> 16, total & 0xFFFF, DATA, 0, stream, 0, size) + message
+
+
+def settings(values: Iterable[tuple[int, int]]) -> bytes:
+    """A SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in values))
+
+
+def header_frames(stream: int, block: bytes, *, end: bool, limit: int) -> bytes:
+    """HEADERS, and CONTINUATION where a frame holds no more than `limit` bytes."""
+    parts = [block[at : at + limit] for at in range(0, len(block), limit)]
+    out = []
+    for place, part in enumerate(parts):
+        flags = (END_STREAM if end and not place else 0) | (END_HEADERS if part is parts[-1] else 0)
+        out.append(frame(CONTINUATION if place else HEADERS, flags, stream, part))
+    return b"".join(out)
+
+
+def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """The header block that ends a call."""
+    fields = [_literal("grpc-status", str(code).encode())]
+    if message:
+        fields.append(_literal("grpc-message", quote(message[:_MAX_MESSAGE_CHARS], safe=_MESSAGE_SAFE).encode()))
+    for name, value in metadata:
+        raw = value.encode() if isinstance(value, str) else value
+        fields.append(_literal(name, base64.b64encode(raw).rstrip(b"=") if name.endswith("-bin") else raw))
+    return b"".join(fields)
+
+
+def refusal(status: int) -> bytes:
+    """The header block of what is not gRPC at all."""
+    return _literal(":status", str(status).encode())
+
+
+def _literal(name: str, value: bytes) -> bytes:
+    raw = name.encode()
+    return b"\x00" + _length(len(raw)) + raw + _length(len(value)) + value
+
+
+def _length(value: int) -> bytes:
+    """An integer with a prefix of 7 bits (RFC 7541, 5.1)."""
+    if value < 127:
+        return bytes((value,))
+    value -= 127
+    out = bytearray((127,))
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
