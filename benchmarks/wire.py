@@ -27,6 +27,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from factories import stack
 from penstock.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 from benchmarks._report import write
+from benchmarks._wire_profile import flamegraphs
 from benchmarks._wire_report import markdown, plot
 
 MODES = ("uncoalesced", "coalesced")
@@ -180,6 +182,17 @@ class Bench:
         return result
 
 
+def profile(bench: Bench, folder: Path, mode: str, streams: int, requests: int) -> None:
+    """Flame graphs of the processes of each variant under this load."""
+    for variant in bench.variants:
+        pids = {"router": variant.routers[mode].popen.pid, "tokenizer": variant.tokenizer.popen.pid}
+        pids["backend"] = bench.backends[mode][0].pid
+        with flamegraphs(folder, f"{variant.name}-{mode}-{streams}", pids) as seconds:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                bench.round(variant, mode, streams, requests)
+
+
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds of one variant, load and number of streams."""
     spent = [one["cpu_us_per_token"] for one in rounds]
@@ -217,6 +230,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for _ in range(arguments.rounds):
                 for variant in bench.variants:
                     rounds[variant.name].append(bench.round(variant, mode, streams, requests))
+            if arguments.flamegraphs is not None:
+                profile(bench, arguments.flamegraphs, mode, streams, requests)
             for name, found in rounds.items():
                 rows.append({"variant": name, "mode": mode, "streams": streams, **summary(found)})
                 print(markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
@@ -237,13 +252,14 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=1, help="connections that the streams are spread over")
     parser.add_argument("--variant", action="append", default=[], help="NAME=FLAGS or NAME=@DIR; may be repeated")
     parser.add_argument("--tokenizer-flags", default="", help="flags of `penstock serve tokenizer`")
+    parser.add_argument("--flamegraphs", type=Path, help="folder for flame graphs of one more round (needs py-spy)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     arguments = parser.parse_args()
     if max(arguments.streams) > SLOTS:
         parser.error(f"--streams: at most {SLOTS}")
     rows = run(arguments)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot")}
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot", "flamegraphs")}
     write("wire", {"settings": settings, "rows": rows}, arguments.out)
     print(markdown(rows))
     if arguments.plot is not None:
