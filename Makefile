@@ -12,9 +12,11 @@ TORCH := torch==2.13.0
 PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
 TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker
+# Of `make numerics`: torch, or native, which are built first.
+KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow lint types stubs docs bench peers compose venv clean
+.PHONY: help kernels demo test slow numerics lint types stubs docs bench peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +29,10 @@ demo: $(VENV)/.runtime  ## start the stack on the embedded model, stream one ans
 
 test: $(VENV)/.dev  ## the tests, but those marked slow or docker
 	@$(BIN)/python -m pytest -q -m "$(MARKS)" $(TESTS)
+
+numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native
+	@test "$(KERNELS)" != native || $(BIN)/penstock build-kernels
+	@PENSTOCK_KERNELS=$(KERNELS) $(BIN)/python -m pytest -q -m "$(MARKS)" tests/numerics
 
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)

@@ -1,6 +1,10 @@
-"""Cost of the sampler per step, beside transformers' own processors and draw on the same logits, in turns in one run.
+"""Cost of the sampler per step, with and without the C++ kernels, beside transformers' own processors and draw on the
+same logits, in turns in one run.
 
     python benchmarks/sampler.py [--rows 32] [--vocab 151936] [--threads 1] [--repeats 20] [--out sampler.json]
+                                 [--kernels torch native] [--without-transformers] [--table]
+
+Native kernels must have been built (`penstock build-kernels`); without them they are left out.
 
 Two kinds of logits, with bf16 values: `peaked` as a trained model gives (Zipf-like: a few tokens hold most of the
 probability) and `flat` as a random model gives (normal, sigma 0.6: the nucleus is a large part of the vocabulary).
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +25,12 @@ from typing import Any
 
 import torch
 from _report import write
+from penstock.common.environment import cache_folder
 from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.step import Fork
+from penstock.generation.native import library
+from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
 from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.sampler import Sampler
@@ -34,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, repetition 1.05": {"repetition_penalty": 1.05},
     "greedy, logprobs 5": {"top_logprobs": 5},
+    "greedy, all penalties": {"repetition_penalty": 1.05, "frequency_penalty": 0.1, "presence_penalty": 0.1},
     "temperature 0.7": {"do_sample": True, "temperature": 0.7},
     "Qwen2.5 defaults": {
         "do_sample": True,
@@ -60,9 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy, no_repeat_ngram_size 3": {"no_repeat_ngram_size": 3},
     "greedy, 200 bad words": {"bad_words_ids": tuple((i, i + 1, i + 2) for i in range(200))},
     "greedy, watermark": {"watermark": WatermarkOptions()},
+    "greedy, selfhash watermark": {"watermark": WatermarkOptions(seeding_scheme="selfhash", context_width=4)},
     "beams of 4": {"beams": BeamOptions(4)},
     "beams of 4, repetition 1.05": {"beams": BeamOptions(4), "repetition_penalty": 1.05},
     "beams of 4, sampled, top_k 50": {"beams": BeamOptions(4), "do_sample": True, "top_k": 50},
+    "beams of 4, sampled": {"beams": BeamOptions(4), "do_sample": True},
 }
 
 
@@ -78,11 +89,11 @@ def logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
 class Ours:
     """A batch of live sequences."""
 
-    def __init__(self, options: dict[str, Any], rows: int, vocab: int) -> None:
+    def __init__(self, options: dict[str, Any], rows: int, vocab: int, kernels: SamplingKernels) -> None:
         params = SamplingParams(1 << 20, **options)
         prompts = torch.randint(0, vocab, (rows, PROMPT)).tolist()
         self.sequences = [Sequence(i, i, params, i, prompt, PROMPT) for i, prompt in enumerate(prompts)]
-        self.sampler = Sampler(torch.device("cpu"))
+        self.sampler = Sampler(torch.device("cpu"), kernels)
 
     def step(self, logits_NV: torch.Tensor) -> None:
         """Sample, and let each sequence grow as the engine does."""
@@ -93,9 +104,9 @@ class Ours:
 class OurBeams:
     """Requests of four beams, of which two go on in each step and two are forked anew."""
 
-    def __init__(self, options: dict[str, Any], rows: int, vocab: int) -> None:
+    def __init__(self, options: dict[str, Any], rows: int, vocab: int, kernels: SamplingKernels) -> None:
         self.params = SamplingParams(1 << 20, **options)
-        self.sampler = Sampler(torch.device("cpu"))
+        self.sampler = Sampler(torch.device("cpu"), kernels)
         self.next_id = itertools.count()
         self.requests = []
         for _ in range(rows // BEAMS):
@@ -146,7 +157,7 @@ class Transformers:
             ("typical_p", hf.TypicalLogitsWarper),
             ("epsilon_cutoff", hf.EpsilonLogitsWarper),
             ("eta_cutoff", hf.EtaLogitsWarper),
-            ("watermark", lambda mark: hf.WatermarkLogitsProcessor(vocab, "cpu", mark.greenlist_ratio, mark.bias)),
+            ("watermark", lambda mark: _watermark(mark, vocab)),
         ]
         self.processors = hf.LogitsProcessorList([kind(options[name]) for name, kind in kinds if name in options])
 
@@ -167,14 +178,26 @@ class Transformers:
         return (picked[:, :BEAMS] % scores_NV.shape[1]).reshape(-1, 1)
 
 
+def _watermark(mark: WatermarkOptions, vocab: int) -> hf.WatermarkLogitsProcessor:
+    scheme = {"seeding_scheme": mark.seeding_scheme, "context_width": mark.context_width}
+    return hf.WatermarkLogitsProcessor(vocab, "cpu", mark.greenlist_ratio, mark.bias, **scheme)
+
+
 Contender = Ours | OurBeams | Transformers
 
 
+Kernels = dict[str, SamplingKernels]
+
+
 @torch.inference_mode()
-def measure(options: dict[str, Any], given: torch.Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """ms per step of both, taken in turns; the copy of the logits that is consumed is not counted."""
-    ours = (OurBeams if "beams" in options else Ours)(options, *given.shape)
-    contenders: dict[str, Contender] = {"penstock": ours, "transformers": Transformers(options, *given.shape)}
+def measure(
+    options: dict[str, Any], given: torch.Tensor, repeats: int, kernels: Kernels, *, has_reference: bool
+) -> dict[str, dict[str, float]]:
+    """ms per step of each, taken in turns; the copy of the logits that is consumed is not counted."""
+    ours = OurBeams if "beams" in options else Ours
+    contenders: dict[str, Contender] = {name: ours(options, *given.shape, kind) for name, kind in kernels.items()}
+    if has_reference:
+        contenders["transformers"] = Transformers(options, *given.shape)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(repeats + 1):
         for name, contender in contenders.items():
@@ -194,6 +217,27 @@ def measure(options: dict[str, Any], given: torch.Tensor, repeats: int) -> dict[
     }
 
 
+def usable_kernels(wanted: list[str]) -> Kernels:
+    """Those of `wanted` that there are here."""
+    usable: Kernels = {"torch": SamplingKernels()}
+    if "native" in wanted:
+        instruction_set = library.load(Path(cache_folder()))
+        if instruction_set is None:
+            print("no native kernels: run `penstock build-kernels`", file=sys.stderr)
+        else:
+            usable["native"] = NativeSampling()
+    return {name: kind for name, kind in usable.items() if name in wanted}
+
+
+def print_table(results: dict[str, dict[str, dict[str, dict[str, float]]]]) -> None:
+    """Median CPU ms per step as the table of docs/performance.md."""
+    columns = [(kind, name) for kind, cases in results.items() for name in next(iter(cases.values()))]
+    print("| options | " + " | ".join(f"{kind}, {name}" for kind, name in columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for case in next(iter(results.values())):
+        print(f"| {case} | " + " | ".join(str(results[kind][case][name]["cpu"]) for kind, name in columns) + " |")
+
+
 def main() -> None:
     """Run every case on both kinds of logits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,13 +245,24 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--kernels", nargs="+", choices=("torch", "native"), default=["torch", "native"])
+    parser.add_argument("--without-transformers", action="store_true", help="only our own")
+    parser.add_argument("--table", action="store_true", help="print a table as well")
     parser.add_argument("--case", action="append", choices=CASES, help="only these; default: all")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    kernels = usable_kernels(arguments.kernels)
+    has_reference = not arguments.without_transformers
     results = {
         kind: {
-            name: measure(options, logits(kind, arguments.rows, arguments.vocab), arguments.repeats)
+            name: measure(
+                options,
+                logits(kind, arguments.rows, arguments.vocab),
+                arguments.repeats,
+                kernels,
+                has_reference=has_reference,
+            )
             for name, options in CASES.items()
             if name in (arguments.case or CASES)
         }
@@ -215,6 +270,8 @@ def main() -> None:
     }
     settings = {"rows": arguments.rows, "vocab": arguments.vocab, "threads": arguments.threads}
     write("sampler", {"torch": torch.__version__, **settings, "ms_per_step": results}, arguments.out)
+    if arguments.table:
+        print_table(results)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from factories.checkpoints import reference_model
 from factories.engine import engine_config
+from factories.run_kernels import new_runner
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
@@ -36,7 +37,7 @@ def make_runner(model: CausalLM, num_blocks: int, block_size: int) -> ModelRunne
     for layer in range(config.num_layers):
         kv.key(layer).fill_(float("nan"))
         kv.value(layer).fill_(float("nan"))
-    return ModelRunner(model, kv)
+    return new_runner(model, kv)
 
 
 def assisted_engine(

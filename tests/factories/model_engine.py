@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from factories.engine import Answer, collect, engine_config, run
 from factories.pools import unwritten_pool
-from penstock.generation.devices.registry import open_device
+from factories.run_kernels import cpu_device, new_runner
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.request import Request
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.model_runner import ModelRunner
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequences=64)
@@ -24,10 +23,7 @@ ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequence
 
 def load_tiny(folder: Path) -> CausalLM:
     """The checkpoint in fp32 on one thread."""
-    torch.set_num_threads(1)
-    device = open_device("cpu")
-    device.start(num_threads=1)
-    return load_model(folder, dtype="float32", device=device)
+    return load_model(folder, dtype="float32", device=cpu_device())
 
 
 def model_engine(model: CausalLM, config: EngineConfig = ROOMY, kv_dtype: torch.dtype | None = None) -> Engine:
@@ -35,7 +31,7 @@ def model_engine(model: CausalLM, config: EngineConfig = ROOMY, kv_dtype: torch.
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
-    return Engine(config, ModelRunner(model, kv), None)
+    return Engine(config, new_runner(model, kv), None)
 
 
 def answer_alone(model: CausalLM, item: Request) -> Answer:

@@ -17,6 +17,7 @@ import torch
 from factories.engine import Answer, engine_config, run
 from factories.grammars import compiled
 from factories.pools import unwritten_pool
+from factories.run_kernels import KERNELS, cpu_device, new_runner
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.convert import to_command
 from penstock.generation.core import GenerationCore
@@ -27,7 +28,6 @@ from penstock.generation.engine.sequence import Sequence
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.loading import LoadedModel, load
 from penstock.generation.requested import RequestLimits
-from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.sampler import Sampler
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
@@ -51,7 +51,7 @@ def load_service(folder: Path, **config: Any) -> LoadedModel:
     own = {"kv_memory": "1MiB", "threads": 1, "dtype": "float32", "tune_seconds": 0.0}
     settings = {"model": str(folder), **own, **config}
     torch.set_num_threads(1)
-    return load(GenerationServiceConfig(**settings), folder.name, lambda percent: None)
+    return load(GenerationServiceConfig(kernels=KERNELS, **settings), folder.name, lambda percent: None)
 
 
 def to_message(prompt: Iterable[int], arguments: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
@@ -151,7 +151,7 @@ class RecordingSampler(Sampler):
     """Keeps logits and processed scores of every row it is asked to draw from."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(device, cpu_device().sampling_kernels())
         self.rows: list[Row] = []
 
     def sample(self, logits_NV: torch.Tensor, sequences: Items[Sequence], *rest: Any, **named: Any) -> Any:
@@ -173,7 +173,7 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     model = loaded.model
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.kv.dtype)
-    runner = ModelRunner(model, kv, masks=_mask_workers(model.config.vocab_size))
+    runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size))
     if sampler is not None:
         runner._sampler = sampler
     drafter = None if loaded.draft is None else loaded.draft.drafter

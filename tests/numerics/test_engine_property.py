@@ -10,17 +10,16 @@ import pytest
 import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.engine import Answer, collect, engine_config, request, run
+from factories.run_kernels import cpu_device, new_runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock.common.token_bytes import TokenBytes
-from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.request import FinishReason, Request
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.kv_cache import KVCachePool
-from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.params import derive_seed
 
 ROOMY = engine_config(num_blocks=120, max_batch_tokens=200)
@@ -35,10 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     torch.set_num_threads(1)
-    device = open_device("cpu")
-    device.start(num_threads=1)
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param, seed=5, **FAMILIES[request.param])
-    return load_model(folder, dtype="float32", device=device)
+    return load_model(folder, dtype="float32", device=cpu_device())
 
 
 def make_engine(model: CausalLM, config: EngineConfig) -> Engine:
@@ -49,7 +46,7 @@ def make_engine(model: CausalLM, config: EngineConfig) -> Engine:
         # What is read before it is written shows.
         kv.key(layer).fill_(float("nan"))
         kv.value(layer).fill_(float("nan"))
-    return Engine(config, ModelRunner(model, kv), TEXT)
+    return Engine(config, new_runner(model, kv), TEXT)
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 import torch
 from factories.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.paged import PagedDriver, PagedSequence
-from penstock.generation.devices.cpu import CPUDevice
+from factories.run_kernels import cpu_device
 from penstock.generation.models.registry import load_model
 
 TOLERANCE = 1e-4
@@ -96,7 +96,7 @@ def _one_thread() -> None:
 def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)
     reference = reference_model(folder)
-    driver = PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=200, block_size=5)
+    driver = PagedDriver(load_model(folder, device=cpu_device()), num_blocks=200, block_size=5)
     sequences = [PagedSequence(ids) for ids in [*_prompts(4, 1, 60), *_prompts(1, 90, 90)]]
     driver.prefill(sequences, max_chunk=23)
     for sequence in sequences:
@@ -109,7 +109,7 @@ def test_logits_of_chunked_mixed_batches_equal_transformers(tmp_path: Path, case
 def test_logits_of_decode_steps_equal_transformers(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)
     reference = reference_model(folder)
-    driver = PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=200, block_size=4)
+    driver = PagedDriver(load_model(folder, device=cpu_device()), num_blocks=200, block_size=4)
     sequences = [PagedSequence(ids) for ids in _prompts(6, 2, 30)]
     while pending := [sequence for sequence in sequences if sequence.left]:
         driver.step([(sequence, 1) for sequence in pending])
@@ -125,7 +125,7 @@ def test_greedy_ids_equal_generate(tmp_path: Path, case: Case) -> None:
     reference = reference_model(folder)
     reference.generation_config.eos_token_id = None
     prompts = _prompts(NUM_PROMPTS, 1, 48)
-    driver = PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=NUM_PROMPTS * 38, block_size=3)
+    driver = PagedDriver(load_model(folder, device=cpu_device()), num_blocks=NUM_PROMPTS * 38, block_size=3)
     found = driver.greedy(prompts, NEW_TOKENS, max_chunk=13)
     for prompt, ids in zip(prompts, found, strict=True):
         expected = reference.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -134,7 +134,7 @@ def test_greedy_ids_equal_generate(tmp_path: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("case", GREEDY, ids=_name)
 def test_a_sequence_hardly_depends_on_its_batch(tmp_path: Path, case: Case) -> None:
-    model = load_model(_checkpoint(tmp_path, case), device=CPUDevice())
+    model = load_model(_checkpoint(tmp_path, case), device=cpu_device())
     prompts = _prompts(8, 1, 80)
     together = [PagedSequence(ids) for ids in prompts]
     PagedDriver(model, num_blocks=200, block_size=4).prefill(together, max_chunk=19)
@@ -150,7 +150,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, ca
     folder = _checkpoint(tmp_path, case)
     exact = reference_model(folder)
     rounded = reference_model(folder, getattr(torch, dtype))
-    driver = PagedDriver(load_model(folder, device=CPUDevice(), dtype=dtype), num_blocks=100, block_size=8)
+    driver = PagedDriver(load_model(folder, device=cpu_device(), dtype=dtype), num_blocks=100, block_size=8)
     sequences = [PagedSequence(ids) for ids in _prompts(4, 20, 60)]
     driver.prefill(sequences, max_chunk=32)
     ours, theirs = 0.0, 0.0
@@ -167,11 +167,11 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, ca
 def test_rope_written_the_old_way_means_the_same(tmp_path: Path, case: Case) -> None:
     folder = _checkpoint(tmp_path, case)
     sequence, again = PagedSequence(_prompts(1, 60, 60)[0]), PagedSequence(_prompts(1, 60, 60)[0])
-    PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=20, block_size=4).prefill([sequence], 60)
+    PagedDriver(load_model(folder, device=cpu_device()), num_blocks=20, block_size=4).prefill([sequence], 60)
     config = json.loads((folder / "config.json").read_text())
     parameters = config.pop("rope_parameters")
     config["rope_theta"] = parameters.pop("rope_theta")
     config["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters}
     (folder / "config.json").write_text(json.dumps(config))
-    PagedDriver(load_model(folder, device=CPUDevice()), num_blocks=20, block_size=4).prefill([again], 60)
+    PagedDriver(load_model(folder, device=cpu_device()), num_blocks=20, block_size=4).prefill([again], 60)
     assert torch.equal(torch.stack(sequence.logits), torch.stack(again.logits))

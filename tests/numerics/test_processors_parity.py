@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from factories.processors import ReferenceProcessors
+from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
-from penstock.generation.sampling.sampler import Sampler
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -111,12 +111,12 @@ def assert_same_rows(batch: list[Sequence], logits_NV: Tensor, scores_NV: Tensor
 
 def walk(batch: list[Sequence], rng: random.Random, steps: int) -> None:
     """Several steps with one sampler, each compared with transformers and with a sampler that knows nothing."""
-    lived = Sampler(CPU)
+    lived = new_sampler()
     for _ in range(steps):
         logits_NV = logits(len(batch), rng.randrange(2**32))
         scores_NV = lived.processed_scores(logits_NV, batch)
         assert_same_rows(batch, logits_NV, scores_NV)
-        fresh_NV = Sampler(CPU).processed_scores(logits_NV, batch)
+        fresh_NV = new_sampler().processed_scores(logits_NV, batch)
         torch.testing.assert_close(scores_NV, fresh_NV, atol=0, rtol=0, equal_nan=True)
         for one, scores_V in zip(batch, scores_NV, strict=True):
             likely = [token_id for token_id in range(3, 9) if scores_V[token_id] > -math.inf]
@@ -144,7 +144,7 @@ def test_each_option_does_something(options: dict[str, Any]) -> None:
         one = sequence(prompt(rng), params(**{"eos_token_ids": EOS} | options), output=output)
         logits_NV = logits(1, seed)
         logits_NV[0, 77] = -math.inf
-        return not torch.equal(Sampler(CPU).processed_scores(logits_NV, [one]), logits_NV)
+        return not torch.equal(new_sampler().processed_scores(logits_NV, [one]), logits_NV)
 
     assert any(is_changed(seed) for seed in range(300))
 
@@ -200,7 +200,7 @@ def test_a_constraint_that_some_beams_can_meet_is_forced_on_none(seed: int, all_
     processors = REFERENCE.of(options, start)
     ids_NT = torch.tensor([one.token_ids for one in batch])
     torch.testing.assert_close(
-        Sampler(CPU).processed_scores(logits_NV, batch), processors(ids_NT, logits_NV.log_softmax(-1))
+        new_sampler().processed_scores(logits_NV, batch), processors(ids_NT, logits_NV.log_softmax(-1))
     )
 
 
@@ -211,12 +211,12 @@ def test_invalid_values_are_removed_where_asked_and_only_there() -> None:
         sequence([1, 2], params(remove_invalid_values=True), seq_id=0),
         sequence([1, 2], params(), seq_id=1),
     ]
-    scores_NV = Sampler(CPU).processed_scores(logits_NV, batch)
+    scores_NV = new_sampler().processed_scores(logits_NV, batch)
     torch.testing.assert_close(scores_NV[0], expected(batch[0], logits_NV[0]))
     assert torch.equal(scores_NV[1].nan_to_num(), logits_NV[1].nan_to_num())
-    assert Sampler(CPU).sample(logits_NV[:1].clone(), batch[:1])[0].token_id == 4
+    assert new_sampler().sample(logits_NV[:1].clone(), batch[:1])[0].token_id == 4
     with pytest.raises(FloatingPointError):
-        Sampler(CPU).sample(logits_NV[1:].clone(), batch[1:])
+        new_sampler().sample(logits_NV[1:].clone(), batch[1:])
 
 
 def test_tokens_that_other_groups_took_lose_the_penalty_once_for_each() -> None:
@@ -228,7 +228,7 @@ def test_tokens_that_other_groups_took_lose_the_penalty_once_for_each() -> None:
     logits_NV = logits(3, 7)
     counts_NV = torch.stack([torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=VOCAB) for ids in taken])
     expected_NV = logits_NV.log_softmax(-1) - 0.75 * counts_NV
-    torch.testing.assert_close(Sampler(CPU).processed_scores(logits_NV, batch), expected_NV)
+    torch.testing.assert_close(new_sampler().processed_scores(logits_NV, batch), expected_NV)
 
 
 @settings(deadline=None, max_examples=60)
@@ -248,10 +248,10 @@ def test_with_any_options_a_row_draws_in_every_batch_what_it_draws_alone(seed: i
     alone = []
     for row, one in enumerate(batch):
         try:
-            alone.append(Sampler(CPU).sample(logits_NV[row : row + 1].clone(), [one])[0])
+            alone.append(new_sampler().sample(logits_NV[row : row + 1].clone(), [one])[0])
         except FloatingPointError:
             alone.append(None)
     rows = [row for row, token in enumerate(alone) if token is not None]
     if rows:
-        together = Sampler(CPU).sample(logits_NV[rows], [batch[row] for row in rows])
+        together = new_sampler().sample(logits_NV[rows], [batch[row] for row in rows])
         assert together == [alone[row] for row in rows]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
 from penstock.generation.sampling.params import derive_seed
-from penstock.generation.sampling.sampler import Sampler
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -59,14 +59,14 @@ OPTIONS: list[dict[str, Any]] = [
 def test_tokens_are_drawn_with_the_processed_probabilities(options: dict[str, Any]) -> None:
     given_V = logits(300, 11)
     one = sequence([4, 5], params(do_sample=True, **options))
-    probs_V = Sampler(CPU).processed_scores(given_V[None], [one])[0].double().softmax(-1)
+    probs_V = new_sampler().processed_scores(given_V[None], [one])[0].double().softmax(-1)
     observed_V = torch.zeros(300, dtype=torch.float64)
     for first in range(0, DRAWS, AT_A_TIME):
         batch = [
             sequence([4, 5], params(do_sample=True, seed=derive_seed(21, first + place), **options), seq_id=place)
             for place in range(AT_A_TIME)
         ]
-        tokens = Sampler(CPU).sample(given_V.repeat(AT_A_TIME, 1), batch)
+        tokens = new_sampler().sample(given_V.repeat(AT_A_TIME, 1), batch)
         observed_V += torch.bincount(torch.tensor([token.token_id for token in tokens]), minlength=300)
     assert observed_V[probs_V == 0].sum() == 0
     assert_chi_square(observed_V, probs_V * DRAWS)
@@ -84,7 +84,7 @@ def test_the_best_keys_of_two_beams_are_draws_without_replacement(options: dict[
     vocab, offsets = 6, torch.tensor([-0.4, -1.1])
     given_2V = torch.stack([logits(vocab, 1, 1.0), logits(vocab, 2, 1.0)])
     pair = [beam(0, slot, slot, vocab, **options) for slot in range(2)]
-    flat = (Sampler(CPU).processed_scores(given_2V, pair) + offsets[:, None]).flatten().double().softmax(-1).tolist()
+    flat = (new_sampler().processed_scores(given_2V, pair) + offsets[:, None]).flatten().double().softmax(-1).tolist()
     counts: dict[tuple[int, ...], int] = {}
     for first in range(0, DRAWS, AT_A_TIME):
         batch = [
@@ -92,7 +92,7 @@ def test_the_best_keys_of_two_beams_are_draws_without_replacement(options: dict[
             for place in range(AT_A_TIME)
             for slot in range(2)
         ]
-        found = [token.candidates for token in Sampler(CPU).sample(given_2V.repeat(AT_A_TIME, 1), batch)]
+        found = [token.candidates for token in new_sampler().sample(given_2V.repeat(AT_A_TIME, 1), batch)]
         for place in range(0, len(found), 2):
             keys = []
             for slot, one in enumerate(found[place : place + 2]):
@@ -122,7 +122,7 @@ def test_slots_and_positions_draw_independently() -> None:
             for place in range(AT_A_TIME)
             for slot in range(2)
         ]
-        tokens = Sampler(CPU).sample(given_V.repeat(2 * AT_A_TIME, 1), batch)
+        tokens = new_sampler().sample(given_V.repeat(2 * AT_A_TIME, 1), batch)
         best = [token.candidates.token_ids[0] for token in tokens if token.candidates is not None]
         for left, right in zip(best[::2], best[1::2], strict=True):
             observed[left, right] += 1

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.run_kernels import cpu_device, new_runner
 from factories.sequences import params, sequence
-from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.request import PositionLogprobs
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.step import RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.kv_cache import KVCachePool
-from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.params import derive_seed
 from transformers import PreTrainedModel
 
@@ -32,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> CausalLM:
-    device = open_device("cpu")
-    device.start(num_threads=1)
-    return load_model(folder, dtype="float32", device=device)
+    return load_model(folder, dtype="float32", device=cpu_device())
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ class Driver:
     def __init__(self, model: CausalLM, **options: int) -> None:
         config = model.config
         geometry = (config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.runner = ModelRunner(model, KVCachePool(*geometry, model.dtype, model.device), **options)
+        self.runner = new_runner(model, KVCachePool(*geometry, model.dtype, model.device), **options)
         self._next_block = 0
 
     def give_blocks(self, one: Sequence, num_tokens: int) -> None:

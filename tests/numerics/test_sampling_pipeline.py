@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
-from penstock.generation.sampling.sampler import Sampler
 from transformers import PreTrainedModel
 
 EOS = (1, 7)
@@ -53,7 +53,7 @@ def test_scores_of_every_step_equal_generates(reference: PreTrainedModel, option
         **({"do_sample": False, "top_k": 0 if options.get("do_sample") else None} | options),
     )
     batch = [sequence(row, params(eos_token_ids=EOS, **options), seq_id=i) for i, row in enumerate(prompts.tolist())]
-    sampler = Sampler(torch.device("cpu"))
+    sampler = new_sampler()
     for step, (logits, expected) in enumerate(zip(generated.logits, generated.scores, strict=True)):
         torch.testing.assert_close(sampler.processed_scores(logits, batch), expected, atol=1e-5, rtol=1e-6)
         for one, token_id in zip(batch, generated.sequences[:, 10 + step].tolist(), strict=True):

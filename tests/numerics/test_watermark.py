@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
+from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from penstock.generation.sampling.green_lists import green_bits, is_green
 from penstock.generation.sampling.modes import WatermarkOptions
-from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.sampling.watermark import WatermarkDetector
 from transformers import LlamaConfig, WatermarkingConfig
 from transformers import WatermarkDetector as ReferenceDetector
@@ -35,7 +35,7 @@ def reference_config(options: WatermarkOptions) -> WatermarkingConfig:
 def generate(options: WatermarkOptions | None, seed: int, length: int) -> list[int]:
     """Output of a model of random logits."""
     one = sequence([5, 6, 7], params(do_sample=True, top_k=60, seed=seed, watermark=options))
-    sampler = Sampler(CPU)
+    sampler = new_sampler()
     generator = torch.Generator().manual_seed(seed)
     for _ in range(length):
         one.append(sampler.sample(torch.randn(1, VOCAB, generator=generator) * 2, [one])[0].token_id)

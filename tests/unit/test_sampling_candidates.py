@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,19 +70,20 @@ def test_candidates_are_the_highest_processed_scores(seed: int, count: int, log_
         for row in range(4)
     ]
     given_NV = logits(4, seed)
-    expected_NV = Sampler(CPU).processed_scores(given_NV, batch)
-    for found, scores_V in zip(draw(Sampler(CPU), given_NV, batch), expected_NV, strict=True):
+    expected_NV = new_sampler().processed_scores(given_NV, batch)
+    for found, scores_V in zip(draw(new_sampler(), given_NV, batch), expected_NV, strict=True):
         assert list(found.token_ids) == best(scores_V, count)
-        assert list(found.scores) == scores_V[list(found.token_ids)].tolist()
+        # torch's log_softmax is 2e-5 off for some rows of this size; the kernels' less.
+        assert found.scores == pytest.approx(scores_V[list(found.token_ids)].tolist(), abs=5e-5)
         assert found.keys == found.scores
-        assert list(found.extra_scores) == scores_V[[4, 9]].tolist()
-        assert found.log_total == pytest.approx(float(scores_V.double().logsumexp(0)), abs=2e-5)
+        assert found.extra_scores == pytest.approx(scores_V[[4, 9]].tolist(), abs=5e-5)
+        assert found.log_total == pytest.approx(float(scores_V.double().logsumexp(0)), abs=5e-5)
 
 
 def test_equal_scores_come_by_ascending_id_even_where_they_have_no_end() -> None:
     flat = torch.zeros(2, VOCAB)
     flat[1, 7000] = 1.0
-    first, second = draw(Sampler(CPU), flat, [beam([1], {"num_candidates": 5}, seq_id=row) for row in range(2)])
+    first, second = draw(new_sampler(), flat, [beam([1], {"num_candidates": 5}, seq_id=row) for row in range(2)])
     assert first.token_ids == (0, 1, 2, 3, 4)
     assert second.token_ids == (7000, 0, 1, 2, 3)
 
@@ -98,15 +100,15 @@ def test_rows_of_every_kind_give_in_one_batch_what_they_give_alone(seed: int) ->
         beam([5, 6], {"num_candidates": 40}, seq_id=4, repetition_penalty=1.2, top_logprobs=2),
     ]
     given_NV = logits(5, seed)
-    together = Sampler(CPU).sample(given_NV.clone(), batch)
+    together = new_sampler().sample(given_NV.clone(), batch)
     for row, one in enumerate(batch):
-        assert Sampler(CPU).sample(given_NV[row : row + 1].clone(), [one]) == [together[row]]
+        assert new_sampler().sample(given_NV[row : row + 1].clone(), [one]) == [together[row]]
 
 
 def test_a_row_with_few_finite_scores_has_few_candidates_and_a_dead_one_none() -> None:
     given_NV = torch.full((2, VOCAB), -math.inf)
     given_NV[0, [30, 20]] = torch.tensor([1.0, 2.0])
-    few, none = draw(Sampler(CPU), given_NV, [beam([1], {"num_candidates": 6}, seq_id=row) for row in range(2)])
+    few, none = draw(new_sampler(), given_NV, [beam([1], {"num_candidates": 6}, seq_id=row) for row in range(2)])
     assert few.token_ids == (20, 30)
     assert few.log_total == pytest.approx(math.log(math.e + math.e**2))
     assert none == Candidates((), (), (), (), -math.inf)
@@ -117,7 +119,7 @@ def test_a_nan_is_an_error(spec: dict[str, Any]) -> None:
     given_NV = logits(1, 1)
     given_NV[0, 77] = math.nan
     with pytest.raises(FloatingPointError):
-        Sampler(CPU).sample(given_NV, [beam([1], {"num_candidates": 3, **spec}, do_sample="gumbel_slot" in spec)])
+        new_sampler().sample(given_NV, [beam([1], {"num_candidates": 3, **spec}, do_sample="gumbel_slot" in spec)])
 
 
 @pytest.mark.parametrize("slot", [None, 1])
@@ -125,7 +127,7 @@ def test_top_logprobs_come_with_the_candidates(slot: int | None) -> None:
     given_NV = logits(1, 3)
     spec = {"num_candidates": 40, "gumbel_slot": slot}
     one = beam([1], spec, top_logprobs=4, do_sample=slot is not None)
-    token = Sampler(CPU).sample(given_NV.clone(), [one])[0]
+    token = new_sampler().sample(given_NV.clone(), [one])[0]
     expected = given_NV[0].double().log_softmax(0)
     assert token.logprobs is not None
     assert token.logprobs.chosen is None
@@ -143,7 +145,7 @@ def test_noise_depends_on_seed_position_slot_and_token_alone() -> None:
         given_NV: Tensor = given_NV, slot: int = 0, seed: int = 3, output: tuple[int, ...] = ()
     ) -> dict[int, float]:
         one = beam([1], {"num_candidates": 50, "gumbel_slot": slot}, do_sample=True, seed=seed, output=list(output))
-        found = draw(Sampler(CPU), given_NV, [one])[0]
+        found = draw(new_sampler(), given_NV, [one])[0]
         assert list(found.keys) == sorted(found.keys, reverse=True)
         noise = [key - score for key, score in zip(found.keys, found.scores, strict=True)]
         return dict(zip(found.token_ids, noise, strict=True))
@@ -163,13 +165,13 @@ def test_noise_depends_on_seed_position_slot_and_token_alone() -> None:
 def test_temperature_zero_has_no_noise() -> None:
     given_NV = logits(1, 5)
     one = beam([1], {"num_candidates": 5, "gumbel_slot": 1}, do_sample=True, temperature=0.0)
-    found = draw(Sampler(CPU), given_NV, [one])[0]
+    found = draw(new_sampler(), given_NV, [one])[0]
     assert list(found.token_ids) == best(given_NV[0], 5)
     assert found.keys == found.scores
 
 
 def test_a_fork_goes_on_from_its_parents_counts() -> None:
-    sampler, spec = Sampler(CPU), {"num_candidates": 3}
+    sampler, spec = new_sampler(), {"num_candidates": 3}
     options = {"repetition_penalty": 1.4, "presence_penalty": 0.5}
     parent = beam([1, 2, 3], spec, seq_id=1, output=[4], **options)
     sampler.sample(logits(1, 0), [parent])
@@ -180,24 +182,24 @@ def test_a_fork_goes_on_from_its_parents_counts() -> None:
     sampler.release([8])
     batch = [parent, *children, grandchild]
     given_NV = logits(4, 1)
-    assert draw(sampler, given_NV, batch) == draw(Sampler(CPU), given_NV, batch)
+    assert draw(sampler, given_NV, batch) == draw(new_sampler(), given_NV, batch)
 
 
 def test_a_child_of_fewer_tokens_than_its_parent_counted_is_counted_anew() -> None:
-    sampler, spec = Sampler(CPU), {"num_candidates": 3}
+    sampler, spec = new_sampler(), {"num_candidates": 3}
     parent = beam([1, 2, 3], spec, seq_id=1, output=[4, 5, 6], repetition_penalty=1.4)
     sampler.sample(logits(1, 0), [parent])
     sampler.fork([Fork(1, 2, 4)])
     child = beam([1, 2, 3], spec, seq_id=2, output=[4, 7], repetition_penalty=1.4)
     given_NV = logits(1, 1)
-    assert draw(sampler, given_NV, [child]) == draw(Sampler(CPU), given_NV, [child])
+    assert draw(sampler, given_NV, [child]) == draw(new_sampler(), given_NV, [child])
 
 
 def test_drafts_that_are_refused_leave_no_count_and_probes_no_state() -> None:
     rng = random.Random(5)
     options = params(repetition_penalty=1.5, frequency_penalty=0.7, do_sample=True, seed=3)
     lived, plain = sequence([1, 2, 3], options, seq_id=1), sequence([1, 2, 3], options, seq_id=1)
-    sampler, next_id = Sampler(CPU), 100
+    sampler, next_id = new_sampler(), 100
     for step in range(12):
         confirmed = lived.num_tokens
         drafts = [rng.randrange(20) for _ in range(rng.randrange(4))]
@@ -211,7 +213,7 @@ def test_drafts_that_are_refused_leave_no_count_and_probes_no_state() -> None:
         drawers = [probe for _, probe in lived.probes] or [lived]
         given_NV = logits(1, step, vocab=20).repeat(len(drawers), 1)
         drawn = [token.token_id for token in sampler.sample(given_NV.clone(), drawers)]
-        fresh = Sampler(CPU)
+        fresh = new_sampler()
         for drawer, token_id, row in zip(drawers, drawn, given_NV, strict=True):
             plain.token_ids[:] = drawer.token_ids
             assert fresh.sample(row[None].clone(), [plain])[0].token_id == token_id
@@ -226,7 +228,7 @@ def test_drafts_that_are_refused_leave_no_count_and_probes_no_state() -> None:
 
 
 def test_a_fork_that_never_draws_is_forgotten_with_its_release() -> None:
-    sampler = Sampler(CPU)
+    sampler = new_sampler()
     parent = beam([1, 2], {"num_candidates": 2}, seq_id=1, repetition_penalty=1.1)
     sampler.sample(logits(1, 0), [parent])
     sampler.fork([Fork(1, 2, 2)])
@@ -235,10 +237,10 @@ def test_a_fork_that_never_draws_is_forgotten_with_its_release() -> None:
 
 
 def test_a_shortened_sequence_is_counted_anew() -> None:
-    sampler, options = Sampler(CPU), params(repetition_penalty=2.0)
+    sampler, options = new_sampler(), params(repetition_penalty=2.0)
     one = sequence([1, 2], options, output=[5, 6, 7])
     sampler.sample(logits(1, 0), [one])
     one.roll_back(3)
     given_NV = logits(1, 1)
-    assert sampler.sample(given_NV.clone(), [one]) == Sampler(CPU).sample(given_NV.clone(), [one])
-    assert torch.equal(sampler.processed_scores(given_NV, [one]), Sampler(CPU).processed_scores(given_NV, [one]))
+    assert sampler.sample(given_NV.clone(), [one]) == new_sampler().sample(given_NV.clone(), [one])
+    assert torch.equal(sampler.processed_scores(given_NV, [one]), new_sampler().processed_scores(given_NV, [one]))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
-from penstock.generation.sampling.sampler import Sampler
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def logits(seed: int = 0, rows: int = 1) -> Tensor:
 def allowed(output: list[int], **options: Any) -> set[int]:
     """Ids with a finite score after this output."""
     one = sequence([1, 3], params(**{"eos_token_ids": EOS} | options), output=output)
-    return set(Sampler(CPU).processed_scores(logits(), [one])[0].isfinite().nonzero()[:, 0].tolist())
+    return set(new_sampler().processed_scores(logits(), [one])[0].isfinite().nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_constraint_wins_over_what_stands_before_it_and_not_over_what_stands_b
 
 def test_the_prompt_is_no_part_of_the_path() -> None:
     one = sequence([4, 5], params(allowed_token_trie=PATHS, eos_token_ids=EOS))
-    sampler = Sampler(CPU)
+    sampler = new_sampler()
     tokens = []
     for seed in range(4):
         tokens.append(sampler.sample(logits(seed), [one])[0].token_id)
@@ -83,7 +83,7 @@ def test_ids_beyond_the_output_layer_are_passed_over(options: dict[str, Any]) ->
     prompt = [1, VOCAB + 5, 3] if "ngram" in str(options) else [1, 3]
     batch = [sequence(prompt, params(**options), seq_id=0), sequence([1], params(), seq_id=1)]
     given_NV = logits(rows=2)
-    assert torch.equal(Sampler(CPU).processed_scores(given_NV, batch)[1], given_NV[1])
+    assert torch.equal(new_sampler().processed_scores(given_NV, batch)[1], given_NV[1])
 
 
 def test_a_forced_token_that_the_model_does_not_have_leaves_nothing() -> None:
@@ -91,7 +91,7 @@ def test_a_forced_token_that_the_model_does_not_have_leaves_nothing() -> None:
         sequence([1], params(forced_bos_token_id=VOCAB + 1), seq_id=0),
         sequence([1], params(forced_eos_token_ids=(VOCAB,), max_new_tokens=1), seq_id=1),
     ]
-    assert not Sampler(CPU).processed_scores(logits(rows=2), batch).isfinite().any()
+    assert not new_sampler().processed_scores(logits(rows=2), batch).isfinite().any()
 
 
 EXTREMES: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def test_the_most_extreme_options_leave_a_token_and_touch_nobody_else(options: d
         sequence([1], params(), seq_id=1),
     ]
     given_NV = logits(rows=2)
-    tokens = Sampler(CPU).sample(given_NV.clone(), batch)
+    tokens = new_sampler().sample(given_NV.clone(), batch)
     assert 0 <= tokens[0].token_id < VOCAB
     assert tokens[1].token_id == int(given_NV[1].argmax())
 
@@ -136,7 +136,7 @@ def test_what_was_removed_stays_removed() -> None:
         watermark=WatermarkOptions(0.9, 90.0),
     )
     one = sequence([5, 6, 2], options, output=[6, 5])
-    scores_V = Sampler(CPU).processed_scores(given_NV, [one])[0]
+    scores_V = new_sampler().processed_scores(given_NV, [one])[0]
     assert scores_V[[5, 6, 2]].tolist() == [-math.inf] * 3
 
 
@@ -145,7 +145,7 @@ def test_processed_scores_leave_no_trace() -> None:
     options = params(do_sample=True, repetition_penalty=1.3, no_repeat_ngram_size=2, top_p=0.9, seed=4)
     watched = [sequence([1, 3], options, seq_id=seq_id) for seq_id in range(3)]
     plain = [sequence([1, 3], options, seq_id=seq_id) for seq_id in range(3)]
-    asked, unasked = Sampler(CPU), Sampler(CPU)
+    asked, unasked = new_sampler(), new_sampler()
     for step in range(8):
         given_NV = logits(step, rows=3)
         asked.processed_scores(given_NV[1:2], watched[1:2])
@@ -162,12 +162,12 @@ def test_a_request_of_beams_and_one_of_tokens_share_a_step() -> None:
         one.draw = DrawSpec(DrawKind.CANDIDATES, 4, log_softmax=True)
     alone = sequence([1, 3], params(), seq_id=2)
     given_NV = logits(rows=3)
-    tokens = Sampler(CPU).sample(given_NV.clone(), [beams[0], alone, beams[1]])
+    tokens = new_sampler().sample(given_NV.clone(), [beams[0], alone, beams[1]])
     assert [token.candidates is None for token in tokens] == [False, True, False]
     assert tokens[1].token_id == int(given_NV[1].argmax())
     # The same sequences draw a token when their strategy wants one.
     beams[0].draw = DrawSpec()
-    assert Sampler(CPU).sample(given_NV[:1].clone(), beams[:1])[0].token_id == int(given_NV[0].argmax())
+    assert new_sampler().sample(given_NV[:1].clone(), beams[:1])[0].token_id == int(given_NV[0].argmax())
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from factories.run_kernels import cpu_device, new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,6 @@ from penstock.generation.sampling.processors import (
     TopP,
     Warper,
 )
-from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.sampling.state import SamplingState
 from penstock.generation.sampling.trackers import NgramFollowers, TokenCounts
 from torch import Tensor
@@ -50,7 +50,9 @@ def process(kind: type[LogitsProcessor], sequences: list[Sequence], given_NV: Te
     rows = [row for row, one in enumerate(sequences) if kind.wants(one.params)]
     result = given_NV.clone()
     positions = np.array([one.num_output_tokens for one in sequences], dtype=np.uint64)
-    kind(rows, [states[row] for row in rows], CPU).apply(result, positions)
+    processor = kind(rows, [states[row] for row in rows], CPU)
+    processor.use(cpu_device().sampling_kernels())
+    processor.apply(result, positions)
     return result
 
 
@@ -252,7 +254,7 @@ def test_a_copy_of_ngram_followers_costs_no_set_per_ngram() -> None:
 
 def test_the_bias_of_many_tokens_is_held_as_arrays_once_per_request() -> None:
     options = params(bad_words_ids=tuple((token_id,) for token_id in range(50)))
-    sampler = Sampler(CPU)
+    sampler = new_sampler()
     batch = [sequence([1], options, seq_id=row) for row in range(3)]
     sampler.sample(scores(3, 0), batch)
     assert len({id(state.plan) for state in sampler._states.values()}) == 1

@@ -6,69 +6,19 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from factories.run_kernels import new_sampler
+from factories.sampling_batches import VOCAB, expected_draw, logits, random_batch
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.step import SampledToken
-from penstock.generation.sampling.params import SamplingParams, derive_seed
-from penstock.generation.sampling.rng import stream_keys, uniforms
-from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.sampling.params import derive_seed
 from torch import Tensor
 
 CPU = torch.device("cpu")
-# Not a multiple of any block size, and large enough that candidates come from block maxima.
-VOCAB = 40_009
 torch.set_num_threads(1)
-
-
-def logits(rows: int, seed: int, vocab: int = VOCAB, scale: float = 4.0) -> Tensor:
-    """bf16 values, as a bf16 model gives: full of ties."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, vocab, generator=generator) * scale).to(torch.bfloat16).float()
-
-
-def random_params(rng: random.Random, **fixed: Any) -> SamplingParams:
-    """Any mix of options, each on or off."""
-    options: dict[str, Any] = {
-        "do_sample": rng.random() < 0.85,
-        "temperature": rng.choice([1.0, 0.7, 0.2, 1.9, 0.0]),
-        "top_k": rng.choice([0, 0, 1, 5, 20, 40, 50, 150, 400]),
-        "top_p": rng.choice([1.0, 0.95, 0.8, 0.1, 0.0]),
-        "min_p": rng.choice([0.0, 0.0, 0.05, 0.5]),
-        "repetition_penalty": rng.choice([1.0, 1.05, 1.5]),
-        "frequency_penalty": rng.choice([0.0, 0.4]),
-        "presence_penalty": rng.choice([0.0, -0.7]),
-        "logit_bias": rng.choice([{}, {3: 5.0, 17: -100.0}]),
-        "min_new_tokens": rng.choice([0, 3]),
-        "eos_token_ids": (2, 9),
-        "seed": rng.randrange(2**63),
-        "top_logprobs": rng.choice([None, 0, 3, 20]),
-    }
-    return params(**(options | fixed))
-
-
-def random_batch(rng: random.Random, rows: int, **fixed: Any) -> list[Sequence]:
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(VOCAB) for _ in range(count)]
-
-    return [
-        sequence(ids(rng.randrange(1, 50)), random_params(rng, **fixed), seq_id=row, output=ids(rng.randrange(6)))
-        for row in range(rows)
-    ]
-
-
-def expected_draw(scores_V: Tensor, one: Sequence) -> int:
-    """Inverse CDF over the processed probabilities in the order of token ids."""
-    if not one.params.do_sample or one.params.temperature == 0.0:
-        return int(scores_V.argmax())
-    cumulative = scores_V.double().softmax(-1).cumsum(-1)
-    keys = stream_keys(np.array([one.seed], np.uint64))
-    uniform = float(uniforms(keys, np.array([one.num_output_tokens], np.uint64))[0])
-    return int((cumulative <= uniform * cumulative[-1]).sum())
 
 
 @settings(deadline=None, max_examples=25)
@@ -76,8 +26,8 @@ def expected_draw(scores_V: Tensor, one: Sequence) -> int:
 def test_tokens_are_those_of_the_reference_on_the_whole_vocabulary(seed: int, scale: float) -> None:
     batch = random_batch(random.Random(seed), 6)
     given_NV = logits(6, seed, scale=scale)
-    scores_NV = Sampler(CPU).processed_scores(given_NV, batch)
-    tokens = Sampler(CPU).sample(given_NV.clone(), batch)
+    scores_NV = new_sampler().processed_scores(given_NV, batch)
+    tokens = new_sampler().sample(given_NV.clone(), batch)
     assert [token.token_id for token in tokens] == [
         expected_draw(row, one) for row, one in zip(scores_NV, batch, strict=True)
     ]
@@ -89,34 +39,34 @@ def test_a_row_gives_the_same_in_every_batch(seed: int) -> None:
     rng = random.Random(seed)
     batch = random_batch(rng, 7)
     given_NV = logits(7, seed)
-    alone = [Sampler(CPU).sample(given_NV[row : row + 1].clone(), [one])[0] for row, one in enumerate(batch)]
-    assert Sampler(CPU).sample(given_NV.clone(), batch) == alone
+    alone = [new_sampler().sample(given_NV[row : row + 1].clone(), [one])[0] for row, one in enumerate(batch)]
+    assert new_sampler().sample(given_NV.clone(), batch) == alone
     order = rng.sample(range(7), 5)
-    assert Sampler(CPU).sample(given_NV[order], [batch[row] for row in order]) == [alone[row] for row in order]
+    assert new_sampler().sample(given_NV[order], [batch[row] for row in order]) == [alone[row] for row in order]
 
 
 def test_a_sampler_that_lived_through_the_steps_equals_a_new_one() -> None:
     rng = random.Random(4)
     batch = random_batch(rng, 6, do_sample=True, temperature=1.0)
-    lived = Sampler(CPU)
+    lived = new_sampler()
     for step in range(8):
         given_NV = logits(6, step, vocab=VOCAB)
         rows = rng.sample(range(6), rng.randrange(1, 7))
         chosen = [batch[row] for row in rows]
         drawn = lived.sample(given_NV[rows], chosen)
-        assert drawn == Sampler(CPU).sample(given_NV[rows], chosen)
+        assert drawn == new_sampler().sample(given_NV[rows], chosen)
         for one, token in zip(chosen, drawn, strict=True):
             one.token_ids.append(token.token_id)
 
 
 def test_a_released_sequence_is_counted_anew() -> None:
     one = sequence([1], params(repetition_penalty=2.0, presence_penalty=1.0), output=[5, 6])
-    sampler = Sampler(CPU)
+    sampler = new_sampler()
     sampler.sample(logits(1, 0), [one])
     one.token_ids[2] = 7
     sampler.release([0, 99])
     given_NV = logits(1, 1)
-    assert torch.equal(sampler.processed_scores(given_NV, [one]), Sampler(CPU).processed_scores(given_NV, [one]))
+    assert torch.equal(sampler.processed_scores(given_NV, [one]), new_sampler().processed_scores(given_NV, [one]))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +85,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any]) -> None:
     draws, vocab = 20_000, 500
     given_V = logits(1, 11, vocab=vocab, scale=2.0)[0]
     one = sequence([4, 5], params(do_sample=True, **options))
-    probs = Sampler(CPU).processed_scores(given_V[None], [one])[0].double().softmax(-1)
+    probs = new_sampler().processed_scores(given_V[None], [one])[0].double().softmax(-1)
     observed = torch.zeros(vocab, dtype=torch.float64)
     for first in range(0, draws, 2000):
         # One sequence each, with seeds as n > 1 derives them.
@@ -143,7 +93,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any]) -> None:
             sequence([4, 5], params(do_sample=True, seed=derive_seed(7, first + i), **options), seq_id=first + i)
             for i in range(2000)
         ]
-        tokens = Sampler(CPU).sample(given_V.repeat(2000, 1), batch)
+        tokens = new_sampler().sample(given_V.repeat(2000, 1), batch)
         observed += torch.bincount(torch.tensor([t.token_id for t in tokens]), minlength=vocab)
     assert observed[probs == 0].sum() == 0
     assert_chi_square(observed, probs * draws)
@@ -152,7 +102,7 @@ def test_draws_follow_the_exact_distribution(options: dict[str, Any]) -> None:
 def test_draws_along_one_sequence_follow_the_exact_distribution() -> None:
     given_V = logits(1, 12, vocab=50, scale=1.5)[0]
     one = sequence([1], params(do_sample=True, seed=12345))
-    sampler, observed = Sampler(CPU), torch.zeros(50, dtype=torch.float64)
+    sampler, observed = new_sampler(), torch.zeros(50, dtype=torch.float64)
     for _ in range(5000):
         token_id = sampler.sample(given_V[None].clone(), [one])[0].token_id
         one.token_ids.append(token_id)
@@ -174,14 +124,14 @@ def assert_chi_square(observed: Tensor, expected: Tensor) -> None:
 
 def test_temperature_zero_is_greedy() -> None:
     given_NV = logits(1, 5)
-    token = Sampler(CPU).sample(given_NV.clone(), [sequence([1], params(do_sample=True, temperature=0.0))])[0]
+    token = new_sampler().sample(given_NV.clone(), [sequence([1], params(do_sample=True, temperature=0.0))])[0]
     assert token == SampledToken(int(given_NV.argmax()))
 
 
 def test_the_first_of_equal_scores_is_the_greedy_choice() -> None:
     given_NV = torch.zeros(1, 100)
     given_NV[0, [40, 60]] = 3.0
-    assert Sampler(CPU).sample(given_NV, [sequence([1], params())])[0].token_id == 40
+    assert new_sampler().sample(given_NV, [sequence([1], params())])[0].token_id == 40
 
 
 SELECTIONS: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.1}]
@@ -200,7 +150,7 @@ EXTREMES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_the_most_extreme_options_leave_a_distribution(extreme: dict[str, Any], selection: dict[str, Any]) -> None:
     one = sequence([7, 8], params(do_sample=True, **extreme, **selection))
-    token = Sampler(CPU).sample(logits(1, 3, vocab=300), [one])[0]
+    token = new_sampler().sample(logits(1, 3, vocab=300), [one])[0]
     if extreme.get("temperature", 1.0) < 10:
         assert token.token_id == 5
 
@@ -211,7 +161,7 @@ def test_an_extreme_repetition_penalty_leaves_a_distribution(penalty: float, sel
     given_NV = logits(1, 3, vocab=300)
     for scores_NV in (given_NV, -given_NV.abs(), torch.zeros_like(given_NV)):
         options = params(do_sample=True, repetition_penalty=penalty, temperature=1e-30, **selection)
-        token = Sampler(CPU).sample(scores_NV.clone(), [sequence(list(range(300)), options)])[0]
+        token = new_sampler().sample(scores_NV.clone(), [sequence(list(range(300)), options)])[0]
         assert 0 <= token.token_id < 300
 
 
@@ -221,7 +171,7 @@ def test_one_nan_is_an_error_however_the_row_is_drawn(vocab: int, selection: dic
     given_NV = logits(1, 3, vocab=vocab)
     given_NV[0, 123] = math.nan
     with pytest.raises(FloatingPointError):
-        Sampler(CPU).sample(given_NV, [sequence([1], params(do_sample=True, **selection))])
+        new_sampler().sample(given_NV, [sequence([1], params(do_sample=True, **selection))])
 
 
 def test_nan_logits_are_an_error() -> None:
@@ -229,7 +179,7 @@ def test_nan_logits_are_an_error() -> None:
         broken = logits(2, 0)
         broken[1] = math.nan
         with pytest.raises(FloatingPointError):
-            Sampler(CPU).sample(broken, [sequence([1], options, seq_id=0), sequence([1], options, seq_id=1)])
+            new_sampler().sample(broken, [sequence([1], options, seq_id=0), sequence([1], options, seq_id=1)])
 
 
 @settings(deadline=None, max_examples=25)
@@ -237,8 +187,8 @@ def test_nan_logits_are_an_error() -> None:
 def test_logprobs_are_the_log_softmax_of_the_processed_scores(seed: int) -> None:
     batch = random_batch(random.Random(seed), 6, top_logprobs=7)
     given_NV = logits(6, seed)
-    scores_NV = Sampler(CPU).processed_scores(given_NV, batch)
-    for token, scores_V in zip(Sampler(CPU).sample(given_NV.clone(), batch), scores_NV, strict=True):
+    scores_NV = new_sampler().processed_scores(given_NV, batch)
+    for token, scores_V in zip(new_sampler().sample(given_NV.clone(), batch), scores_NV, strict=True):
         expected = scores_V.double().log_softmax(-1)
         assert token.logprobs is not None
         chosen = token.logprobs.chosen
@@ -256,7 +206,7 @@ def test_logprobs_are_the_log_softmax_of_the_processed_scores(seed: int) -> None
 
 def test_only_rows_that_asked_have_logprobs() -> None:
     batch = [sequence([1], params(top_logprobs=k), seq_id=row) for row, k in enumerate([None, 0, 2])]
-    none, chosen_only, two = Sampler(CPU).sample(logits(3, 3), batch)
+    none, chosen_only, two = new_sampler().sample(logits(3, 3), batch)
     assert none.logprob is None
     assert none.logprobs is None
     assert chosen_only.logprobs is not None

@@ -13,6 +13,7 @@ import torch
 from factories.engine import run
 from factories.grammars import EOS, compiled, regex, text_tokenizer
 from factories.modes import ROOMY, load_service, new_engine, prepare, to_message
+from factories.run_kernels import new_sampler
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.sequence import Sequence
@@ -21,7 +22,6 @@ from penstock.generation.grammar.state import MatcherState
 from penstock.generation.runner.grammar_masks import GrammarMasks
 from penstock.generation.sampling.modes import BeamOptions
 from penstock.generation.sampling.params import SamplingParams
-from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.sampling.token_masks import TokenMasks
 
 INF = float("inf")
@@ -88,7 +88,7 @@ def test_a_beam_that_obeys_constraint_and_options_comes_before_one_that_does_not
 
 
 def test_greedy_and_sampled_rows_draw_what_is_allowed_and_others_are_left_alone() -> None:
-    sampler = Sampler(torch.device("cpu"))
+    sampler = new_sampler()
     rows = [sequence(0), sequence(1, do_sample=True, top_k=5), sequence(2, do_sample=True, temperature=3.0)]
     logits = torch.randn(3, 50)
     free = sampler.sample(logits.clone(), rows)
@@ -99,7 +99,7 @@ def test_greedy_and_sampled_rows_draw_what_is_allowed_and_others_are_left_alone(
 
 
 def test_processed_scores_show_the_mask() -> None:
-    sampler = Sampler(torch.device("cpu"))
+    sampler = new_sampler()
     scores = sampler.processed_scores(torch.zeros(1, 20), [sequence(0)], masks({0: [4]}, 20))
     assert scores[0].tolist() == [0.0 if token_id == 4 else -INF for token_id in range(20)]
 
@@ -154,7 +154,7 @@ def test_what_the_filler_raises_is_raised_where_the_masks_are_taken() -> None:
 
 def test_a_grammar_draws_its_only_text_whatever_the_model_says() -> None:
     state = compiled(regex("hello world")).start(EOS)
-    one, sampler = sequence(0, state), Sampler(torch.device("cpu"))
+    one, sampler = sequence(0, state), new_sampler()
     source = GrammarMasks(MaskWorkers(4096, 1))
     while not state.is_done:
         pending = source.start([one])

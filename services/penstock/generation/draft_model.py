@@ -80,7 +80,7 @@ def make_draft_model(
     context = min(engine.max_context_tokens, weights.config.max_position_embeddings)
     with _about_the_draft_model():
         kv = _pool(config, weights, device, engine, context)
-    runner = ModelRunner(weights, kv, masks=masks)
+    runner = ModelRunner(weights, kv, masks=masks, kernels=device.sampling_kernels())
     drafter = ModelDrafter(
         runner,
         num_blocks=kv.num_blocks,

@@ -112,7 +112,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
     kv = _kv_pool(config, kv_memory, model, device, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
-    runner = ModelRunner(model, kv, masks=masks)
+    runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels())
     runner.warm_up()
     batch = _batch(config, runner)
     engine_config = _engine_config(config, kv, context, batch.tokens)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
     from penstock.generation.models.kernels import LayerKernels
     from penstock.generation.quantization.base import LinearMethod
+    from penstock.generation.sampling.kernels import SamplingKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Device(ABC):
     @abstractmethod
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """The fastest operations between linear layers for `dtype` that work here."""
+
+    @abstractmethod
+    def sampling_kernels(self) -> SamplingKernels:
+        """The fastest operations on rows of scores that work here."""
 
     @abstractmethod
     def synchronize(self) -> None:

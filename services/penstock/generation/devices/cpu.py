@@ -20,6 +20,7 @@ from penstock.generation.native import library
 from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import packing_obstacle
 from penstock.generation.quantization.registry import cpu_method
+from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 
 _log = get_logger("penstock.generation")
 KERNELS = ("auto", "native", "torch")
@@ -84,6 +85,10 @@ class CPUDevice(Device):
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """See Device."""
         return NativeKernels() if self._uses_native(dtype) else LayerKernels()
+
+    def sampling_kernels(self) -> SamplingKernels:
+        """See Device. Scores are float32 whatever the model computes in."""
+        return SamplingKernels() if self.instruction_set is None else NativeSampling()
 
     def _uses_native(self, dtype: torch.dtype) -> bool:
         return self.instruction_set is not None and dtype in library.DTYPES

@@ -21,6 +21,7 @@ from penstock.generation.runner.input_batch import InputBatch
 from penstock.generation.runner.pooling import MeanPooling
 from penstock.generation.runner.prompt_logprobs import PromptScorer
 from penstock.generation.runner.tensors import StepTensorTaker
+from penstock.generation.sampling.kernels import SamplingKernels
 from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.sampler import Sampler
 
@@ -41,19 +42,26 @@ class ModelRunner:
     """The engine's Runner over one model and one KV pool. Used by one thread."""
 
     def __init__(
-        self, model: CausalLM, kv: KVCachePool, *, prompt_logprob_rows: int = 64, masks: MaskFiller | None = None
+        self,
+        model: CausalLM,
+        kv: KVCachePool,
+        *,
+        prompt_logprob_rows: int = 64,
+        masks: MaskFiller | None = None,
+        kernels: SamplingKernels | None = None,
     ) -> None:
         """`prompt_logprob_rows`: prompt rows whose logits exist at a time; a row takes vocabulary x 4 bytes, thrice.
 
-        `masks` None: no sequence may have a grammar.
+        `masks` None: no sequence may have a grammar. `kernels`: the device's for sampling; None: the reference.
         """
+        kernels = kernels or SamplingKernels()
         self._model = model
         self._kv = kv
-        self._prompt_scorer = PromptScorer(model, prompt_logprob_rows)
+        self._prompt_scorer = PromptScorer(model, prompt_logprob_rows, kernels)
         self._pooling = MeanPooling()
         self._histories = HiddenHistories()
         self._inputs = InputBatch(kv.block_size, model.device)
-        self._sampler = Sampler(model.device)
+        self._sampler = Sampler(model.device, kernels)
         self._masks = None if masks is None else GrammarMasks(masks)
 
     @torch.inference_mode()

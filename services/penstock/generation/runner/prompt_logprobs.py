@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.sampling.logprobs import position_logprobs
-
 if TYPE_CHECKING:
     from penstock.generation.engine.request import PositionLogprobs
     from penstock.generation.engine.step import ScheduledSequence
     from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.sampling.kernels import SamplingKernels
 
 
 class PromptScorer:
     """Makes logits of the needed rows only, and of a bounded number of them at a time."""
 
-    def __init__(self, model: CausalLM, max_rows: int) -> None:
+    def __init__(self, model: CausalLM, max_rows: int, kernels: SamplingKernels) -> None:
         """`max_rows` rows of logits exist at once; each takes the vocabulary x 4 bytes, thrice."""
         self._model = model
         self._max_rows = max_rows
+        self._kernels = kernels
 
     def score(self, entry: ScheduledSequence, hidden_PI: torch.Tensor) -> tuple[PositionLogprobs, ...]:
         """Logprobs of the tokens that the entry's rows predict, from Sequence.first_logprob_row on; maybe none.
@@ -39,5 +39,5 @@ class PromptScorer:
             some = targets[begin : begin + self._max_rows]
             chosen = torch.tensor(some, dtype=torch.int64, device=self._model.device)
             logits = self._model.compute_logits(rows_PI[begin : begin + len(some)])
-            entries += position_logprobs(logits, chosen, [num_top] * len(some))
+            entries += self._kernels.position_logprobs(logits, chosen, [num_top] * len(some))
         return tuple(entries)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from operator import is_
 from typing import TYPE_CHECKING
 
@@ -30,10 +32,25 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.processors import LogitsProcessor, Warper
     from penstock.generation.sampling.state import SamplingState
 
     Wanting = dict[type[LogitsProcessor], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """Options of the R rows that draw a token, as the native kernels take them; neutral where a row is warped first."""
+
+    rows_R: torch.Tensor
+    temperatures_R: torch.Tensor
+    # 0: off.
+    top_ks_R: torch.Tensor
+    # Infinity: off.
+    top_ps_R: torch.Tensor
+    min_ps_R: torch.Tensor
+
 
 # In place of (number of candidates, has top-k): drawn from the vocabulary as the warpers and what follows them left it.
 WARPED = (-1, False)
@@ -46,7 +63,14 @@ class SamplingBatch:
     those whose candidates are drawn from what the warpers leave.
     """
 
-    def __init__(self, states: Seq[SamplingState], device: torch.device, *, is_reference: bool = False) -> None:
+    def __init__(
+        self,
+        states: Seq[SamplingState],
+        device: torch.device,
+        kernels: SamplingKernels,
+        *,
+        is_reference: bool = False,
+    ) -> None:
         """`is_reference`: for the processed scores themselves, not for what is drawn from them."""
         self.states = states
         self.device = device
@@ -64,6 +88,8 @@ class SamplingBatch:
         # After the warpers; what changes neither the choice nor its probability is left out where a token is drawn.
         late = wanting if is_reference else {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
         self.late_processors = _build(LATE_PROCESSORS, late, states, device)
+        for processor in (*self.processors, *self.late_processors):
+            processor.use(kernels)
         # Rows whose processors follow the tokens.
         self.following = [state for state in states if state.trackers]
         # Row -> number of top logprobs, of the rows that asked for logprobs.
@@ -82,9 +108,10 @@ class SamplingBatch:
         self.sampled_index_M = self.index(self.sampled_rows)
         # Number of candidates and whether there is a top-k, of every row that draws a token.
         keys = [(plans[row].num_candidates, sampled[m].top_k > 0) for m, row in enumerate(token_rows)]
-        keys = [WARPED if plans[row].changes_warped else key for row, key in zip(token_rows, keys, strict=True)]
+        keys = [WARPED if plans[row].is_warped_first else key for row, key in zip(token_rows, keys, strict=True)]
         # Such a pair -> places among the sampled rows, which are drawn together.
         self.groups = {key: self.index([m for m, k in enumerate(keys) if k == key]) for key in sorted(set(keys))}
+        self._keys = keys
         # Places, among the sampled rows, of those that are warped before anything is drawn from them.
         warped = [m for m, key in enumerate(keys) if key == WARPED]
         self.warped_first = self.index([*warped, *range(len(token_rows), len(self.sampled_rows))])
@@ -111,6 +138,30 @@ class SamplingBatch:
             *(others.get(kind) for kind in (TypicalP, EpsilonCutoff, EtaCutoff)),
         )
         return [warper for warper in found if warper is not None]
+
+    @cached_property
+    def draw_options(self) -> DrawOptions:
+        """Of the sampled rows that draw a token, in their order."""
+        count = len(self._keys)
+        options = self.options_of(torch.arange(count))
+        is_warped_R = torch.tensor([key == WARPED for key in self._keys], dtype=torch.bool)
+        return DrawOptions(
+            self.sampled_index_M[:count],
+            options.temperatures_R.masked_fill(is_warped_R, 1.0),
+            options.top_ks_R.masked_fill(is_warped_R, 0),
+            options.top_ps_R.masked_fill(is_warped_R, torch.inf),
+            options.min_ps_R.masked_fill(is_warped_R, 0.0),
+        )
+
+    def options_of(self, places_R: torch.Tensor) -> DrawOptions:
+        """Of some of the sampled rows."""
+        return DrawOptions(
+            self.sampled_index_M[places_R],
+            self.temperature.values_M1[places_R, 0],
+            self.top_k.last_places_M1[places_R, 0] + 1,
+            self.top_p.values_M1[places_R, 0],
+            self.min_p.values_M1[places_R, 0],
+        )
 
     def _changed(self, kind: type[LogitsProcessor], rows: list[int]) -> list[int]:
         """Those of `rows` for whose draw a late processor matters."""

@@ -10,29 +10,24 @@ import torch
 from penstock.generation.engine.draw import Candidates
 from penstock.generation.engine.request import PositionLogprobs
 from penstock.generation.engine.step import SampledToken
-from penstock.generation.sampling.candidates import top_candidates
-from penstock.generation.sampling.gumbel import gumbel_noise
-from penstock.generation.sampling.logprobs import top_logprobs
+from penstock.generation.sampling.logprobs import LISTED, top_logprobs
+from penstock.generation.sampling.rng import token_stream
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Sequence as Seq
 
+    from penstock.generation.engine.request import Logprob
     from penstock.generation.sampling.batch import SamplingBatch
     from penstock.generation.sampling.candidates import Candidates as TopScores
+    from penstock.generation.sampling.gumbel import Ranked
+    from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.state import SamplingState
 
-    # Ids and what they are ranked by, best first.
-    Ranked = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-
-# Noise is made for every token, unless fewer than one in so many is left.
-_FEW = 8
-# So few keys are sorted whole.
-_SORTED_WHOLE = 2048
 # How many of the highest scores are found at once; the surplus over what is asked holds ties.
 _SIZES = (16, 32, 64, 128, 256, 512)
 
 
-def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor) -> dict[int, SampledToken]:
+def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor, kernels: SamplingKernels) -> dict[int, SampledToken]:
     """Row -> what it gets, of the batch's candidate rows, from their processed (and warped) scores.
 
     A row with nothing finite has no candidates and a total of -inf: a beam that cannot go on. Raises
@@ -43,39 +38,74 @@ def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor) -> dict[int, 
     states = [batch.states[row] for row in rows]
     counts = [state.sequence.draw.num_candidates for state in states]
     size = next((size for size in _SIZES if size > max(counts)), max(counts) + 1)
-    found = top_candidates(scores_RV, torch.arange(len(rows), device=scores_NV.device), size)
+    found = kernels.top_candidates(scores_RV, torch.arange(len(rows), device=scores_NV.device), size)
     highest = found.scores_RC[:, 0].tolist()
     # A NaN is found before any number.
     if any(score != score or score == torch.inf for score in highest):
         raise FloatingPointError("the model produced logits that are not numbers")
     ranked = _by_score(scores_RV, found, counts)
-    results = {}
-    for row, state, scores_V, best, by_score in zip(rows, states, scores_RV, highest, ranked, strict=True):
-        total = _log_total(scores_V, best, state)
-        results[row] = _draw(scores_V, state, by_score, total)
-    return results
+    totals = _log_totals(scores_RV, highest, states, kernels)
+    tops = _top_logprobs(scores_RV, states, totals, kernels)
+    ranked = [noisy or by_score for noisy, by_score in zip(_noisy(scores_RV, states, kernels), ranked, strict=True)]
+    given = zip(rows, states, scores_RV, ranked, totals, tops, strict=True)
+    return {row: _draw(scores_V, state, *found) for row, state, scores_V, *found in given}
 
 
-def _draw(scores_V: torch.Tensor, state: SamplingState, by_score: Ranked, total: float) -> SampledToken:
-    spec, num_top = state.sequence.draw, state.plan.num_top
-    ids_C, keys_C = by_score
-    # At a temperature of 0 there is no noise.
-    if spec.gumbel_slot is not None and not state.plan.is_greedy:
-        ids_C, keys_C = _by_noisy_score(scores_V, state, spec.gumbel_slot, spec.num_candidates)
-        scores = scores_V.cpu().numpy()[ids_C].tolist()
-    else:
-        # The scores themselves, which fp64 holds as they are.
-        scores = keys_C.tolist()
+def _top_logprobs(
+    scores_RV: torch.Tensor, states: Seq[SamplingState], totals: list[float], kernels: SamplingKernels
+) -> list[tuple[Logprob, ...] | None]:
+    """Every row's most likely tokens; None where nobody asked."""
+    wanted = [(place, state.plan.num_top) for place, state in enumerate(states) if state.plan.num_top is not None]
+    tops: list[tuple[Logprob, ...] | None] = [None] * len(states)
+    if wanted:
+        rows_R = torch.tensor([place for place, _ in wanted], device=scores_RV.device)
+        found = kernels.top_candidates(scores_RV, rows_R, max(LISTED, *(num_top for _, num_top in wanted)))
+        for row, (place, num_top) in enumerate(wanted):
+            tops[place] = top_logprobs(found, row, num_top, totals[place])
+    return tops
+
+
+def _draw(
+    scores_V: torch.Tensor,
+    state: SamplingState,
+    ranked: Ranked,
+    total: float,
+    top: tuple[Logprob, ...] | None,
+) -> SampledToken:
+    spec = state.sequence.draw
+    ids_C, keys_C = ranked
+    # Without noise they are the keys, which fp64 holds as they are.
+    scores = scores_V.cpu().numpy()[ids_C].tolist() if _has_noise(state) else keys_C.tolist()
     candidates = Candidates(
         token_ids=tuple(ids_C.tolist()),
         scores=tuple(scores),
         keys=tuple(keys_C.tolist()),
         extra_scores=tuple(scores_V[list(spec.extra_ids)].tolist()) if spec.extra_ids else (),
         log_total=total,
-        ranks=() if num_top is None else _ranks(scores_V, scores),
+        ranks=() if top is None else _ranks(scores_V, scores),
     )
-    top = None if num_top is None else PositionLogprobs(None, top_logprobs(scores_V, num_top, total))
-    return SampledToken(-1, candidates=candidates, logprobs=top)
+    return SampledToken(-1, candidates=candidates, logprobs=None if top is None else PositionLogprobs(None, top))
+
+
+def _has_noise(state: SamplingState) -> bool:
+    """At a temperature of 0 there is none."""
+    return state.sequence.draw.gumbel_slot is not None and not state.plan.is_greedy
+
+
+def _noisy(scores_RV: torch.Tensor, states: Seq[SamplingState], kernels: SamplingKernels) -> list[Ranked | None]:
+    """The highest scores with noise, of the rows that have it."""
+    rows = [row for row, state in enumerate(states) if _has_noise(state)]
+    found: list[Ranked | None] = [None] * len(states)
+    if rows:
+        chosen = [states[row] for row in rows]
+        streams = [
+            token_stream(state.key, state.sequence.num_output_tokens, state.sequence.draw.gumbel_slot or 0)
+            for state in chosen
+        ]
+        counts = [state.sequence.draw.num_candidates for state in chosen]
+        for row, ranked in zip(rows, kernels.top_noisy(scores_RV, rows, streams, counts), strict=True):
+            found[row] = ranked
+    return found
 
 
 def _ranks(scores_V: torch.Tensor, scores: list[float]) -> tuple[int, ...]:
@@ -86,13 +116,19 @@ def _ranks(scores_V: torch.Tensor, scores: list[float]) -> tuple[int, ...]:
     return tuple((1 + len(at_least_E) - at_least_E.searchsorted(wanted, side="right")).tolist())
 
 
-def _log_total(scores_V: torch.Tensor, highest: float, state: SamplingState) -> float:
-    """log(sum(exp(scores))), from log_softmax: a plain sum over one row is split by the number of threads."""
-    if highest == -torch.inf:
-        return highest
-    if state.sequence.draw.log_softmax and state.leaves_scores_alone:
-        return 0.0
-    return highest - float(scores_V.log_softmax(-1).amax())
+def _log_totals(
+    scores_RV: torch.Tensor, highest: list[float], states: Seq[SamplingState], kernels: SamplingKernels
+) -> list[float]:
+    """log(sum(exp(scores))) of every row: -inf where nothing is left, 0 where they are log-probabilities still."""
+    totals = [one if one == -torch.inf else 0.0 for one in highest]
+    unknown = [
+        row
+        for row, state in enumerate(states)
+        if highest[row] > -torch.inf and not (state.sequence.draw.log_softmax and state.leaves_scores_alone)
+    ]
+    for row, total in zip(unknown, kernels.log_totals(scores_RV, unknown), strict=True):
+        totals[row] = total
+    return totals
 
 
 def _rows(scores_NV: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -119,23 +155,3 @@ def _by_score(scores_RV: torch.Tensor, found: TopScores, counts: list[int]) -> l
         kept = min(count, int((keys_C > -np.inf).sum()))
         results.append((ids_C[:kept], keys_C[:kept]))
     return results
-
-
-def _by_noisy_score(scores_V: torch.Tensor, state: SamplingState, slot: int, count: int) -> Ranked:
-    """The highest finite scores with Gumbel noise: (ids, scores with noise), best first."""
-    given_V = scores_V.cpu().numpy()
-    is_left_V = given_V > -np.inf
-    position, num_left = state.sequence.num_output_tokens, int(np.count_nonzero(is_left_V))
-    if not num_left:
-        return np.empty(0, dtype=np.int64), np.empty(0)
-    ids_E = np.flatnonzero(is_left_V) if num_left * _FEW < len(given_V) else np.arange(len(given_V))
-    keys_E = given_V[ids_E] if len(ids_E) < len(given_V) else given_V
-    keys_E = keys_E + gumbel_noise(state.key, position, slot, ids_E)
-    if len(keys_E) <= _SORTED_WHOLE:
-        order = np.argsort(-keys_E, kind="stable")
-    else:
-        # Two keys of 53 random bits are not equal, so how it orders equals does not matter.
-        only_row = torch.zeros(1, dtype=torch.int64)
-        order = top_candidates(torch.from_numpy(keys_E)[None], only_row, max(count, 1)).ids_RC[0].numpy()
-    order = order[: min(count, num_left)]
-    return ids_E[order], keys_E[order]

@@ -6,6 +6,7 @@ the tokens before. Source: Kirchenbauer et al., "A Watermark for Large Language 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,15 @@ if TYPE_CHECKING:
 
     from penstock.generation.sampling.modes import WatermarkOptions
 
+# (vocabulary, ids of a list, seeds, ids) -> answers: see `in_head`.
+HeadSearch = Callable[[int, int, "Seq[int]", "Seq[int]"], list[bool]]
+
 _TABLE_SIZE = 1_000_003
 _MASK_64 = (1 << 64) - 1
 SELF_HASH = "selfhash"
+# Of (vocabulary, ids of a list, seed, id); begun anew when it is full.
+_MOST_ANSWERS = 1 << 16
+_answers: dict[tuple[int, int, int, int], bool] = {}
 
 
 def num_green(vocab_size: int, options: WatermarkOptions) -> int:
@@ -38,10 +45,34 @@ def green_bits(vocab_size: int, options: WatermarkOptions, context: Seq[int]) ->
 def is_green(vocab_size: int, options: WatermarkOptions, context: Seq[int], token_id: int) -> bool:
     """Whether `token_id` is green after `context`."""
     if options.seeding_scheme == SELF_HASH:
-        # A list of its own for nearly every token: only the answer is worth keeping.
-        return _is_in_head(vocab_size, num_green(vocab_size, options), _seed(options, context), token_id)
+        return are_green(vocab_size, options, [(context, token_id)])[0]
     bits = green_bits(vocab_size, options, context)
     return token_id < vocab_size and bool(bits[token_id >> 3] >> (7 - (token_id & 7)) & 1)
+
+
+def are_green(
+    vocab_size: int, options: WatermarkOptions, pairs: Seq[tuple[Seq[int], int]], search: HeadSearch | None = None
+) -> list[bool]:
+    """For selfhash: whether the id of each (context, id) is green. `search` None: `in_head`.
+
+    A list of its own for nearly every token: only the answers are worth keeping, and nothing but the one id is followed
+    through the permutation.
+    """
+    count = num_green(vocab_size, options)
+    asked = [(vocab_size, count, _seed(options, context), token_id) for context, token_id in pairs]
+    unknown = [question for question in dict.fromkeys(asked) if question not in _answers]
+    if unknown:
+        seeds, ids = [question[2] for question in unknown], [question[3] for question in unknown]
+        _answers.update(zip(unknown, (search or in_head)(vocab_size, count, seeds, ids), strict=True))
+    answers = [_answers[question] for question in asked]
+    if len(_answers) > _MOST_ANSWERS:
+        _answers.clear()
+    return answers
+
+
+def in_head(vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
+    """Of each seed and id, whether the id is among the first `count` of torch.randperm(vocab_size), seeded so."""
+    return [_is_in_head(vocab_size, count, seed, token_id) for seed, token_id in zip(seeds, ids, strict=True)]
 
 
 def _seed(options: WatermarkOptions, context: Seq[int]) -> int:
@@ -55,9 +86,22 @@ def _seed(options: WatermarkOptions, context: Seq[int]) -> int:
     return int((key * hashes * hashes[-1]).min()) % _MASK_64
 
 
-@lru_cache(maxsize=1 << 16)
 def _is_in_head(vocab_size: int, count: int, seed: int, token_id: int) -> bool:
-    return bool((_head(vocab_size, count, seed) == token_id).any())
+    """randperm exchanges place i with one of [i, vocab_size), for i from 0 on; after `count` steps its head is final.
+
+    Its numbers are those of MT19937 with the lower 32 bits of the seed. The places that the id is moved to are few.
+    """
+    steps = min(count, vocab_size - 1)
+    step_S = np.arange(steps, dtype=np.uint32)
+    numbers_S = np.random.RandomState(seed & 0xFFFFFFFF).randint(0, 1 << 32, size=steps, dtype=np.uint32)
+    others_S = numbers_S % (np.uint32(vocab_size) - step_S) + step_S
+    place, start = token_id, 0
+    while True:
+        if (others_S[start : place + 1] == place).any():
+            return True
+        if place >= steps:
+            return place < count
+        start, place = place + 1, int(others_S[place])
 
 
 @lru_cache(maxsize=1024)

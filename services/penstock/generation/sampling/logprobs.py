@@ -12,9 +12,11 @@ from penstock.generation.sampling.candidates import top_candidates
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from penstock.generation.sampling.candidates import Candidates
+
 # More than the API allows to ask for, and the same for every row: which of several equal scores are listed must not
 # depend on what the other rows of the batch ask for.
-_CANDIDATES = 32
+LISTED = 32
 
 
 def position_logprobs(
@@ -29,7 +31,7 @@ def position_logprobs(
     """
     chosen_R1 = chosen_R[:, None]
     all_rows = torch.arange(len(scores_RV), device=scores_RV.device)
-    top = top_candidates(scores_RV, all_rows, max(_CANDIDATES, *num_top))
+    top = top_candidates(scores_RV, all_rows, max(LISTED, *num_top))
     logprobs_RV = scores_RV.log_softmax(-1)
     chosen_logprobs = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
     top_logprobs = logprobs_RV.gather(1, top.ids_RC).tolist()
@@ -38,20 +40,28 @@ def position_logprobs(
     higher_RV = torch.gt(scores_RV, scores_RV.gather(1, chosen_R1), out=logprobs_RV)
     ranks = (higher_RV.sum(-1).to(torch.int64) + 1).tolist()
     chosen = zip(_ids(ids_RV, chosen_R1)[:, 0].tolist(), chosen_logprobs, ranks, strict=True)
-    rows = zip(top.scores_RC.tolist(), _ids(ids_RV, top.ids_RC).tolist(), top_logprobs, num_top, strict=True)
+    return listed_logprobs(
+        list(chosen), (top.scores_RC.tolist(), _ids(ids_RV, top.ids_RC).tolist(), top_logprobs), num_top
+    )
+
+
+def listed_logprobs(
+    chosen: list[tuple[int, float, int]],
+    top: tuple[list[list[float]], list[list[int]], list[list[float]]],
+    num_top: Seq[int],
+) -> list[PositionLogprobs]:
+    """Of every row: the chosen token as (id, logprob, rank), and of `top`, which holds descending scores, ids and
+    logprobs, the first `num_top`."""
     return [
         PositionLogprobs(Logprob(*one), _ranked(scores[:k], ids[:k], logprobs[:k]))
-        for one, (scores, ids, logprobs, k) in zip(chosen, rows, strict=True)
+        for one, scores, ids, logprobs, k in zip(chosen, *top, num_top, strict=True)
     ]
 
 
-def top_logprobs(scores_V: torch.Tensor, num_top: int, log_total: float) -> tuple[Logprob, ...]:
-    """The `num_top` most likely tokens of one row; `log_total` is the log of the sum of exp(scores)."""
-    top = top_candidates(
-        scores_V[None], torch.zeros(1, dtype=torch.int64, device=scores_V.device), max(_CANDIDATES, num_top)
-    )
-    scores = top.scores_RC[0, :num_top].tolist()
-    return _ranked(scores, top.ids_RC[0, :num_top].tolist(), [score - log_total for score in scores])
+def top_logprobs(found: Candidates, row: int, num_top: int, log_total: float) -> tuple[Logprob, ...]:
+    """The `num_top` most likely tokens of one row of candidates; `log_total` is the log of the sum of exp(scores)."""
+    scores = found.scores_RC[row, :num_top].tolist()
+    return _ranked(scores, found.ids_RC[row, :num_top].tolist(), [score - log_total for score in scores])
 
 
 def _ids(ids_RV: torch.Tensor | None, places_RK: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,11 @@ class RowPlan:
     num_top: int | None
 
     @property
+    def is_warped_first(self) -> bool:
+        """The whole vocabulary is warped before anything is drawn."""
+        return self.has_other_warpers or self.changes_warped
+
+    @property
     def is_plain(self) -> bool:
         """No processor, no warper."""
         return self.is_greedy and not self.processors

@@ -19,6 +19,7 @@ import torch
 from penstock.generation.sampling.batch import SamplingBatch
 from penstock.generation.sampling.candidate_draws import draw_candidates
 from penstock.generation.sampling.drawing import Drawing
+from penstock.generation.sampling.kernels import SamplingKernels
 from penstock.generation.sampling.plan import RowPlan
 from penstock.generation.sampling.state import SamplingState
 
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 class Sampler:
     """Draws the next token of every row. Keeps state per sequence from its first draw until `release`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: SamplingKernels | None = None) -> None:
+        """`kernels` None: the reference, torch's operators."""
         self._device = device
+        self._kernels = kernels or SamplingKernels()
         self._states: dict[int, SamplingState] = {}
         # Of forks that have not drawn yet.
         self._forked: dict[int, SamplingState] = {}
@@ -57,7 +60,8 @@ class Sampler:
         """
         batch = self._batch_of(sequences)
         positions_N = batch.positions()
-        drawing = self._process(batch, logits_NV, positions_N)
+        drawing = self._kernels.drawing(batch, logits_NV)
+        self._process(drawing, batch, logits_NV, positions_N)
         if masks is not None:
             masks.apply(logits_NV, sequences)
         drawing.warp(batch.warped_first)
@@ -69,7 +73,7 @@ class Sampler:
             drawing.sampled(batch.uniforms(positions_N))
         tokens = drawing.tokens()
         if batch.candidate_rows:
-            for row, token in draw_candidates(batch, logits_NV).items():
+            for row, token in draw_candidates(batch, logits_NV, self._kernels).items():
                 tokens[row] = token
         return tokens
 
@@ -81,9 +85,12 @@ class Sampler:
 
         The reference for `sample`: every processor and warper on the whole vocabulary.
         """
-        batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device, is_reference=True)
+        batch = SamplingBatch(
+            [self._state_of(sequence) for sequence in sequences], self._device, SamplingKernels(), is_reference=True
+        )
         scores_NV, positions_N = logits_NV.clone(), batch.positions()
-        drawing = self._process(batch, scores_NV, positions_N)
+        drawing = Drawing(batch, scores_NV)
+        self._process(drawing, batch, scores_NV, positions_N)
         if masks is not None:
             masks.apply(scores_NV, sequences)
         drawing.warp(batch.index(list(range(len(batch.sampled_rows)))))
@@ -111,7 +118,7 @@ class Sampler:
         last = self._batch
         if last is not None and last.is_of(sequences):
             return last
-        batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device)
+        batch = SamplingBatch([self._state_of(sequence) for sequence in sequences], self._device, self._kernels)
         # Probes live for one step, and nothing of them is kept.
         self._batch = batch if all(sequence.origin is None for sequence in sequences) else None
         return batch
@@ -137,13 +144,13 @@ class Sampler:
         return SamplingState(sequence, self._plan)
 
     @staticmethod
-    def _process(batch: SamplingBatch, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> Drawing:
+    def _process(
+        drawing: Drawing, batch: SamplingBatch, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]
+    ) -> None:
         """Everything before the warpers, on all rows."""
         for state in batch.following:
             state.catch_up()
-        drawing = Drawing(batch, scores_NV)
         if batch.candidate_rows:
             drawing.normalise()
         for processor in batch.processors:
             processor.apply(scores_NV, positions_N)
-        return drawing

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
     from penstock.generation.sampling.trackers import Tracker
@@ -54,6 +55,10 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
         """`rows` are the batch rows that want it and `states` theirs, in the same order."""
+
+    def use(self, kernels: SamplingKernels) -> None:
+        """Work with these kernels, of the process; called before `apply`. Most need none."""
+        return
 
     @abstractmethod
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:

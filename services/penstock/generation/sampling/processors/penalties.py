@@ -11,11 +11,13 @@ from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsPr
 from penstock.generation.sampling.trackers import PromptIds, TokenCounts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
 
     from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
@@ -27,7 +29,7 @@ class RepetitionPenalty(LogitsProcessor):
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
         self._seen = [_counts(state, RepetitionPenalty) for state in states]
-        self._penalties = np.array([state.sequence.params.repetition_penalty for state in states])
+        self._penalties = _within_range(state.sequence.params.repetition_penalty for state in states)
         self._device = device
 
     @staticmethod
@@ -38,9 +40,14 @@ class RepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
         return TokenCounts()
 
+    def use(self, kernels: SamplingKernels) -> None:
+        """See LogitsProcessor."""
+        self._kernels = kernels
+
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._seen, scores_NV.shape[1])
-        _penalise(scores_NV, places_E, self._penalties.repeat(lengths))
+        penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
+        self._kernels.penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
 
 
 class EncoderRepetitionPenalty(LogitsProcessor):
@@ -50,7 +57,8 @@ class EncoderRepetitionPenalty(LogitsProcessor):
     def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
         self._prompts = [cast("PromptIds", state.trackers[EncoderRepetitionPenalty]) for state in states]
-        self._penalties = np.array([1.0 / state.sequence.params.encoder_repetition_penalty for state in states])
+        self._penalties = _within_range(1.0 / state.sequence.params.encoder_repetition_penalty for state in states)
+        self._device = device
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -60,9 +68,14 @@ class EncoderRepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> PromptIds:
         return PromptIds(sequence.num_prompt_tokens)
 
+    def use(self, kernels: SamplingKernels) -> None:
+        """See LogitsProcessor."""
+        self._kernels = kernels
+
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._prompts, scores_NV.shape[1])
-        _penalise(scores_NV, places_E, self._penalties.repeat(lengths))
+        penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
+        self._kernels.penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
 
 
 class OpenAIPenalties(LogitsProcessor):
@@ -99,18 +112,20 @@ def _counts(state: SamplingState, kind: type[LogitsProcessor]) -> TokenCounts:
     return cast("TokenCounts", state.trackers[kind])
 
 
-def _penalise(scores_NV: torch.Tensor, places_E: npt.NDArray[np.int64], penalties_E: npt.NDArray[np.float64]) -> None:
-    # No denormal, which some processors take for 0: 0 / 0 is not a number.
-    range_ = np.finfo(np.float32)
-    penalties_E = np.clip(penalties_E, range_.tiny, range_.max).astype(np.float32)
-    penalty_E = torch.from_numpy(penalties_E).to(scores_NV.device)
-    index_E = torch.from_numpy(places_E).to(scores_NV.device)
+def penalise(scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
+    """Scores at distinct places of the flattened `scores_NV`, in place: negative ones times the penalty, the others
+    divided by it, within LARGEST_SCORE; what was removed stays removed."""
     flat = scores_NV.view(-1)
-    scores_E = flat[index_E]
-    penalised_E = torch.where(scores_E < 0, scores_E * penalty_E, scores_E / penalty_E)
+    scores_E = flat[places_E]
+    penalised_E = torch.where(scores_E < 0, scores_E * penalties_E, scores_E / penalties_E)
     penalised_E.clamp_(-LARGEST_SCORE, LARGEST_SCORE)
-    # What was removed stays removed.
-    flat[index_E] = penalised_E.masked_fill_(scores_E == -torch.inf, -torch.inf)
+    flat[places_E] = penalised_E.masked_fill_(scores_E == -torch.inf, -torch.inf)
+
+
+def _within_range(penalties: Iterable[float]) -> npt.NDArray[np.float32]:
+    """No denormal, which some processors take for 0: 0 / 0 is not a number."""
+    range_ = np.finfo(np.float32)
+    return np.array([min(max(penalty, range_.tiny), range_.max) for penalty in penalties], dtype=np.float32)
 
 
 def _places(

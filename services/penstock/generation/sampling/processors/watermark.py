@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.candidates import top_candidates
-from penstock.generation.sampling.green_lists import SELF_HASH, green_bits, is_green
+from penstock.generation.sampling.green_lists import SELF_HASH, are_green, green_bits
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.modes import WatermarkOptions
     from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
@@ -34,24 +34,37 @@ class Watermark(LogitsProcessor):
     def wants(params: SamplingParams) -> bool:
         return params.watermark is not None
 
+    def use(self, kernels: SamplingKernels) -> None:
+        """See LogitsProcessor."""
+        self._kernels = kernels
+
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        self_hashed = []
         for row, sequence in self._rows:
             options = sequence.params.watermark
             if options is None or len(sequence.token_ids) < options.context_width:
                 continue
-            bias = min(max(options.bias, -LARGEST_SCORE), LARGEST_SCORE)
             if options.seeding_scheme == SELF_HASH:
-                _favour_self_hashed(scores_NV[row], options, sequence.token_ids, bias)
+                self_hashed.append((row, options, sequence.token_ids))
             else:
                 bits = green_bits(scores_NV.shape[1], options, sequence.token_ids[-1:])
                 is_green_V = torch.from_numpy(np.unpackbits(bits, count=scores_NV.shape[1])).to(scores_NV.device)
-                scores_NV[row].add_(is_green_V, alpha=bias)
+                scores_NV[row].add_(is_green_V, alpha=_bias(options))
+        if self_hashed:
+            self._favour_self_hashed(scores_NV, self_hashed)
+
+    def _favour_self_hashed(self, scores_NV: torch.Tensor, rows: list[tuple[int, WatermarkOptions, list[int]]]) -> None:
+        rows_R = torch.tensor([row for row, _, _ in rows], device=scores_NV.device)
+        count = min(_SELF_HASHED, scores_NV.shape[1])
+        likely = self._kernels.top_candidates(scores_NV, rows_R, count).ids_RC.tolist()
+        for (row, options, token_ids), ids in zip(rows, likely, strict=True):
+            context = token_ids[len(token_ids) - options.context_width + 1 :] if options.context_width > 1 else []
+            pairs = [([*context, token_id], token_id) for token_id in ids]
+            are_green_C = are_green(scores_NV.shape[1], options, pairs, self._kernels.in_head)
+            green = [token_id for token_id, is_one in zip(ids, are_green_C, strict=True) if is_one]
+            if green:
+                scores_NV[row, green] += _bias(options)
 
 
-def _favour_self_hashed(scores_V: torch.Tensor, options: WatermarkOptions, token_ids: list[int], bias: float) -> None:
-    only_row = torch.zeros(1, dtype=torch.int64, device=scores_V.device)
-    likely = top_candidates(scores_V[None], only_row, min(_SELF_HASHED, len(scores_V))).ids_RC[0].tolist()
-    context = token_ids[len(token_ids) - options.context_width + 1 :] if options.context_width > 1 else []
-    green = [token_id for token_id in likely if is_green(len(scores_V), options, [*context, token_id], token_id)]
-    if green:
-        scores_V[green] += bias
+def _bias(options: WatermarkOptions) -> float:
+    return min(max(options.bias, -LARGEST_SCORE), LARGEST_SCORE)

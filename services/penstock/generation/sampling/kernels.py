@@ -1,0 +1,118 @@
+"""What the sampler does with whole rows of scores, as a seam: torch's operators, or native ones that were built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.generation.sampling.candidates import Candidates, top_candidates
+from penstock.generation.sampling.drawing import Drawing
+from penstock.generation.sampling.green_lists import in_head
+from penstock.generation.sampling.gumbel import Ranked, top_noisy
+from penstock.generation.sampling.logprobs import position_logprobs
+from penstock.generation.sampling.native_drawing import Kept, NativeDrawing, native_logprobs
+from penstock.generation.sampling.processors.base import LARGEST_SCORE
+from penstock.generation.sampling.processors.penalties import penalise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.sampling.batch import SamplingBatch
+
+
+class SamplingKernels:
+    """The reference, in torch's operators, on any device. Stateless."""
+
+    name = "torch"
+
+    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
+        """The draws of one step from its scores."""
+        return Drawing(batch, scores_NV)
+
+    def top_candidates(self, scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
+        """See candidates.top_candidates."""
+        return top_candidates(scores_NV, rows_R, count)
+
+    def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
+        """log(sum(exp(scores))) of rows that have a finite score.
+
+        From log_softmax: a plain sum over one row is split by the number of threads.
+        """
+        return [float(scores_NV[row].amax() - scores_NV[row].log_softmax(-1).amax()) for row in rows]
+
+    def position_logprobs(
+        self, scores_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]
+    ) -> list[PositionLogprobs]:
+        """See logprobs.position_logprobs."""
+        return position_logprobs(scores_RV, chosen_R, num_top)
+
+    def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
+        """See green_lists.in_head."""
+        return in_head(vocab_size, count, seeds, ids)
+
+    def top_noisy(
+        self, scores_NV: torch.Tensor, rows: list[int], streams: list[int], counts: list[int]
+    ) -> list[Ranked]:
+        """See gumbel.top_noisy, of every row."""
+        return [top_noisy(scores_NV[row], *rest) for row, *rest in zip(rows, streams, counts, strict=True)]
+
+    def penalise(self, scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
+        """See penalties.penalise."""
+        penalise(scores_NV, places_E, penalties_E)
+
+
+class NativeSampling(SamplingKernels):
+    """The C++ ones, which read a row from memory once, each row on one thread. On CPU; the library must be loaded."""
+
+    name = "native"
+
+    def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
+        """See SamplingKernels."""
+        return NativeDrawing(batch, scores_NV)
+
+    def top_candidates(self, scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
+        """See SamplingKernels; of equal scores those with the lowest ids, always."""
+        count = min(count, scores_NV.shape[1])
+        scores_RC, ids_RC = torch.ops.penstock.top_scores(scores_NV, rows_R, count)
+        return Candidates(scores_RC, ids_RC, is_complete=count == scores_NV.shape[1])
+
+    def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
+        """See SamplingKernels."""
+        if not rows:
+            return []
+        found: list[float] = torch.ops.penstock.log_totals(scores_NV, torch.tensor(rows)).tolist()
+        return found
+
+    def position_logprobs(
+        self, scores_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int]
+    ) -> list[PositionLogprobs]:
+        """See SamplingKernels."""
+        rows_R = torch.arange(len(scores_RV))
+        return native_logprobs(scores_RV, rows_R, chosen_R, num_top, Kept.all(scores_RV, rows_R))
+
+    def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
+        """See SamplingKernels."""
+        low_bits = torch.tensor([seed & 0xFFFFFFFF for seed in seeds], dtype=torch.int64)
+        answers: list[bool] = torch.ops.penstock.in_permutation_head(
+            vocab_size, count, low_bits, torch.tensor(ids, dtype=torch.int64)
+        ).tolist()
+        return answers
+
+    def top_noisy(
+        self, scores_NV: torch.Tensor, rows: list[int], streams: list[int], counts: list[int]
+    ) -> list[Ranked]:
+        """See SamplingKernels."""
+        signed = torch.from_numpy(np.array(streams, dtype=np.uint64).view(np.int64))
+        keys_RC, ids_RC = torch.ops.penstock.top_noisy_scores(scores_NV, torch.tensor(rows), signed, max(1, *counts))
+        lengths = torch.minimum((ids_RC >= 0).sum(-1), torch.tensor(counts)).tolist()
+        return [
+            (ids_C[:length], keys_C[:length])
+            for ids_C, keys_C, length in zip(ids_RC.numpy(), keys_RC.numpy(), lengths, strict=True)
+        ]
+
+    def penalise(self, scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
+        """See SamplingKernels."""
+        torch.ops.penstock.penalise(scores_NV, places_E, penalties_E, LARGEST_SCORE)

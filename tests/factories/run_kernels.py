@@ -1,0 +1,36 @@
+"""The kernels of a run of the tests: by PENSTOCK_KERNELS, which the services that the tests start read as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from penstock.common.environment import current_environment
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.runner.kv_cache import KVCachePool
+from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.sampling.sampler import Sampler
+
+KERNELS = current_environment().get("PENSTOCK_KERNELS", "torch")
+_devices: list[CPUDevice] = []
+
+
+def cpu_device() -> CPUDevice:
+    """The CPU on one thread, with the kernels of this run; asked for by name and not built, they are an error."""
+    if not _devices:
+        device = CPUDevice()
+        device.start(num_threads=1, kernels=KERNELS)
+        _devices.append(device)
+    torch.set_num_threads(1)
+    return _devices[0]
+
+
+def new_sampler() -> Sampler:
+    """A sampler that knows no sequence."""
+    return Sampler(torch.device("cpu"), cpu_device().sampling_kernels())
+
+
+def new_runner(model: CausalLM, kv: KVCachePool, **options: Any) -> ModelRunner:
+    """A runner that samples with the kernels of this run."""
+    return ModelRunner(model, kv, kernels=cpu_device().sampling_kernels(), **options)
