@@ -30,6 +30,7 @@ from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.step import Fork
 from penstock.generation.native import library
+from penstock.generation.sampling import green_lists
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
 from penstock.generation.sampling.params import SamplingParams
@@ -97,6 +98,8 @@ class Ours:
 
     def step(self, logits_NV: torch.Tensor) -> None:
         """Sample, and let each sequence grow as the engine does."""
+        # The same logits give the same tokens in every step here: nothing that was asked before comes again in earnest.
+        green_lists._answers.clear()
         for sequence, token in zip(self.sequences, self.sampler.sample(logits_NV, self.sequences), strict=True):
             sequence.token_ids.append(token.token_id)
 
