@@ -56,7 +56,9 @@ def commands(streams: int, prompt: int, tokens: int, name: str) -> Iterator[gene
     config, stop = config_pb2.GenerationConfig(max_new_tokens=tokens), config_pb2.StopConfig(ignore_eos=True)
     for number in range(streams):
         ids = [number + 5, *((number * 31 + place * 7) % 1000 + 5 for place in range(1, prompt))]
-        submit = generation_pb2.GenerateRequest(request_id=f"{name}-{number}", prompt_token_ids=ids, config=config, stop=stop)
+        submit = generation_pb2.GenerateRequest(
+            request_id=f"{name}-{number}", prompt_token_ids=ids, config=config, stop=stop
+        )
         yield generation_pb2.SessionRequest(submit=submit)
 
 
