@@ -64,15 +64,17 @@ class Running:
 class Emitter:
     """Makes the messages of one Session."""
 
-    def __init__(self, ids: list[int], received: memoryview, window: int) -> None:
-        """`received[slot]` counts tokens at the client; `window` 0 does not look at it."""
+    def __init__(self, ids: list[int], received: memoryview, window: int, interval: int) -> None:
+        """`received[slot]` counts tokens at the client; `window` 0 does not look at it. `interval`: tokens of a delta."""
+        parts = [ids[at : at + interval] for at in range(0, len(ids), interval)]
+        self._interval, self._tokens = interval, len(ids)
         self._deltas = [
-            _field(4, generation_pb2.TokenDelta(seq=seq, token_ids=[token]).SerializeToString())
-            for seq, token in enumerate(ids[:-1])
+            _field(4, generation_pb2.TokenDelta(seq=seq, token_ids=part).SerializeToString())
+            for seq, part in enumerate(parts[:-1])
         ]
         reason: Any = common_pb2.FINISH_REASON_LENGTH
         self._result = common_pb2.SequenceResult(finish_reason=reason, token_count=len(ids))
-        last = generation_pb2.TokenDelta(seq=len(ids) - 1, token_ids=ids[-1:], finished=self._result)
+        last = generation_pb2.TokenDelta(seq=len(parts) - 1, token_ids=parts[-1], finished=self._result)
         self._deltas.append(_field(4, last.SerializeToString()))
         self._received, self._window = received, window
         self.running: dict[str, Running] = {}
@@ -89,7 +91,7 @@ class Emitter:
         events: list[bytes] = []
         for running in list(self.running.values()):
             position = running.position
-            if self._window and position - self._received[running.slot] >= self._window:
+            if self._window and position * self._interval - self._received[running.slot] >= self._window:
                 continue
             if not position:
                 events.append(_field(1, running.head + _field(3, self._started(running))))
@@ -110,7 +112,7 @@ class Emitter:
     def _finished(self, running: Running) -> bytes:
         finished = generation_pb2.Finished(sequences=[self._result])
         finished.usage.prompt_tokens = len(running.request.prompt_token_ids)
-        finished.usage.completion_tokens = len(self._deltas)
+        finished.usage.completion_tokens = self._tokens
         return finished.SerializeToString()
 
 
@@ -144,7 +146,8 @@ class Servicer:
         await asyncio.Event().wait()
 
     async def Session(self, commands: AsyncIterator[generation_pb2.SessionRequest], context: Any) -> None:
-        emitter = Emitter(self._arguments.ids, self._received, self._arguments.window)
+        arguments = self._arguments
+        emitter = Emitter(arguments.ids, self._received, arguments.window, arguments.interval)
         reader = asyncio.ensure_future(_read(commands, emitter))
         try:
             while True:
@@ -152,7 +155,7 @@ class Servicer:
                 message = emitter.step()
                 if message:
                     await context.write(message)
-                    await asyncio.sleep(self._arguments.step_seconds)
+                    await asyncio.sleep(arguments.step_seconds)
                 elif emitter.running:
                     await asyncio.sleep(_POLL_SECONDS)
                 else:
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--ids", type=json.loads, required=True, help="the answer: a JSON list")
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
     parser.add_argument("--window", type=int, default=0, help="tokens on their way to the client; 0: any number")
+    parser.add_argument("--interval", type=int, default=1, help="tokens of a delta, as with stream_interval")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="least time between steps")
     asyncio.run(_serve(parser.parse_args()))
 

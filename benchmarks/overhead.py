@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -153,9 +154,10 @@ def main() -> None:
     parser.add_argument("--per-stream", type=int, default=4, help="requests of each stream in a round")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of each kind")
     parser.add_argument("--tokens", type=int, default=48, help="output tokens of a request")
+    parser.add_argument("--router-flags", default="", help="flags of `penstock serve router`")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    with Stack() as stack:
+    with Stack(router_flags=tuple(shlex.split(arguments.router_flags))) as stack:
         results = asyncio.run(run(arguments, stack))
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}
     write("overhead", {"settings": settings, **results}, arguments.out)

@@ -5,7 +5,7 @@ Everything is a process of its own on this machine; the tokenizer and the router
 * uncoalesced: a stream gets its next token when the client has received the one before (`--window`), so every token is
   a message of its own to a reader that keeps up, at any rate;
 * coalesced: a stream may be `--coalesced-window` tokens ahead of the client, and the router merges what waits for a
-  reader, as it does by default.
+  reader, as it does by default; `--interval 8` is a request with `stream_interval` 8.
 
 The backend steps like an engine, at most every `--step-seconds`, with one message for all streams.
 
@@ -129,6 +129,8 @@ class Bench:
             flags = ["--port", str(port), "--ids", json.dumps(ids), "--fingerprint", fingerprint]
             window = self._arguments.window if mode == "uncoalesced" else self._arguments.coalesced_window
             flags += ["--window", str(window), "--step-seconds", str(self._arguments.step_seconds)]
+            if mode == "coalesced":
+                flags += ["--interval", str(self._arguments.interval)]
             self.backends[mode] = (self._script("_wire_backend.py", *flags), f"127.0.0.1:{port}")
 
     def _start_variant(self, text: str) -> Variant:
@@ -247,6 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each variant; medians are shown")
     parser.add_argument("--window", type=int, default=1, help="uncoalesced: tokens of a stream on their way")
     parser.add_argument("--coalesced-window", type=int, default=64, help="coalesced: the same")
+    parser.add_argument("--interval", type=int, default=1, help="coalesced: tokens of a delta, as with stream_interval")
     parser.add_argument("--step-seconds", type=float, default=0.0005, help="least time of a backend's step")
     parser.add_argument("--round-tokens", type=int, default=80_000, help="about; 2 to 48 requests of each stream")
     parser.add_argument("--connections", type=int, default=1, help="connections that the streams are spread over")
