@@ -67,21 +67,23 @@ class Case:
         return run
 
 
-def interleaved(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, dict[str, float]]:
+def interleaved(
+    calls: dict[str, Callable[[], None]], repeats: int, now: Callable[[], float]
+) -> dict[str, dict[str, float]]:
     """Microseconds of a call, in turns; every turn is at least a millisecond of calls."""
     counts = {}
     for name, call in calls.items():
         call()
-        start = time.perf_counter()
+        start = now()
         call()
-        counts[name] = max(1, round(2e-3 / (time.perf_counter() - start)))
+        counts[name] = max(1, round(2e-3 / (now() - start)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = now()
             for _ in range(counts[name]):
                 call()
-            times[name].append((time.perf_counter() - start) / counts[name] * 1e6)
+            times[name].append((now() - start) / counts[name] * 1e6)
     return {
         name: {"median_us": round(statistics.median(values), 1), "fastest_us": round(min(values), 1)}
         for name, values in times.items()
@@ -99,6 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         implementations["torch"] = SDPAAttention()
     cases = [("decode", batch, context, 1) for batch, context in DECODE]
     cases += [("prefill", 1, prompt, prompt) for prompt in PREFILL]
+    now = time.thread_time if options.cpu_time else time.perf_counter
     results = []
     for kind, batch, context, rows in cases:
         calls = {}
@@ -107,7 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for name, attention in implementations.items():
                 label = "int8" if kv_dtype is torch.int8 else options.dtype
                 calls[f"{name} {label}"] = case.call(attention)
-        results.append({"case": kind, "batch": batch, "context": context, **interleaved(calls, options.repeats)})
+        results.append({"case": kind, "batch": batch, "context": context, **interleaved(calls, options.repeats, now)})
     return {"device": device.describe(), "heads": options.heads, "layers": options.layers, "results": results}
 
 
@@ -120,6 +123,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--native-only", action="store_true", help="without torch's operators")
+    parser.add_argument("--cpu-time", action="store_true", help="not by the clock: for one thread on a busy machine")
     parser.add_argument("--json", type=Path, help="also write the result there")
     options = parser.parse_args()
     quiet = quiet_environment(options.threads)

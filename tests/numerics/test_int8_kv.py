@@ -11,19 +11,30 @@ from factories.engine import engine_config, request, run
 from factories.kernels import Layer, Shape, contexts
 from factories.model_engine import ROOMY, load_tiny, model_engine
 from factories.modes import generate, load_service
+from factories.native import use_native
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
 
 INT8 = torch.int8
 
 
-@pytest.fixture(scope="module", params=[{}, {"sliding_window": 6}], ids=["full", "window"])
+@pytest.fixture(scope="module", params=["torch", "torch, window", "native", "native, window"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    family = "mistral" if request.param else "qwen2"
-    return load_tiny(tiny_checkpoint(tmp_path_factory.mktemp("model"), family, seed=5, **request.param))
+    """In float32 on torch's operators; in bfloat16 on the kernels, which round alike whatever the batch is."""
+    folder = tmp_path_factory.mktemp("model")
+    window = {"sliding_window": 6} if "window" in request.param else {}
+    tiny_checkpoint(folder, "mistral" if window else "qwen2", seed=5, **window)
+    if "torch" in request.param:
+        return load_tiny(folder)
+    use_native()
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    return load_model(folder, dtype="bfloat16", device=device)
 
 
 def crowd() -> list[dict[str, Any]]:
