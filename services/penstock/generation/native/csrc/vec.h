@@ -59,24 +59,33 @@ static inline vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 static inline void store_all(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
-static inline void store_all(bf16* p, vf v) {
 #ifdef __AVX512BF16__
+static inline void store_all(bf16* p, vf v) {
   __m256i h = (__m256i)_mm512_cvtneps_pbh((__m512)v);
-#else
-  // As store() does; packed by intrinsics, because the compiler narrows vectors one element at a time.
-  const __m256i bits = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-  r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7FC0), (__m256i)_mm256_cmp_ps((__m256)v, (__m256)v, _CMP_UNORD_Q));
-  __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
-#endif
   std::memcpy(p, &h, sizeof(h));
 }
+#else
+// As store() rounds; the bits of bf16 in the low half of each lane.
+static inline __m256i bf16_bits(vf v) {
+  const __m256i bits = (__m256i)v, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+  return _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7FC0), (__m256i)_mm256_cmp_ps((__m256)v, (__m256)v, _CMP_UNORD_Q));
+}
+// Packed by intrinsics, because the compiler narrows vectors one element at a time.
+static inline void store_all(bf16* p, vf v) {
+  const __m256i r = bf16_bits(v);
+  __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+  std::memcpy(p, &h, sizeof(h));
+}
+#endif
 // The value after a trip through T.
 static inline vf rounded(vf v, const float*) { return v; }
 static inline vf rounded(vf v, const bf16*) {
-  bf16 buffer[L];
-  store_all(buffer, v);
-  return load(buffer);
+#ifdef __AVX512BF16__
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+#else
+  return (vf)_mm256_slli_epi32(bf16_bits(v), 16);
+#endif
 }
 static inline float sum_all(vf v) {
   float total = 0;
