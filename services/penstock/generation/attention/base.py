@@ -135,6 +135,7 @@ class Attention(ABC):
     ) -> Tensor:
         """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype.
 
+        Everything is written before any row attends: a sequence may share blocks that another's rows of this step fill.
         A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers 5.x).
         Mutates the pool's `layer` at `slot_mapping` and `metadata.plans`, nothing else.
         """
