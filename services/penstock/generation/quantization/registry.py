@@ -19,8 +19,8 @@ def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool) -> Linear
     if quantization not in QUANTIZATIONS:
         raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
     if quantization == "none":
-        # oneDNN's float32 reaches the same speed, and is what transformers computes with.
-        return NativeLinearMethod(Format.BF16) if native and dtype is torch.bfloat16 else cpu_linear_method(dtype)
+        dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
+        return NativeLinearMethod(dense) if native else cpu_linear_method(dtype)
     if dtype not in (torch.bfloat16, torch.float32):
         raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float32", flag="--quantization")
     if native:
