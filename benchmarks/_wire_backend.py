@@ -65,7 +65,7 @@ class Emitter:
     """Makes the messages of one Session."""
 
     def __init__(self, ids: list[int], received: memoryview, window: int, interval: int) -> None:
-        """`received[slot]` counts tokens at the client; `window` 0 does not look at it. `interval`: tokens of a delta."""
+        """`received[slot]` counts tokens at the client; `window` 0 does not look. `interval`: tokens of a delta."""
         parts = [ids[at : at + interval] for at in range(0, len(ids), interval)]
         self._interval, self._tokens = interval, len(ids)
         self._deltas = [
