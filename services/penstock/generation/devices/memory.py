@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 from pathlib import Path
@@ -125,3 +127,9 @@ def _stat(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the operating system, which glibc does not where a block above it is in use."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
