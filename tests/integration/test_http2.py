@@ -113,6 +113,23 @@ async def test_a_taken_port_is_named() -> None:
         assert caught.value.flag == "--port"
 
 
+@pytest.mark.parametrize("content", ["", "no certificate", "é"])
+async def test_a_client_ca_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.write_text(content)
+    with pytest.raises(StartupError) as caught:
+        async with tiny(AsyncioConfig(tls_cert=CERT, tls_key=KEY, tls_client_ca=str(ca))):
+            pass
+    assert caught.value.flag == "--tls-client-ca"
+
+
+async def test_an_encrypted_key_is_refused_without_asking_for_its_password() -> None:
+    with pytest.raises(StartupError) as caught:
+        async with tiny(AsyncioConfig(tls_cert=CERT, tls_key=str(FILES / "encrypted.key"))):
+            pass
+    assert caught.value.flag == "--tls-cert"
+
+
 def _open(stream: int, headers: bytes = b"") -> bytes:
     """HEADERS of a GetTokenizer call that never ends its request."""
     path = b"/penstock.v1.TokenizerService/GetTokenizer"

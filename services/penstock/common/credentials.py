@@ -37,9 +37,16 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
     context.set_alpn_protocols(["h2"])
     for path, flag in ((config.tls_cert, "--tls-cert"), (config.tls_key, "--tls-key")):
         _read(path or "", flag)
-    context.load_cert_chain(str(config.tls_cert), config.tls_key)
+    chain, key = (Path(path or "").expanduser() for path in (config.tls_cert, config.tls_key))
+    # Without a password OpenSSL would ask the terminal for that of an encrypted key, and the start would hang.
+    context.load_cert_chain(chain, key, password="")
     if config.tls_client_ca is not None:
-        context.load_verify_locations(cadata=_read(config.tls_client_ca, "--tls-client-ca").decode())
+        roots = _read(config.tls_client_ca, "--tls-client-ca")
+        try:
+            context.load_verify_locations(cadata=roots.decode("ascii"))
+        except (ValueError, ssl.SSLError) as error:
+            flag = "--tls-client-ca"
+            raise StartupError(f"{flag} {config.tls_client_ca}: holds no certificates (PEM)", flag=flag) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from penstock.common.http2.connection import Connection
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-# Messages of a request stream that its handler has not taken.
-_MAX_WAITING = 1024
+# Messages of a request stream that its handler has not taken; beyond so many bytes its client has to wait.
+_MAX_WAITING, _MAX_WAITING_BYTES = 1024, 1 << 20
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _OURS = ("content-type", "te", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 
@@ -53,7 +53,11 @@ class Call:
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
         self._body = bytearray()
-        self._messages: deque[bytes] = deque()
+        # Compressed or not, and the bytes as they came: a small message may be a large one once it is unpacked.
+        self._messages: deque[tuple[bool, bytes]] = deque()
+        self._waiting_bytes = 0
+        # Of the stream's window: not given back to the client yet.
+        self._owed = 0
         self._arrived = asyncio.Event()
         self._has_headers = False
         self._code, self._details = grpc.StatusCode.OK, ""
@@ -95,6 +99,8 @@ class Call:
         if not self._has_headers and not self.is_over:
             self._has_headers = True
             connection.send(frames.header_frames(self.stream, frames.RESPONSE_HEADERS, end=False, limit=16384))
+            # Whoever gets an answer may cancel it without being suspected.
+            connection.answered()
         if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
             self.window -= size
             connection.window -= size
@@ -147,7 +153,8 @@ class Call:
             if len(self._body) < frames.MESSAGE_HEAD + size:
                 break
             message = bytes(self._body[frames.MESSAGE_HEAD : frames.MESSAGE_HEAD + size])
-            self._messages.append(self._unpack(message) if self._body[0] else message)
+            self._messages.append((bool(self._body[0]), message))
+            self._waiting_bytes += size
             del self._body[: frames.MESSAGE_HEAD + size]
             if len(self._messages) > _MAX_WAITING:
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many messages are waiting")
@@ -155,25 +162,47 @@ class Call:
             self.request_ended = True
         self._arrived.set()
 
+    def received(self, size: int) -> int:
+        """`size` bytes of the stream's window are used up; returns how many have not been given back."""
+        self._owed += size
+        self._give_back()
+        return self._owed
+
     async def request(self) -> bytes:
         """The only message of a unary request. Raises Refused when there is not exactly one."""
-        while not self.request_ended:
+        while not self.request_ended and len(self._messages) < 2:
             self._arrived.clear()
             await self._arrived.wait()
         if len(self._messages) != 1 or self._body:
             raise Refused(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
-        return self._messages.popleft()
+        return self._next()
 
     async def requests(self, deserializer: Callable[[bytes], Any] | None) -> AsyncIterator[Any]:
         """The messages of a streaming request."""
         while True:
             while self._messages:
-                message = self._messages.popleft()
+                try:
+                    message = self._next()
+                except Refused as refused:
+                    await self.abort(refused.code, refused.details)
                 yield deserializer(message) if deserializer is not None else message
             if self.request_ended:
                 return
             self._arrived.clear()
             await self._arrived.wait()
+
+    def _next(self) -> bytes:
+        """The first message that waits. Raises Refused."""
+        is_compressed, message = self._messages.popleft()
+        self._waiting_bytes -= len(message)
+        self._give_back()
+        return self._unpack(message) if is_compressed else message
+
+    def _give_back(self) -> None:
+        """Let the client send on, unless the handler is behind."""
+        if self._owed and self._waiting_bytes <= _MAX_WAITING_BYTES and not self.is_over:
+            self._connection.give_back(self.stream, self._owed)
+            self._owed = 0
 
     def _room(self) -> int:
         """Bytes that may be sent now."""
@@ -208,12 +237,15 @@ class Call:
         kinds = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
         if self._encoding not in kinds:
             raise Refused(grpc.StatusCode.UNIMPLEMENTED, f"grpc-encoding {self._encoding!r} is not known")
+        unpacker = zlib.decompressobj(kinds[self._encoding])
         try:
-            whole = zlib.decompressobj(kinds[self._encoding]).decompress(message, self._max_message_bytes + 1)
+            whole = unpacker.decompress(message, self._max_message_bytes + 1)
         except zlib.error:
             raise Refused(grpc.StatusCode.INTERNAL, "a message cannot be decompressed") from None
         if len(whole) > self._max_message_bytes:
             raise _too_large(len(whole), self._max_message_bytes)
+        if not unpacker.eof:
+            raise Refused(grpc.StatusCode.INTERNAL, "a compressed message was cut short")
         return whole
 
     def _expire(self) -> None:

@@ -18,6 +18,8 @@ from penstock.common.http2.call import Call, Refused
 MAX_HEADER_BYTES = 64 << 10
 # Bytes of answers that may wait in the process for a connection that is not read.
 _BUFFER_BYTES = 256 << 10
+# The same where what waits are answers to frames: a client that sends and does not read is not read either.
+_UNREAD_BYTES = 1 << 20
 # Frames that ask for work without doing any (resets, pings, settings): a budget, refilled by calls that are answered.
 _CONTROL_BUDGET, _CONTROL_MAX = 200, 2000
 _PING_STRIKES = 3
@@ -67,7 +69,9 @@ class Connection(asyncio.Protocol):
         self._received = b""
         self._needs_preface = True
         self._out: list[bytes] = []
+        self._out_bytes = 0
         self._is_draining = False
+        self._is_closing = False
         self._last_stream = 0
         # A header block that CONTINUATION goes on with: its stream, flags and bytes.
         self._open_block: tuple[int, int, bytes] | None = None
@@ -86,7 +90,7 @@ class Connection(asyncio.Protocol):
             frames.settings(
                 (
                     (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
-                    (frames.INITIAL_WINDOW_SIZE, 1 << 20),
+                    (frames.INITIAL_WINDOW_SIZE, frames.STREAM_WINDOW),
                     (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
                 )
             )
@@ -108,6 +112,8 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_paused = False
+        if self._transport is not None:
+            self._transport.resume_reading()
         self._wake_all()
 
     def send(self, data: bytes) -> None:
@@ -115,6 +121,13 @@ class Connection(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(data)
+        self._out_bytes += len(data)
+        if self._out_bytes >= _BUFFER_BYTES:
+            self._flush()  # so that `is_paused` is known within the turn, too
+
+    def give_back(self, stream: int, size: int) -> None:
+        """The client may send `size` more bytes on `stream`."""
+        self.send(_window_update(stream, size))
 
     def forget(self, call: Call) -> None:
         """A call is over."""
@@ -132,12 +145,13 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is queued and hang up."""
+        self._is_closing = True
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
     def _flush(self) -> None:
-        out, self._out = self._out, []
+        out, self._out, self._out_bytes = self._out, [], 0
         if out and self._transport is not None:
             self._has_sent = True
             self._transport.write(b"".join(out))
@@ -147,6 +161,8 @@ class Connection(asyncio.Protocol):
             call.wake()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_closing:
+            return
         self._heard_at = time.monotonic()
         data = self._received + data if self._received else data
         try:
@@ -156,6 +172,11 @@ class Connection(asyncio.Protocol):
             payload = struct.pack(">II", self._last_stream, violation.code) + str(violation).encode()
             self.send(frames.frame(frames.GOAWAY, 0, 0, payload))
             self.close()
+            for call in list(self.calls.values()):
+                call.gone()
+            return
+        if self._transport is not None and self._transport.get_write_buffer_size() > _UNREAD_BYTES:
+            self._transport.pause_reading()
 
     def _take_frames(self, data: bytes) -> int:
         """Handle whole frames; returns how many bytes they were."""
@@ -248,19 +269,23 @@ class Connection(asyncio.Protocol):
 
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
         if payload:
-            # Given back at once: what a call keeps is bounded by the largest message.
+            # Given back at once: a call that keeps much keeps its stream's window.
             self.send(_window_update(0, len(payload)))
         call = self.calls.get(stream)
         if call is None:
             if stream > self._last_stream:
                 raise _Violation(frames.PROTOCOL_ERROR, "data of no stream")
             return
+        if call.request_ended:
+            self.send(_reset(stream, frames.STREAM_CLOSED))
+            call.gone()
+            return
         ended = bool(flags & frames.END_STREAM)
         if not payload and not ended:
             self._spend()
-        elif payload and not ended:
-            self.send(_window_update(stream, len(payload)))
         self._give(call, _unpadded(flags, payload, prioritised=False), ended=ended)
+        if payload and not ended and not call.is_over and call.received(len(payload)) > frames.STREAM_WINDOW:
+            raise _Violation(frames.FLOW_CONTROL_ERROR, "more than the stream's window")
 
     def _give(self, call: Call, data: bytes, *, ended: bool) -> None:
         try:

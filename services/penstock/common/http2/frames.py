@@ -15,6 +15,8 @@ NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR = 
 REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 7, 8, 9, 11
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE, MAX_WINDOW = 65_535, 16_384, 2**31 - 1
 FRAME_HEAD, MESSAGE_HEAD = 9, 5
+# What a client may send on a stream before it is told to go on.
+STREAM_WINDOW = 1 << 20
 
 # length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
 _HEAD = struct.Struct(">BHBBI")
@@ -25,7 +27,7 @@ _CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
 RESPONSE_HEADERS = _STATUS_200 + _CONTENT_TYPE
 _MESSAGE_SAFE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 # Of grpc-message: what is longer is cut, since clients bound what they take.
-_MAX_MESSAGE_CHARS = 2048
+_MAX_MESSAGE_BYTES = 2048
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -60,7 +62,9 @@ def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]
     """The header block that ends a call."""
     fields = [_literal("grpc-status", str(code).encode())]
     if message:
-        fields.append(_literal("grpc-message", quote(message[:_MAX_MESSAGE_CHARS], safe=_MESSAGE_SAFE).encode()))
+        # Bytes, since a character may be twelve of them once it is escaped; whole characters.
+        short = message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+        fields.append(_literal("grpc-message", quote(short, safe=_MESSAGE_SAFE).encode()))
     for name, value in metadata:
         raw = value.encode() if isinstance(value, str) else value
         fields.append(_literal(name, base64.b64encode(raw).rstrip(b"=") if name.endswith("-bin") else raw))

@@ -1,0 +1,205 @@
+"""One connection of the asyncio transport over a socket that only remembers: what a peer cannot get past."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from hpack import Decoder, Encoder
+from penstock.common.http2 import frames
+from penstock.common.http2.call import Call, Refused
+from penstock.common.http2.connection import Connection, Limits
+
+LIMITS = Limits(
+    max_message_bytes=4 << 20,
+    max_header_list_bytes=16 << 10,
+    max_streams=100,
+    keepalive_seconds=60.0,
+    keepalive_timeout_seconds=20.0,
+    min_ping_interval_seconds=10.0,
+)
+
+
+class Socket(asyncio.Transport):
+    """Whose other end reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.unread = 0
+        self.is_read = True
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        self.unread += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Peer:
+    """A client; the server's handlers are the test."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.socket = Socket()
+        self.connection = Connection(LIMITS, self.calls.append, lambda _: None, lambda _: None)
+        self.connection.connection_made(self.socket)
+        self.send(frames.PREFACE + frames.settings(()))
+
+    def send(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+    def open(self, stream: int, *headers: tuple[str, str]) -> Call:
+        fields = [(":method", "POST"), (":path", "/a/b"), ("content-type", "application/grpc"), *headers]
+        self.send(frames.frame(frames.HEADERS, frames.END_HEADERS, stream, Encoder().encode(fields)))
+        return self.calls[-1]
+
+    def data(self, stream: int, payload: bytes, *, end: bool = False) -> None:
+        self.send(frames.frame(frames.DATA, frames.END_STREAM if end else 0, stream, payload))
+
+    def reset(self, stream: int) -> None:
+        self.send(frames.frame(frames.RST_STREAM, 0, stream, frames.CANCEL.to_bytes(4, "big")))
+
+    async def received(self, kind: int, stream: int) -> list[bytes]:
+        """Payloads of the frames of one kind so far."""
+        await asyncio.sleep(0)  # the queue leaves at the end of a turn
+        found, data = [], bytes(self.socket.written)
+        while data:
+            end = frames.FRAME_HEAD + int.from_bytes(data[:3], "big")
+            if (data[3], int.from_bytes(data[5:9], "big")) == (kind, stream):
+                found.append(data[frames.FRAME_HEAD : end])
+            data = data[end:]
+        return found
+
+    async def given_back(self, stream: int) -> int:
+        """Bytes of window."""
+        return sum(int.from_bytes(one, "big") for one in await self.received(frames.WINDOW_UPDATE, stream))
+
+
+def message(data: bytes, *, compressed: bool = False) -> bytes:
+    return bytes((compressed,)) + len(data).to_bytes(4, "big") + data
+
+
+async def test_a_peer_that_does_not_read_is_not_read() -> None:
+    peer = Peer()
+    peer.open(1)
+    peer.reset(1)
+    flood = frames.frame(frames.DATA, 0, 1, b"x") * 20_000
+    for _ in range(100):
+        if peer.socket.is_read:
+            peer.send(flood)
+            await asyncio.sleep(0)
+    assert not peer.socket.is_read
+    assert peer.socket.unread < 4 << 20
+    peer.socket.unread = 0
+    peer.connection.resume_writing()
+    assert peer.socket.is_read
+
+
+async def test_answers_of_one_turn_are_bounded_too() -> None:
+    peer = Peer()
+    call = peer.open(1)
+    for stream in (0, 1):
+        peer.send(frames.frame(frames.WINDOW_UPDATE, 0, stream, (1 << 30).to_bytes(4, "big")))
+    for _ in range(100):
+        await call.write(bytes(10_000))
+    assert peer.socket.unread > 700_000, "not all of it is kept for the end of the turn"
+
+
+async def test_a_request_stream_that_is_not_taken_is_held_back_by_its_window() -> None:
+    peer = Peer()
+    call, sent = peer.open(1), message(bytes(8000))
+    for _ in range(200):
+        peer.data(1, sent)
+    assert frames.STREAM_WINDOW <= await peer.given_back(1) < 150 * len(sent)
+    requests: Any = call.requests(None)
+    for _ in range(200):
+        await anext(requests)
+    assert await peer.given_back(1) == 200 * len(sent)
+    for _ in range(300):
+        peer.data(1, sent)
+    assert peer.socket.is_closed, "it sent more than its window"
+    assert call.is_over
+    await requests.aclose()
+
+
+async def test_a_small_message_that_unpacks_to_a_large_one_waits_small() -> None:
+    peer = Peer()
+    call = peer.open(1, ("grpc-encoding", "gzip"))
+    packed = gzip.compress(bytes(3 << 20))
+    for _ in range(4):
+        peer.data(1, message(packed, compressed=True))
+    assert call._waiting_bytes == 4 * len(packed)
+    requests: Any = call.requests(None)
+    assert len(await anext(requests)) == 3 << 20
+    await requests.aclose()
+
+
+async def test_a_second_message_of_a_unary_request_is_not_waited_for() -> None:
+    peer = Peer()
+    call = peer.open(1)
+    peer.data(1, message(b"a") + message(b"b"))
+    with pytest.raises(Refused):
+        await asyncio.wait_for(call.request(), 10)
+
+
+async def test_a_compressed_message_that_is_cut_short_is_refused() -> None:
+    peer = Peer()
+    call = peer.open(1, ("grpc-encoding", "gzip"))
+    peer.data(1, message(gzip.compress(b"abc" * 1000)[:-10], compressed=True), end=True)
+    with pytest.raises(Refused, match="cut short"):
+        await call.request()
+
+
+async def test_data_after_the_end_of_a_request_resets_its_stream() -> None:
+    peer = Peer()
+    call = peer.open(1)
+    peer.data(1, message(b"a"), end=True)
+    peer.data(1, message(b"b"))
+    assert call.is_over
+    assert await peer.received(frames.RST_STREAM, 1) == [frames.STREAM_CLOSED.to_bytes(4, "big")]
+    assert not peer.socket.is_closed
+
+
+async def test_calls_that_were_being_answered_may_all_be_cancelled() -> None:
+    peer = Peer()
+    for number in range(2000):
+        call = peer.open(2 * number + 1)
+        await call.write(b"")
+        peer.reset(call.stream)
+    assert not peer.socket.is_closed
+
+
+async def test_nothing_is_taken_after_the_end() -> None:
+    peer = Peer()
+    call = peer.open(1)
+    peer.send(frames.frame(frames.PUSH_PROMISE, frames.END_HEADERS, 1, bytes(8)))
+    assert peer.socket.is_closed
+    assert call.is_over
+    peer.open(3)
+    assert len(peer.calls) == 1
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "漢" * 5000, "\ud800" + "é%\n" * 3000])
+def test_a_long_status_message_is_cut_to_what_clients_take(text: str) -> None:
+    (_, (name, value)) = Decoder().decode(frames.trailers(3, text, ()))
+    assert name == "grpc-message"
+    assert len(value) <= 6144
+    assert text.encode(errors="replace").startswith(unquote(str(value), errors="strict").encode())
