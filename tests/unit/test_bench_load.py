@@ -10,6 +10,8 @@ from penstock.cli.bench_config import BenchConfig, lengths
 from penstock.cli.bench_load import NOT_SENT, Loop, Run
 from penstock.cli.bench_report import distribution, summary
 from penstock.cli.bench_target import Prompt, Prompts, Sample
+from penstock.common.config import from_env_and_flags
+from penstock.common.errors import StartupError
 
 VOCAB = 100
 
@@ -68,7 +70,8 @@ async def test_an_open_loop_counts_from_when_a_request_was_due() -> None:
 
 
 async def test_requests_over_the_bound_are_failures_that_were_never_sent() -> None:
-    server = Server(0.2)
+    # Longer than any pause of the machine while ten are sent.
+    server = Server(1.0)
     run = await loop(server, rate=1000.0, requests=10, max_open_requests=4).measure()
     assert server.most_open == 4
     assert [sample.failure for sample in run.samples].count(NOT_SENT) == 6
@@ -126,6 +129,13 @@ def test_tokens_of_the_first_delta_are_not_counted_as_decoded() -> None:
     times = result["milliseconds"]
     assert (times["ttft"]["p50"], times["itl"]["p50"], times["tpot"]["p50"]) == (100.0, 200.0, 100.0)
     assert "goodput" not in result
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "0", "-1"])
+def test_rates_that_are_none_name_the_flag(rate: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        from_env_and_flags(BenchConfig, {"rate": rate})
+    assert caught.value.flag == "--rate"
 
 
 @pytest.mark.parametrize("text", ["0", "5-4", "x", "1-", "", "-3", "1-2-3"])

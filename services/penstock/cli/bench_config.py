@@ -43,6 +43,7 @@ class BenchConfig(ConnectionConfig):
         "Open loop: so many requests a second, at random (Poisson), whether the server keeps up or not.",
         group=LOAD,
         minimum=0.001,
+        maximum=1e6,
     )
     requests: int | None = option(
         None, "Stop after so many; 64 without --duration.", group=LOAD, minimum=1, maximum=10_000_000

@@ -73,7 +73,8 @@ def _option(option: BoundOption) -> Any:
 def as_flags(option: BoundOption, value: Any) -> list[str]:
     """What was given to one command, as arguments of another."""
     if option.is_bool:
-        return [option.flag if value is True else "--no-" + option.flag[2:]] if value is not option.default else []
+        # The default, too: the other command may have a variable that says otherwise.
+        return [option.flag] if value is True else ["--no-" + option.flag[2:]] * bool(option.default)
     flag = "--model" if option.flag == MODEL_ARGUMENT else option.flag
     return [part for one in (value if isinstance(value, list) else [value]) for part in (flag, str(one))]
 

@@ -148,7 +148,8 @@ class Workers:
         await asyncio.gather(*keepers, return_exceptions=True)
         await self._supervisor.stop_together(self._hurry)
         codes = [child.ended.result() for child in self._supervisor.children]
-        return 0 if not any(codes) else 1
+        # Killed by the signal itself: a replacement that was not far enough to take it, and had nothing to finish.
+        return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
 
     async def _keep(self, slot: int, port: int, child: Child) -> None:
         """Replace the worker of `slot` whenever it ends."""
@@ -161,9 +162,15 @@ class Workers:
             complain(f"{child.name} ended with exit code {child.exit_code}; another one starts in {wait:g} s")
             self._supervisor.children.remove(child)
             self._metrics.retire(child.name)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, MAX_WAIT_SECONDS)
-            child = await self._start_one(slot, port, None)
+            name, replacement = child.name, None
+            while replacement is None:
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, MAX_WAIT_SECONDS)
+                try:
+                    replacement = await self._start_one(slot, port, None)
+                except OSError as error:  # no process, file or memory to be had just now
+                    complain(f"{name} cannot be started ({error.strerror}); the next try is in {wait:g} s")
+            child = replacement
             with contextlib.suppress(ChildEnded, StartupError):
                 await asyncio.shield(child.ready)
                 self._add_metrics(child)

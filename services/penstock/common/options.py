@@ -7,6 +7,7 @@ variables and docs/configuration.md are generated from it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -161,9 +162,12 @@ def _integer(text: str) -> int:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise ValueError("expected a number") from None
+    if math.isnan(value):  # which no bound would hold
+        raise ValueError("expected a number")
+    return value
 
 
 def _boolean(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 import urllib.request
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 FETCH_SECONDS = 2.0
+# Workers are on this machine, whatever proxy the environment names.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Every worker sees the same thing, or the oldest one is meant: the lowest value stands for all.
 _LOWEST = (
     "penstock_router_backend_up",
@@ -94,9 +97,9 @@ class SummedMetrics(Collector):
 def _fetch(address: str) -> _Families | None:
     """What one worker says; None when it does not answer."""
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=FETCH_SECONDS) as answer:
+        with _DIRECT.open(f"http://{address}/metrics", timeout=FETCH_SECONDS) as answer:
             text = answer.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException):  # the latter: it died within its answer
         return None
     families: _Families = {}
     for metric in text_string_to_metric_families(text):
