@@ -30,7 +30,9 @@ async def service(role: str, *flags: str) -> AsyncIterator[stack.Process]:
     """Two workers of `role`, ready. The backend they wait for may run in this process."""
     process = stack.start(role, "--processes", "2", *flags)
     try:
-        await asyncio.to_thread(stack.wait_serving, process.address, process)
+        # Health answers once one worker does. This line comes when all do, and their metrics are known.
+        await until(lambda: f"READY {role}" in process.output() or process.popen.poll() is not None, 90)
+        assert process.popen.poll() is None, process.output()
         yield process
     finally:
         process.kill()
@@ -72,7 +74,7 @@ async def until(condition: Any, timeout: float = 60.0) -> None:
 
 
 async def started(one: EmittingBackend, stubs: list[Any]) -> tuple[list[asyncio.Task[Answer]], list[Answer]]:
-    """A stream on each stub, with its first delta there; the backend then holds the rest back."""
+    """A stream on each stub, with its first delta there; the rest comes as slowly as the backend steps."""
     answers: list[Answer] = []
     begun = asyncio.Event()
 
@@ -95,7 +97,7 @@ async def test_a_worker_that_is_killed_is_replaced_while_the_others_streams_go_o
     ):
         before = workers(router)
         assert len(before) == 2
-        async with channels(router.address, 12) as opened:
+        async with channels(router.address, 16) as opened:
             stubs: list[Any] = [text_pb2_grpc.TextServiceStub(channel) for channel in opened]
             tasks, _ = await started(one, stubs)
             spread = {pid: connections_of(pid, router.port) for pid in before}
@@ -115,7 +117,8 @@ async def test_a_worker_that_is_killed_is_replaced_while_the_others_streams_go_o
             one.step_seconds = 0.0
             again = [collect(text_pb2_grpc.TextServiceStub(c).Generate(generate(output=WANT_IDS))) for c in opened]
             assert all(answer.ids() == IDS for answer in await asyncio.gather(*again))
-        assert samples(router)[counted] == len(whole) + 8
+        # The new worker takes calls before its parent knows where its metrics are.
+        await until(lambda: samples(router).get(counted) == len(whole) + 8)
         assert "ended with exit code 137" in router.output()
 
 
@@ -147,6 +150,16 @@ async def test_sigterm_lets_the_streams_of_every_worker_finish() -> None:
             answers = await asyncio.gather(*tasks)
             assert all(answer.ids() == IDS for answer in answers)
         assert await asyncio.to_thread(router.popen.wait, 40) == 0
+
+
+async def test_sigterm_while_a_worker_is_being_replaced_is_a_clean_end() -> None:
+    async with service("tokenizer") as process:
+        before = workers(process)
+        psutil.Process(min(before)).kill()
+        # Just started: it does not listen for signals yet.
+        await until(lambda: workers(process) - before)
+        process.popen.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.popen.wait, 40) == 0
 
 
 async def test_a_free_port_is_shared_by_all_workers() -> None:

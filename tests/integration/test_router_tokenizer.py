@@ -113,4 +113,5 @@ async def test_tokenizer_that_never_returns_ends_begun_streams_aborted_and_new_o
             await collect(router.stub.Chat(chat()))
         assert fresh.value.code() is grpc.StatusCode.UNAVAILABLE
         await proxy.restore()
+        await router.until("tokenizer_up", 1)
         assert (await collect(router.stub.Chat(chat()))).finished
