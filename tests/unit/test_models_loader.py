@@ -93,10 +93,11 @@ def test_mapping_a_file_anew_while_it_is_read_changes_nothing(single: Path, monk
     assert torch.equal(logits(load(single)), before)
 
 
-def test_the_model_survives_its_files_being_overwritten(single: Path) -> None:
-    model = load(single)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_model_survives_its_files_being_overwritten(tmp_path: Path, quantization: str) -> None:
+    model = load(tiny_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True), quantization=quantization)
     before = logits(model)
-    with (single / WEIGHTS).open("r+b") as file:
+    with (tmp_path / WEIGHTS).open("r+b") as file:
         file.truncate(0)
     assert torch.equal(logits(model), before)
 

@@ -140,7 +140,7 @@ class Loader:
     def _fused(self, names: list[str], has_bias: bool, *, gated: bool = False) -> Linear:
         """One Linear with the outputs of all `names`, in order; `gated`: the first half gates the second."""
         weight = self._concatenated([f"{name}.weight" for name in names])
-        bias = self._concatenated([f"{name}.bias" for name in names]) if has_bias else None
+        bias = self._joined([f"{name}.bias" for name in names]) if has_bias else None
         method = self._linear_method
         return self._counted(method.gated(weight, bias, self._kernels) if gated else method.linear(weight, bias))
 
@@ -149,10 +149,11 @@ class Loader:
         return linear
 
     def _concatenated(self, names: list[str]) -> Tensor:
-        taken = [self._checkpoint.take(name) for name in names]
-        if len(taken) > 1:
-            return torch.cat([self._converted(value) for value in taken])
-        return self._kept(taken[0])
+        return self._joined(names) if len(names) > 1 else self._kept(self._checkpoint.take(names[0]))
+
+    def _joined(self, names: list[str]) -> Tensor:
+        """In memory of their own, also where it is only one: a bias is used as it is by every method."""
+        return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
 
     def _tensor(self, name: str) -> Tensor:
         return self._counted_tensor(self._owned(self._checkpoint.take(name)))
