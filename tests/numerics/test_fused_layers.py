@@ -12,9 +12,12 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.native import INSTRUCTION_SETS, use_instruction_set
 from factories.paged import PagedDriver, PagedSequence
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.runner.kv_cache import KVCachePool
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
@@ -87,6 +90,29 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(tmp_path: Path, qu
     alone = logits(model, ids, max_chunk=1, together=False)
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("family", "config"), CASES, ids=[family for family, _ in CASES])
+def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
+    tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    model = native(tiny_checkpoint(tmp_path, family, **config), "none")
+    ids = prompts(2)
+    lengths = [len(prompt) for prompt in ids]
+    blocks = torch.arange(2 * 5, dtype=torch.int32).view(2, 5)
+    metadata, positions = AttentionMetadata.build(lengths, lengths, blocks, 8)
+    capture = AttentionCapture(model.attention, [CapturedRow(lengths[0] - 1, 0, lengths[0])])
+    hidden, pools = [], []
+    for attention in (None, capture):
+        facts = model.config
+        kv = KVCachePool(facts.num_layers, 10, 8, facts.num_kv_heads, facts.head_dim, model.dtype, torch.device("cpu"))
+        hidden.append(model.forward(torch.tensor([*ids[0], *ids[1]]), positions, metadata, kv, attention=attention))
+        pools.append(kv.tensors[0])
+    assert torch.equal(*hidden)
+    assert torch.equal(*pools)
+    weights = capture.weights(0)
+    assert weights.shape == (2, 4, lengths[0])
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
 
 
 def test_what_is_not_all_native_goes_layer_by_layer(tmp_path: Path) -> None:

@@ -116,6 +116,18 @@ class HeadWeights:
     eps: float = 0.0
 
 
+def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """q (T, H, D), k and v (T, K, D) of the fused projection: split, q and k normed and turned."""
+    num_turned = heads.num_heads + heads.num_kv_heads
+    qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + heads.num_kv_heads, heads.head_dim)
+    qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
+    if heads.q_norm is not None and heads.k_norm is not None:
+        weights = (heads.q_norm.expand(heads.num_heads, -1), heads.k_norm.expand(heads.num_kv_heads, -1))
+        qk = F.rms_norm(qk, (heads.head_dim,), None, heads.eps) * torch.cat(weights)
+    qk = rotate(qk, cos, sin)
+    return qk[:, : heads.num_heads], qk[:, heads.num_heads :], v
+
+
 class Attention(ABC):
     """Causal attention over the paged pool. Stateless: one instance serves every layer and step."""
 
@@ -153,12 +165,5 @@ class Attention(ABC):
         sliding_window: int | None,
     ) -> Tensor:
         """As `forward`, from the fused projection: split, norm, turn by cos and sin (T, 1, D / 2), attend; o_THD."""
-        num_turned = heads.num_heads + heads.num_kv_heads
-        qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + heads.num_kv_heads, heads.head_dim)
-        qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
-        if heads.q_norm is not None and heads.k_norm is not None:
-            weights = (heads.q_norm.expand(heads.num_heads, -1), heads.k_norm.expand(heads.num_kv_heads, -1))
-            qk = F.rms_norm(qk, (heads.head_dim,), None, heads.eps) * torch.cat(weights)
-        qk = rotate(qk, cos, sin)
-        q, k = qk[:, : heads.num_heads], qk[:, heads.num_heads :]
+        q, k, v = turned(qkv_TE, cos, sin, heads)
         return self.forward(q, k, v, layer, metadata, kv, scale, sliding_window)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.generation.attention.base import Attention, AttentionMetadata
+from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights, turned
 
 if TYPE_CHECKING:
     from penstock.generation.runner.kv_cache import KVCachePool
@@ -56,17 +56,48 @@ class AttentionCapture(Attention):
     ) -> Tensor:
         """See Attention.forward."""
         out = self._inner.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window)
+        self._keep(q_THD[[one.row for one in self._rows]], layer, metadata, kv, scale, sliding_window)
+        return out
+
+    def forward_qkv(
+        self,
+        qkv_TE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: HeadWeights,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """See Attention.forward_qkv: the inner one's own bits, so that rows beside the chosen ones notice nothing."""
+        out = self._inner.forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
+        rows = [one.row for one in self._rows]
+        q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], heads)
+        self._keep(q_RHD, layer, metadata, kv, scale, sliding_window)
+        return out
+
+    def _keep(
+        self,
+        q_RHD: Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        """Weights of the chosen rows' queries over the keys that are in the pool by now."""
         if not self._slots:
             self._slots = [_slots(one, metadata, kv.block_size) for one in self._rows]
-        for one, slots_C, found in zip(self._rows, self._slots, self._weights, strict=True):
+        for one, q_HD, slots_C, found in zip(self._rows, q_RHD, self._slots, self._weights, strict=True):
             k_CKD = kv.read(layer, slots_C, torch.float32)[0].float()
             # The query heads that share a key/value head are neighbours.
-            q_KGD = q_THD[one.row].float().view(kv.num_kv_heads, -1, kv.head_dim)
+            q_KGD = q_HD.float().view(kv.num_kv_heads, -1, kv.head_dim)
             scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * scale
             if sliding_window is not None and one.context > sliding_window:
                 scores_KGC[:, :, : one.context - sliding_window] = -torch.inf
             found.append(scores_KGC.softmax(-1).flatten(0, 1))
-        return out
 
 
 def _slots(one: CapturedRow, metadata: AttentionMetadata, block_size: int) -> Tensor:
