@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -111,6 +112,14 @@ async def test_a_taken_port_is_named() -> None:
         with pytest.raises(StartupError) as caught:
             await second.listen()
         assert caught.value.flag == "--port"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+async def test_the_address_of_all_interfaces_is_ipv4s_too() -> None:
+    async with tiny(AsyncioConfig(host="::", insecure_bind=True)) as (_, running, _):
+        port = running.address.rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]"):
+            assert await health_of(f"{host}:{port}") == SERVING
 
 
 @pytest.mark.parametrize("content", ["", "no certificate", "é"])

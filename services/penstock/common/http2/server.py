@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Iterable
 from typing import Any, cast
@@ -47,10 +48,13 @@ class Http2Server:
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None, *, shares_port: bool) -> int:
         """Open the port and return it. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._make_connection, host.strip("[]"), port, ssl=tls, reuse_port=shares_port or None, start_serving=False
-        )
+        loop, host = asyncio.get_running_loop(), host.strip("[]")
+        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
+        if host == "::" and socket.has_dualstack_ipv6():
+            # IPv4, too, as with grpc; asyncio would take IPv6 alone.
+            kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
+        self._server = await loop.create_server(self._make_connection, ssl=tls, start_serving=False, **where)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def start(self) -> None:
