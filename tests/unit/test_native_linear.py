@@ -131,6 +131,19 @@ def test_a_nan_reaches_its_row_and_no_other(format: Format) -> None:
     assert found[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("format", list(Format))
+def test_inputs_that_are_summed_in_several_parts(format: Format) -> None:
+    """More granules than stay in the cache; and rows of several tiles, which take turns with each part."""
+    inputs = {Format.F32: 2310, Format.BF16: 5002, Format.INT8: 9001, Format.INT4: 17001}[format]
+    dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
+    weight, x = (torch.randn(rows, inputs).to(dtype) for rows in (70, 30))
+    linear = NativeLinearMethod(format).linear(weight, None)
+    kept, given = quantised(weight, x, format)
+    found = linear.as_float(x)
+    assert_near(found, given @ kept.T, 1e-4)
+    assert torch.equal(linear.as_float(x[7:8]), found[7:8])
+
+
 def test_many_rows_and_panels_in_several_threads() -> None:
     weight, x = torch.randn(1000, 96).bfloat16(), torch.randn(517, 96).bfloat16()
     linear = NativeLinearMethod(Format.BF16).linear(weight, None)

@@ -78,21 +78,29 @@ struct Ahead {
 };
 
 constexpr int UNROLL = 8;
+// Granules that are summed before the next rows have their turn: with what is fetched meanwhile they stay in the second-level
+// cache. A multiple of an int4 group's, as UNROLL is.
+constexpr int64_t PART = 1024;
+
+// Sums of a tile: 32-bit floats or integers, as its format has them, and the scaled result in their place at the end.
+// A part of the granules of a panel: what is summed before the next tile of rows has its turn.
+struct Part {
+  const char* w;
+  int64_t first, last;
+  bool is_last;
+};
 
 template <class F, int M>
-static inline void sums_of(const int32_t* x, int64_t stride, const char* w, int64_t granules, Ahead ahead,
-                           typename F::Sum (&sum)[M][V]) {
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) sum[m][v] = typename F::Sum{};
-  const int64_t whole = granules / UNROLL * UNROLL;
+static inline void add_up(const int32_t* x, int64_t stride, const Part& part, Ahead ahead, typename F::Sum (&sum)[M][V]) {
+  const int64_t granules = part.last - part.first, whole = granules / UNROLL * UNROLL;
   int64_t fetched = 0;
   auto granule = [&](int64_t g) __attribute__((always_inline)) {
-    vi part[V];
-    for (int v = 0; v < V; ++v) part[v] = load_bits(w + g * PANEL * 4 + v * 4 * L);
+    vi w[V];
+    for (int v = 0; v < V; ++v) w[v] = load_bits(part.w + g * PANEL * 4 + v * 4 * L);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[m][v] = F::dot(sum[m][v], x[m * stride + g], part[v]);
+      for (int v = 0; v < V; ++v) sum[m][v] = F::dot(sum[m][v], x[m * stride + g], w[v]);
   };
   for (int64_t g = 0; g < whole; g += UNROLL) {
     const int64_t until = ahead.lines * (g + UNROLL) / granules;
@@ -104,23 +112,25 @@ static inline void sums_of(const int32_t* x, int64_t stride, const char* w, int6
   for (int64_t g = whole; g < granules; ++g) granule(g);
 }
 
-typedef float Block[TILE][PANEL];
-
 template <class F, int M>
-static void tile(const LinearArgs& a, int64_t row, int64_t panel, const char* w, Ahead ahead, Block& block) {
-  const int32_t* x = (const int32_t*)a.x + row * a.x_stride;
-  typename F::Sum sum[M][V];
-  sums_of<F, M>(x, a.x_stride, w, a.granules, ahead, sum);
+static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part, Ahead ahead, float (*block)[PANEL]) {
+  typedef typename F::Sum Sum;
+  const int32_t* x = (const int32_t*)a.x + row * a.x_stride + part.first;
+  Sum sum[M][V];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) sum[m][v] = part.first == 0 ? Sum{} : (Sum)load(&block[m][v * L]);
+  add_up<F, M>(x, a.x_stride, part, ahead, sum);
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) {
-      if constexpr (std::is_same_v<typename F::Sum, vf>) {
-        store_all(&block[m][v * L], sum[m][v]);
-      } else {
-        // x is 128 too large.
-        vi offset = load_bits((const char*)(a.column_sum + panel * PANEL + v * L));
-        vf value = __builtin_convertvector(sum[m][v] - (offset << 7), vf);
-        store_all(&block[m][v * L], value * splat(a.row_scale[row + m]) * load(a.column_scale + panel * PANEL + v * L));
-      }
+      vf value = (vf)sum[m][v];
+      if constexpr (std::is_same_v<Sum, vi>)
+        if (part.is_last) {
+          // x is 128 too large.
+          vi offset = load_bits((const char*)(a.column_sum + panel * PANEL + v * L));
+          value = __builtin_convertvector(sum[m][v] - (offset << 7), vf);
+          value = value * splat(a.row_scale[row + m]) * load(a.column_scale + panel * PANEL + v * L);
+        }
+      store_all(&block[m][v * L], value);
     }
 }
 
@@ -128,15 +138,16 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const char* w,
 struct INT4 {};
 
 template <int M>
-static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const char* w, Ahead ahead, Block& block) {
+static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Part& part, Ahead ahead, float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8;
-  const int64_t groups = a.granules / STEPS;
+  const int64_t groups = a.granules / STEPS, first_group = part.first / STEPS, last_group = part.last / STEPS;
   const vi low = splat_bits(0x0F0F0F0F);
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) store_all(&block[m][v * L], vf{});
+  if (part.first == 0)
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v) store_all(&block[m][v * L], vf{});
   int64_t fetched = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t until = ahead.lines * (group + 1) / groups;
+  for (int64_t group = first_group; group < last_group; ++group) {
+    const int64_t until = ahead.lines * (group + 1 - first_group) / (last_group - first_group);
     ahead.fetch(fetched, until);
     fetched = until;
     vi sum[M][V];
@@ -147,7 +158,7 @@ static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const cha
       const int64_t g = group * STEPS + u;
       vi first[V], second[V];
       for (int v = 0; v < V; ++v) {
-        vi both = load_bits(w + g * PANEL * 4 + v * 4 * L);
+        vi both = load_bits(part.w + (g - part.first) * PANEL * 4 + v * 4 * L);
         first[v] = both & low;
         second[v] = (vi)((vu)both >> 4) & low;
       }
@@ -167,7 +178,7 @@ static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const cha
   }
 }
 
-typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const char*, Ahead, Block&);
+typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const Part&, Ahead, float (*)[PANEL]);
 
 template <class F, int M>
 static Tile pick(int rows) {
@@ -210,21 +221,28 @@ static inline void store_row(const LinearArgs& a, const float* block, int64_t ro
 }
 
 void multiply(const LinearArgs& a, const LinearTask& task) {
-  const int64_t panel_bytes = a.granules * PANEL * 4, lines = panel_bytes / 64;
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
-  alignas(64) Block block;
-  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel) {
-    const char* w = a.weight + panel * panel_bytes;
-    const char* next = panel + 1 < task.last_panel ? w + panel_bytes : task.next;
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t first = task.first_row + rows * t / tiles, last = task.first_row + rows * (t + 1) / tiles;
-      const int64_t from = lines * t / tiles;
-      const Ahead ahead{next + from * 64, next == nullptr ? 0 : lines * (t + 1) / tiles - from};
-      pick(a.format, int(last - first))(a, first, panel, w, ahead, block);
-      for (int64_t row = first; row < last; ++row)
-        a.out_bf16 ? store_row<bf16>(a, block[row - first], row, panel) : store_row<float>(a, block[row - first], row, panel);
+  const int64_t parts = (a.granules + PART - 1) / PART;
+  alignas(64) float blocks[ROW_BLOCK][PANEL];
+  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel)
+    for (int64_t p = 0; p < parts; ++p) {
+      // Whole groups of int4, whole turns of the unrolled loop.
+      const int64_t from = a.granules * p / parts / UNROLL * UNROLL;
+      const int64_t to = p + 1 < parts ? a.granules * (p + 1) / parts / UNROLL * UNROLL : a.granules;
+      const Part part{a.weight + (panel * a.granules + from) * PANEL * 4, from, to, p + 1 == parts};
+      // What comes next lies behind it, but for the last of the task.
+      const bool is_end = part.is_last && panel + 1 == task.last_panel;
+      const char* next = is_end ? task.next : part.w + (to - from) * PANEL * 4;
+      const int64_t lines = next == nullptr ? 0 : (to - from) * PANEL * 4 / 64;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
+        const Ahead ahead{next + lines * t / tiles * 64, lines * (t + 1) / tiles - lines * t / tiles};
+        pick(a.format, int(last - first))(a, task.first_row + first, panel, part, ahead, blocks + first);
+        if (!part.is_last) continue;
+        for (int64_t row = first; row < last; ++row)
+          a.out_bf16 ? store_row<bf16>(a, blocks[row], task.first_row + row, panel) : store_row<float>(a, blocks[row], task.first_row + row, panel);
+      }
     }
-  }
 }
 
 // The largest magnitude; NaN where there is one.

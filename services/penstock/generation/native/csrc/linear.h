@@ -8,6 +8,8 @@ namespace penstock {
 constexpr int PANEL = 32;
 // Inputs that share a scale in int4.
 constexpr int GROUP = 32;
+// Most rows of a task, which stay in the cache while the panels go by: whole tiles.
+constexpr int64_t ROW_BLOCK = 264;
 
 enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
 

@@ -17,8 +17,6 @@ inline int64_t granules_of(Format format, int64_t inputs) {
 
 // Tasks are blocks of rows times runs of panels.
 struct LinearShare {
-  // Rows whose inputs stay in the cache while the panels go by: whole tiles.
-  static constexpr int64_t ROW_BLOCK = 264;
   // Large enough for the memory to stream, small enough for all threads to end together.
   static constexpr int64_t TASK_BYTES = 128 << 10;
 
