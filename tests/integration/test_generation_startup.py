@@ -15,6 +15,8 @@ from penstock.common.errors import StartupError, Unavailable
 from penstock.common.server import RunningServer
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.devices.base import DeviceMemory
+from penstock.generation.devices.cpu import CPUDevice
 from penstock.v1 import common_pb2, generation_pb2, model_pb2
 from prometheus_client import CollectorRegistry
 
@@ -162,6 +164,18 @@ def test_options_that_cannot_work(flag: str, values: dict[str, Any]) -> None:
     with pytest.raises(StartupError) as refused:
         from_env_and_flags(GenerationServiceConfig, values)
     assert refused.value.flag == flag
+
+
+async def test_what_fits_only_when_quantised_is_refused_otherwise(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = int((checkpoint / "model.safetensors").stat().st_size * 0.9)
+    monkeypatch.setattr(CPUDevice, "memory", lambda self: DeviceMemory(1 << 40, free))
+    error = await refusal(checkpoint, kv_memory="auto")
+    assert (error.flag, "of memory is free" in error.message) == ("MODEL", True)
+    for quantization in ("int8", "int4"):
+        async with generation_service(checkpoint, kv_memory="auto", quantization=quantization) as client:
+            assert (await client.generate(request())).error is None
 
 
 async def test_the_token_budget_is_told_whether_given_measured_or_fixed(checkpoint: Path) -> None:

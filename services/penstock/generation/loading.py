@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +28,15 @@ from penstock.generation.engine.decoding.footprint import most_output_tokens
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.loader import EMBEDDING, LM_HEAD, tensor_shapes
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.requested import ModelDefaults, ServedModel
 from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.runner.model_runner import ModelRunner
 
 _log = get_logger("penstock.generation")
+# Of a weight of a linear layer, with its part of the scales.
+_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
         raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels)
-    _check_memory(folder, device)
+    _check_memory(folder, model_config, config.quantization, device)
     share = 1.0 if config.assistant_model is None else 0.5
     model = load_model(
         folder,
@@ -159,10 +163,11 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
     return table
 
 
-def _check_memory(folder: Path, device: Device) -> None:
+def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device) -> None:
     """Refuse before the operating system kills: the weights alone must fit."""
     # A link whose file is gone, as a cleaned-up hub cache leaves them, is the loader's to report.
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+    weights = _loaded_bytes(stored, model, quantization)
     available = device.memory().available
     if weights > available:
         raise StartupError(
@@ -170,6 +175,17 @@ def _check_memory(folder: Path, device: Device) -> None:
             "choose a smaller MODEL",
             flag="MODEL",
         )
+
+
+def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
+    """About what `stored` bytes of weights take once they are quantised; without that, as many."""
+    if quantization not in _QUANTISED_BYTES:
+        return stored
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
+    table, total = sizes[EMBEDDING], sum(sizes.values())
+    layers = total - table - sizes.get(LM_HEAD, 0)
+    # The embedding's table stays as it is; the head is int8 whichever is asked for, also where the two are tied.
+    return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])
 
 
 def _kv_pool(
