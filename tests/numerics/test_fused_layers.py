@@ -118,3 +118,12 @@ def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
 def test_what_is_not_all_native_goes_layer_by_layer(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path)
     assert load_model(folder, dtype="bfloat16", device=CPUDevice())._fused is None
+
+
+def test_heads_larger_than_the_kernels_take_are_torchs(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "qwen3", head_dim=264, num_hidden_layers=1)
+    device = CPUDevice()
+    device.instruction_set = torch.ops.penstock.instruction_set("")
+    model = load_model(folder, dtype="bfloat16", device=device)
+    (found,) = logits(model, prompts(1), max_chunk=8, together=True)
+    assert found.isfinite().all()

@@ -22,6 +22,8 @@ class NativeAttention(Attention):
     """
 
     name = "native"
+    # csrc/attention.h's.
+    MAX_HEAD_DIM = 256
 
     def forward(
         self,

@@ -61,8 +61,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def attention(self, dtype: torch.dtype) -> Attention:
-        """The fastest attention for `dtype` that works here."""
+    def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
+        """The fastest attention for `dtype` and heads of this size that works here."""
 
     @abstractmethod
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:

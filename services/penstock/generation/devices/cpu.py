@@ -78,9 +78,10 @@ class CPUDevice(Device):
         """See Device."""
         return cpu_method(dtype, quantization, native=self._uses_native(dtype))
 
-    def attention(self, dtype: torch.dtype) -> Attention:
+    def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""
-        return NativeAttention() if self._uses_native(dtype) else SDPAAttention()
+        fits = head_dim <= NativeAttention.MAX_HEAD_DIM
+        return NativeAttention() if fits and self._uses_native(dtype) else SDPAAttention()
 
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
         """See Device."""

@@ -96,7 +96,7 @@ class Loader:
             norm=norm,
             lm_head=lm_head,
             rotary=RotaryEmbedding(config.rope, config.head_dim, device, self._dtype),
-            attention=self._device.attention(self._dtype),
+            attention=self._device.attention(self._dtype, config.head_dim),
             dtype=self._dtype,
             device=device,
             num_bytes=self._num_bytes,
