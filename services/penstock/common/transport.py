@@ -45,6 +45,8 @@ def channel_options(config: TransportConfig) -> Options:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name the time that an attempt to connect may take, up to the peer's first frame: a far or a busy
+        # one needs more than the 100 ms between attempts.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
