@@ -370,6 +370,7 @@ async def _main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--allowance", type=int, help="steps until SIGUSR1; the rest after it")
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
     args = parser.parse_args()
     backend = EmittingBackend(
@@ -377,10 +378,12 @@ async def _main() -> None:
         port=args.port,
         tokens_per_step=args.tokens_per_step,
         step_seconds=args.step_seconds,
+        allowance=args.allowance,
         fingerprint=args.fingerprint,
     )
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: asyncio.ensure_future(backend.allow(None)))
     async with backend:
         await stopped.wait()
         await backend.stop(STOP_GRACE_SECONDS)

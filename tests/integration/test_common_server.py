@@ -52,7 +52,7 @@ async def test_a_streaming_handler_raises_like_any_other_and_pushback_is_sent() 
             await call.read()
         assert from_rpc_error(caught.value).retry_after_seconds == 0.25
         assert ("grpc-retry-pushback-ms", "250") in tuple(await call.trailing_metadata())
-        await asyncio.wait_for(service.servicer.closed.wait(), 5)
+        await service.servicer.closed.wait()
 
 
 def test_what_waiting_cannot_help_is_not_to_be_tried_again() -> None:
@@ -67,7 +67,7 @@ async def test_a_cancelled_stream_runs_the_handlers_cleanup_at_once() -> None:
         await call.write(pb.DecodeStreamRequest())
         await call.read()
         call.cancel()
-        await asyncio.wait_for(service.servicer.closed.wait(), 5)
+        await service.servicer.closed.wait()
 
 
 @pytest.mark.parametrize("path", ["GetTokenizer", "DecodeStream"])
@@ -152,6 +152,6 @@ async def test_stop_does_not_wait_longer_than_the_grace() -> None:
         service.drain = asyncio.Event().wait
         waiting = asyncio.ensure_future(stub.GetTokenizer(pb.GetTokenizerRequest(model="wait")))
         await service.servicer.entered.wait()
-        await asyncio.wait_for(running.stop(), 5)
+        await running.stop()
         with pytest.raises(grpc.aio.AioRpcError):
             await waiting

@@ -11,12 +11,15 @@ import grpc
 import pytest
 from factories.generation import Client, generation_service, token_ids
 from factories.router import running_router
+from factories.step_gate import held_after
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import generation_pb2, text_pb2
 from penstock_client import AsyncClient
 from penstock_client import Client as SyncClient
 
+# The first items are answered in them, which tells those who watch the load, and many are left.
+SOME_STEPS = 8
 TEXTS = ["Hello, world", "The capital of France is Paris", "The capital of France is Paris."]
 
 
@@ -45,11 +48,12 @@ async def test_bad_inputs_are_refused_by_name(client: Client, inputs: list[Any],
 
 
 async def test_cancelling_ends_every_input(client: Client) -> None:
-    call = client.generation.Embed(
-        generation_pb2.EmbedRequest(inputs=[token_ids(*[5 + index] * 900) for index in range(128)])
-    )
-    await client.until(lambda load: load.running_requests > 0)
-    call.cancel()
+    with held_after(SOME_STEPS):
+        call = client.generation.Embed(
+            generation_pb2.EmbedRequest(inputs=[token_ids(*[5 + index] * 900) for index in range(128)])
+        )
+        await client.until(lambda load: load.running_requests > 0)
+        call.cancel()
     await client.until_idle()
 
 

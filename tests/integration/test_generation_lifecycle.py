@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from factories.generation import Client, generation_service, request, text_checkpoint
+from factories.generation import PATIENCE_SECONDS, Client, generation_service, request, text_checkpoint
+from factories.sessions import Session
+from factories.step_gate import held_after
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import (
     Aborted,
@@ -27,7 +28,8 @@ from penstock.v1 import admin_pb2, common_pb2, generation_pb2, model_pb2
 from prometheus_client import generate_latest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LONG = {"max_new_tokens": 4000}
+MANY_STEPS = 4000
+LONG = {"max_new_tokens": MANY_STEPS}
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +70,11 @@ async def health(client: Client) -> int:
 
 async def test_cancelling_frees_the_blocks(client: Client) -> None:
     call = await started(client)
-    assert (await client.load()).kv_blocks_used > 0
-    begin = time.monotonic()
+    begun = await client.load()
+    assert begun.kv_blocks_used > 0
     call.cancel()
-    await client.until_idle()
-    assert time.monotonic() - begin < 2.0
+    ended = await client.until_idle()
+    assert ended.step - begun.step < MANY_STEPS // 2, "it ended long before its own end"
 
 
 async def test_a_client_whose_connection_is_gone_frees_its_blocks(client: Client) -> None:
@@ -86,14 +88,15 @@ async def test_a_client_whose_connection_is_gone_frees_its_blocks(client: Client
 async def test_a_deadline_ends_the_request_and_frees_its_blocks(client: Client) -> None:
     outcome = await client.generate(request(config=LONG), timeout=0.3)
     assert isinstance(outcome.error, DeadlineExceeded)
-    assert len(outcome.deltas) < 4000
+    assert len(outcome.deltas) < MANY_STEPS
     await client.until_idle()
 
 
 async def test_a_deadline_that_passed_in_the_queue_is_never_prefilled(folder: Path) -> None:
     async with generation_service(folder, max_running_sequences=1) as client:
-        running = await started(client)
-        outcome = await client.generate(request(), timeout=0.2)
+        with held_after(1):
+            running = await started(client)
+            outcome = await client.generate(request(), timeout=0.2)
         assert isinstance(outcome.error, DeadlineExceeded)
         assert outcome.deltas == []
         load = await client.until(lambda load: load.waiting_requests == 0)
@@ -108,8 +111,9 @@ async def test_max_time_finishes_with_its_own_reason(client: Client) -> None:
 
 
 async def test_abort_finishes_the_request_aborted(client: Client) -> None:
-    call = await started(client, request_id="mine")
-    answer = await client.generation.Abort(generation_pb2.AbortRequest(request_ids=["mine", "nobody"]))
+    with held_after(1):
+        call = await started(client, request_id="mine")
+        answer = await client.generation.Abort(generation_pb2.AbortRequest(request_ids=["mine", "nobody"]))
     assert list(answer.request_ids) == ["mine"]
     events = await rest(call)
     assert events[-1].finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
@@ -118,8 +122,10 @@ async def test_abort_finishes_the_request_aborted(client: Client) -> None:
 
 
 async def test_abort_all(client: Client) -> None:
-    calls = [await started(client, request_id=name) for name in "ab"]
-    answer = await client.generation.Abort(generation_pb2.AbortRequest(all=True))
+    with held_after(0):
+        calls = [client.generation.Generate(request(config=LONG, request_id=name)) for name in "ab"]
+        await client.until(lambda load: load.waiting_requests == 2)
+        answer = await client.generation.Abort(generation_pb2.AbortRequest(all=True))
     assert sorted(answer.request_ids) == ["a", "b"]
     for call in calls:
         assert (await rest(call))[-1].HasField("finished")
@@ -127,12 +133,13 @@ async def test_abort_all(client: Client) -> None:
 
 async def test_a_full_queue_refuses_at_once_with_pushback(folder: Path) -> None:
     async with generation_service(folder, max_running_sequences=1, max_queued_requests=1) as client:
-        running = await started(client)
-        queued = client.generation.Generate(request(config=LONG))
-        await client.until(lambda load: load.waiting_requests == 1)
-        call = client.generation.Generate(request())
-        with pytest.raises(grpc.RpcError) as refusal:
-            await call.read()
+        with held_after(1):
+            running = await started(client)
+            queued = client.generation.Generate(request(config=LONG))
+            await client.until(lambda load: load.waiting_requests == 1)
+            call = client.generation.Generate(request())
+            with pytest.raises(grpc.RpcError) as refusal:
+                await call.read()
         error = from_rpc_error(refusal.value)
         assert (type(error), error.reason) == (ResourceExhausted, "QUEUE_FULL")
         assert error.retry_after_seconds is not None
@@ -161,14 +168,15 @@ async def test_a_reader_that_is_too_far_behind_is_cut_off(folder: Path) -> None:
 
 
 async def test_drain_refuses_new_work_finishes_the_old_and_resume_undoes_it(client: Client) -> None:
-    live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
-    await client.until(lambda load: load.running_requests == 1)
-    drain = client.admin.Drain(admin_pb2.DrainRequest())
-    await client.until(lambda load: load.draining)
-    assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
-    refused = await client.generate(request())
-    assert isinstance(refused.error, Unavailable)
-    assert refused.error.reason == "DRAINING"
+    with held_after(1):
+        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+        await client.until(lambda load: load.running_requests == 1)
+        drain = client.admin.Drain(admin_pb2.DrainRequest())
+        await client.until(lambda load: load.draining)
+        assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
+        refused = await client.generate(request())
+        assert isinstance(refused.error, Unavailable)
+        assert refused.error.reason == "DRAINING"
     assert (await drain).running_requests == 0
     assert (await live).finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
     await client.admin.Resume(admin_pb2.ResumeRequest())
@@ -185,22 +193,30 @@ async def test_drain_with_a_grace_aborts_what_is_left(client: Client) -> None:
 
 async def test_stopping_the_process_lets_streams_finish_and_ends_idle_sessions(folder: Path) -> None:
     async with generation_service(folder) as client:
-        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
-        session = client.generation.Session()
+        session = Session(client)
+        await session.submit(request(request_id="over"))
+        while "finished" not in session.kinds("over"):
+            await session.next()
         watch = client.admin.WatchLoad(admin_pb2.WatchLoadRequest())
         assert (await watch.read()).load.state == common_pb2.MODEL_STATE_READY
-        await client.until(lambda load: load.running_requests == 1)
-        await client.running.stop()
+        with held_after(1):
+            live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+            await client.until(lambda load: load.running_requests == 1)
+            stop = asyncio.create_task(client.running.stop())
+            await asyncio.sleep(0)
         assert (await live).finished.usage.completion_tokens == 300
-        assert await session.code() is grpc.StatusCode.OK
+        assert await session.call.code() is grpc.StatusCode.OK
         await rest(watch)
         assert await watch.code() is grpc.StatusCode.OK
+        await stop
 
 
 async def test_a_stream_that_outlives_the_grace_ends_aborted_and_not_unavailable(folder: Path) -> None:
     async with generation_service(folder, drain_grace_seconds=0.05) as client:
-        call = await started(client)
-        stop = asyncio.create_task(client.running.stop())
+        with held_after(1):
+            call = await started(client)
+            stop = asyncio.create_task(client.running.stop())
+            await asyncio.sleep(0)
         with pytest.raises(grpc.RpcError) as cut:
             await rest(call)
         error = from_rpc_error(cut.value)
@@ -261,7 +277,7 @@ async def test_a_broken_engine_ends_every_stream_internal_and_fails_the_process(
             error = from_rpc_error(failure.value)
             assert isinstance(error, Internal)
             assert "device" not in error.message
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert isinstance(await client.running.service.failed, RuntimeError)
         assert await session.code() is not None
         assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING

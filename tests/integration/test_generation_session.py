@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from factories.generation import Client, generation_service, request, text_checkpoint
 from factories.sessions import Session
+from factories.step_gate import held_after
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument, from_status
 from penstock.v1 import common_pb2, generation_pb2
@@ -32,8 +33,10 @@ def long(**fields: Any) -> generation_pb2.GenerateRequest:
 
 async def test_requests_share_one_message_per_engine_step(client: Client) -> None:
     session = Session(client)
-    for number in range(4):
-        await session.submit(request((number + 5, 6), request_id=f"r{number}", attempt_epoch=number))
+    with held_after(0):
+        for number in range(4):
+            await session.submit(request((number + 5, 6), request_id=f"r{number}", attempt_epoch=number))
+        await client.until(lambda load: load.waiting_requests == 4)
     await session.rest()
     steps = [message.step for message in session.messages]
     assert steps == sorted(set(steps))
@@ -74,8 +77,10 @@ async def test_a_session_needs_request_ids_and_commands(client: Client) -> None:
 
 async def test_an_abort_ends_that_request_only_and_frees_its_blocks(client: Client) -> None:
     session = Session(client)
-    await session.submit(long(request_id="gone", attempt_epoch=2))
-    await session.submit(long(request_id="stays"))
+    with held_after(0):
+        await session.submit(long(request_id="gone", attempt_epoch=2))
+        await session.submit(long(request_id="stays"))
+        await client.until(lambda load: load.waiting_requests == 2)
     while not session.kinds("gone"):
         await session.next()
     await session.abort("gone", attempt_epoch=1)
@@ -120,12 +125,13 @@ async def test_half_closing_lets_live_requests_finish(client: Client) -> None:
 
 async def test_an_id_that_is_live_anywhere_is_refused(client: Client) -> None:
     session, other = Session(client), Session(client)
-    await session.submit(long(request_id="same"))
-    await session.next()
-    await other.submit(request(request_id="same"))
-    await other.rest()
-    assert other.kinds("same") == ["error"]
-    alone = await client.generate(request(request_id="same"))
+    with held_after(1):
+        await session.submit(long(request_id="same"))
+        await session.next()
+        await other.submit(request(request_id="same"))
+        await other.rest()
+        assert other.kinds("same") == ["error"]
+        alone = await client.generate(request(request_id="same"))
     assert isinstance(alone.error, InvalidArgument)
     assert alone.error.field == "request_id"
     await session.next()

@@ -185,7 +185,7 @@ async def test_the_token_budget_is_told_whether_given_measured_or_fixed(checkpoi
 
     assert await budget(max_batch_tokens=100) == 100
     assert await budget() == 512
-    assert await budget(tune_seconds=1.0, target_step_seconds=60.0) == 512
+    assert await budget(tune_seconds=1.0, target_step_seconds=3600.0) == 512
     assert await budget(tune_seconds=1.0, target_step_seconds=0.001, max_running_sequences=20) in (64, 128, 256, 512)
 
 

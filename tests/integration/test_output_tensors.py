@@ -16,6 +16,7 @@ import torch
 from factories.checkpoints import reference_model
 from factories.generation import Client, generation_service, request, text_checkpoint
 from factories.router import Router, chat, collect, generate, running_router
+from factories.step_gate import held_after
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 from penstock_client import AsyncClient
@@ -222,8 +223,9 @@ async def test_a_reader_that_is_behind_gets_whole_messages_below_the_limit(clien
     output = config_pb2.OutputConfig(return_token_ids=True, output_scores=True, output_logits=True)
     config = config_pb2.GenerationConfig(max_new_tokens=600)
     stop = config_pb2.StopConfig(ignore_eos=True)
-    call = router.stub.Generate(generate("Hello", config=config, output=output, stop=stop))
-    await client.until(lambda load: load.running_requests > 0)
+    with held_after(1):
+        call = router.stub.Generate(generate("Hello", config=config, output=output, stop=stop))
+        await client.until(lambda load: load.running_requests > 0)
     await client.until_idle()
     ids: list[int] = []
     async for response in call:

@@ -90,7 +90,7 @@ async def test_frozen_backend_is_lost_after_the_stall_timeout() -> None:
     async with (
         held(allowance=5) as one,
         held(allowance=5) as two,
-        running_router(one, two, stall_timeout_seconds=0.3) as router,
+        running_router(one, two, stall_timeout_seconds=3.0) as router,
     ):
 
         async def freeze() -> None:
@@ -106,7 +106,7 @@ async def test_backend_cut_off_from_the_network_is_lost() -> None:
     async with held(allowance=5) as one, held() as two, TcpProxy(one.address) as proxy:
         two.extra_load = 100
         addresses = (proxy.address, two.address)
-        async with running_router(backend=addresses, stall_timeout_seconds=0.3) as router:
+        async with running_router(backend=addresses, stall_timeout_seconds=3.0) as router:
 
             async def cut() -> None:
                 proxy.freeze()

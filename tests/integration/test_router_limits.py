@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.emitting_backend import count_up
-from factories.router import Router, backend, chat, collect, generate, running_router
+from factories.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
 from google.protobuf import struct_pb2
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
@@ -156,9 +156,7 @@ async def test_backends_full_is_resource_exhausted_before_any_work() -> None:
 async def room_for(router: Router, requests: int) -> None:
     """Wait until the router knows that the backend's queue has room."""
     service: Any = router.server.service
-    async with asyncio.timeout(5):
-        while service._pool.ready("")[0].room < requests:  # noqa: ASYNC110 (nobody announces a report that changes no state)
-            await asyncio.sleep(0)
+    await until(lambda: service._pool.ready("")[0].room >= requests)
 
 
 async def test_running_requests_are_not_in_a_backends_queue() -> None:
@@ -211,7 +209,7 @@ async def test_reader_too_far_behind_is_cut_off_and_its_request_aborted() -> Non
         running_router(one, max_buffered_bytes=4096, max_live_requests=1) as router,
     ):
         call = router.stub.Generate(generate(output=OUTPUT(return_token_ids=True)))
-        await asyncio.wait_for(one.until(lambda: bool(one.aborted)), 20)
+        await one.until(lambda: bool(one.aborted))
         one.script = count_up(4)
         # Its place is free again although it has not read its status yet.
         assert (await collect(router.stub.Generate(generate()))).finished
@@ -245,7 +243,7 @@ async def test_same_prefix_goes_to_the_same_backend_until_it_is_busy() -> None:
         assert sorted((len(one.submitted), len(two.submitted))) == [0, 6]
         favourite = one if one.submitted else two
         favourite.extra_load = 50
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(one.submitted) + len(two.submitted) == len(favourite.submitted):
                 await collect(router.stub.Generate(generate(f"{text}!")))
 
@@ -262,8 +260,8 @@ async def test_reader_that_does_not_even_take_its_status_is_disconnected() -> No
         settings = {"max_buffered_bytes": 4096, "slow_reader_grace_seconds": 0.05}
         async with running_router(one, **settings) as router:
             call = narrow_stub(router).Generate(generate(output=OUTPUT(return_token_ids=True)))
-            await asyncio.wait_for(one.until(lambda: bool(one.aborted)), 20)
-            await asyncio.wait_for(router.server.calls.wait_idle(), 5)
+            await one.until(lambda: bool(one.aborted))
+            await router.server.calls.wait_idle()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass

@@ -16,7 +16,7 @@ from factories.emitting_backend import count_up
 from factories.router import Answer, collect, generate, running_router, tokenizer_address, tokenizer_fingerprint
 from penstock.v1 import config_pb2
 
-TOKENS = 200
+TOKENS, BEFORE = 200, 20
 IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
 WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
 SCRIPT = Path(__file__).parent.parent / "factories" / "emitting_backend.py"
@@ -24,9 +24,9 @@ SCRIPT = Path(__file__).parent.parent / "factories" / "emitting_backend.py"
 
 @contextmanager
 def backend_process() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A scripted backend that emits a token every few milliseconds."""
+    """A scripted backend that emits BEFORE tokens, and the others after SIGUSR1."""
     port = stack.free_port()
-    command = [sys.executable, str(SCRIPT), "--port", str(port), "--tokens", str(TOKENS), "--step-seconds", "0.005"]
+    command = [sys.executable, str(SCRIPT), "--port", str(port), "--tokens", str(TOKENS), "--allowance", str(BEFORE)]
     with subprocess.Popen([*command, "--fingerprint", tokenizer_fingerprint()]) as process:
         try:
             stack.wait_serving(f"127.0.0.1:{port}")
@@ -38,15 +38,18 @@ def backend_process() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_stream_outlives_its_backends_process(signal_number: signal.Signals) -> None:
     with backend_process() as (one, first), backend_process() as (two, second):
-        async with running_router(backend=(first, second), stall_timeout_seconds=1.0) as router:
-            used = {first: one, second: two}
+        # Longer than a busy machine keeps the other one silent.
+        async with running_router(backend=(first, second), stall_timeout_seconds=5.0) as router:
 
             async def strike(answer: Answer) -> None:
-                if len(answer.ids()) >= 20 and not struck:
-                    struck.append(next(a for a in used if router.metric("backend_requests_total", backend=a)))
-                    used[struck[0]].send_signal(signal_number)
+                if len(answer.ids()) >= BEFORE and not struck:
+                    used = router.metric("backend_requests_total", backend=first)
+                    victim, other = (one, two) if used else (two, one)
+                    struck.append(victim)
+                    victim.send_signal(signal_number)
+                    other.send_signal(signal.SIGUSR1)
 
-            struck: list[str] = []
+            struck: list[subprocess.Popen[bytes]] = []
             answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), strike)
             assert answer.ids() == IDS
             assert answer.text() == await router.decode(IDS)

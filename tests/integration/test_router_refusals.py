@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.held_backend import IDS, WANT_IDS, held, status_of, stop_after
-from factories.router import Answer, collect, generate, running_router, tokenizer_address
+from factories.router import Answer, collect, generate, running_router, tokenizer_address, until
 from factories.tcp_proxy import TcpProxy
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable, from_rpc_error
 
@@ -105,9 +105,7 @@ async def test_what_was_lost_before_the_client_saw_any_of_it_is_unavailable() ->
             await one.allow(3)
             # What a backend sent is lost with it unless it has been read.
             service: Any = router.server.service
-            async with asyncio.timeout(5):
-                while not service._parts.detokenizer.outstanding:  # noqa: ASYNC110 (nobody announces it)
-                    await asyncio.sleep(0)
+            await until(lambda: service._parts.detokenizer.outstanding > 0)
             await one.stop()
             code, error = await failing
         assert (code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BACKEND_LOST")

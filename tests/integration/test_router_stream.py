@@ -182,16 +182,19 @@ async def test_cancelled_client_aborts_its_request_at_the_backend() -> None:
             if response.HasField("delta"):
                 break
         call.cancel()
-        await asyncio.wait_for(one.until(lambda: len(one.aborted) == 1), 2)
+        await one.until(lambda: len(one.aborted) == 1)
         assert one.running == 0
 
 
 async def test_deadline_ends_the_request_at_the_backend_too() -> None:
     async with backend(script=count_up(4000), allowance=3) as one, running_router(one) as router:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect(router.stub.Generate(generate(), timeout=0.5))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.wait_for(one.until(lambda: len(one.aborted) == 1), 2)
+        timeout = 0.25
+        while not one.submitted:  # the deadline of a busy machine may pass before
+            timeout *= 2
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await collect(router.stub.Generate(generate(), timeout=timeout))
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await one.until(lambda: len(one.aborted) == len(one.submitted))
 
 
 async def test_many_streams_at_once_each_end_in_one_finished() -> None:
@@ -210,8 +213,8 @@ async def test_many_streams_at_once_each_end_in_one_finished() -> None:
 
 async def test_backends_are_told_how_much_time_is_left() -> None:
     async with backend() as one, running_router(one) as router:
-        await collect(router.stub.Generate(generate(), timeout=20))
+        await collect(router.stub.Generate(generate(), timeout=3600))
         await collect(router.stub.Generate(generate()))
         with_deadline, without = one.submitted
-        assert 15 < with_deadline.timeout_seconds < 21
+        assert 3000 < with_deadline.timeout_seconds < 3601
         assert not without.HasField("timeout_seconds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,13 +13,16 @@ import grpc
 import pytest
 from factories import stack
 from factories.generation import Client, generation_service, request
-from factories.router import Router, running_router
+from factories.router import Router, running_router, until
+from factories.step_gate import held_after
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import InvalidArgument, NotFound, PenstockError, ResourceExhausted, from_rpc_error
-from penstock.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, text_pb2
+from penstock.v1 import admin_pb2, generation_pb2, text_pb2
 from penstock_client import AsyncClient
 from penstock_client import Client as SyncClient
 
+# The first items are answered in them, which tells those who watch the load, and many are left.
+SOME_STEPS = 8
 GREETINGS = [("Hello", ", world"), ("The capital of France is", " Paris"), ("The capital of France is ", "Paris")]
 
 
@@ -89,9 +93,10 @@ async def test_an_item_that_the_pool_cannot_hold_is_refused() -> None:
 
 async def test_cancelling_ends_every_item(client: Client) -> None:
     many = items(*[([5 + index, *LONG[:700]], [6]) for index in range(64)])
-    call = client.generation.Score(generation_pb2.ScoreRequest(items=many))
-    await client.until(lambda load: load.running_requests > 0)
-    call.cancel()
+    with held_after(SOME_STEPS):
+        call = client.generation.Score(generation_pb2.ScoreRequest(items=many))
+        await client.until(lambda load: load.running_requests > 0)
+        call.cancel()
     await client.until_idle()
     # The service goes on.
     response = await client.generation.Score(generation_pb2.ScoreRequest(items=items(([5], [6]))))
@@ -108,18 +113,22 @@ async def test_a_deadline_ends_every_item(client: Client) -> None:
 
 async def test_aborting_everything_ends_the_call(client: Client) -> None:
     many = items(*[([5 + index, *LONG[:900]], [6]) for index in range(200)])
-    call = asyncio.ensure_future(error_of(client.generation.Score(generation_pb2.ScoreRequest(items=many))))
-    await client.until(lambda load: load.running_requests > 0)
-    await client.generation.Abort(generation_pb2.AbortRequest(all=True))
+    with held_after(SOME_STEPS):
+        call = asyncio.ensure_future(error_of(client.generation.Score(generation_pb2.ScoreRequest(items=many))))
+        await client.until(lambda load: load.running_requests > 0)
+        await client.generation.Abort(generation_pb2.AbortRequest(all=True))
     assert (await call).reason == "ABORTED"
     await client.until_idle()
 
 
 async def test_a_drain_lets_a_call_finish_with_the_items_that_still_wait(client: Client) -> None:
     many = items(*[([5 + index, *LONG[:300]], [6]) for index in range(100)])
-    call = asyncio.ensure_future(client.generation.Score(generation_pb2.ScoreRequest(items=many)))
-    await client.until(lambda load: load.running_requests > 0)
-    await client.admin.Drain(admin_pb2.DrainRequest())
+    with held_after(SOME_STEPS):
+        call = asyncio.ensure_future(client.generation.Score(generation_pb2.ScoreRequest(items=many)))
+        await client.until(lambda load: load.running_requests > 0)
+        drain = client.admin.Drain(admin_pb2.DrainRequest())
+        await client.until(lambda load: load.draining)
+    await drain
     assert len((await call).results) == 100
     assert (await error_of(client.generation.Score(generation_pb2.ScoreRequest(items=many[:1])))).reason == "DRAINING"
 
@@ -229,22 +238,14 @@ async def test_a_deadline_at_the_router_reaches_the_backend() -> None:
 
 async def test_a_client_that_gives_up_at_the_router_frees_the_backend() -> None:
     async with stack_of_one() as (client, router):
-        many = text_items(*[(f"{index} " + "hello " * 400, "b") for index in range(200)])
-        call = router.stub.Score(text_pb2.ScoreTextRequest(items=many))
-        await client.until(lambda load: load.running_requests > 0)
-        call.cancel()
+        many = text_items(*[(f"{index} " + "hello " * 400, "b") for index in range(50)])
+        with held_after(SOME_STEPS):
+            call = router.stub.Score(text_pb2.ScoreTextRequest(items=many))
+            await client.until(lambda load: load.running_requests > 0)
+            call.cancel()
         await client.until_idle()
         await router.until("requests_total", 1.0, method="Score", status="CANCELLED")
         assert router.metric("num_requests_running") == 0
-
-
-async def running_at(address: str) -> None:
-    """Return once something runs there."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
-        async for report in stub.WatchLoad(admin_pb2.WatchLoadRequest(min_interval_seconds=0.01)):
-            if report.load.running_requests:
-                return
 
 
 async def test_a_backend_killed_during_score_is_replaced_unseen() -> None:
@@ -255,15 +256,23 @@ async def test_a_backend_killed_during_score_is_replaced_unseen() -> None:
         for one in backends:
             await asyncio.to_thread(one.wait_ready)
         async with running_router(backend=tuple(one.address for one in backends)) as router:
-            pairs = [(f"{index} " + "hello " * 300, " world") for index in range(128)]
+            pairs = [(f"{index} " + "hello " * 100, " world") for index in range(16)]
             message = text_pb2.ScoreTextRequest(items=text_items(*pairs))
             expected = await router.stub.Score(message)
+            asked = [router.metric("backend_requests_total", backend=one.address) for one in backends]
+            for one in backends:
+                one.popen.send_signal(signal.SIGSTOP)
             call = asyncio.ensure_future(router.stub.Score(message))
-            waits = {asyncio.ensure_future(running_at(one.address)): one for one in backends}
-            done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in pending:
-                wait.cancel()
-            await asyncio.to_thread(waits[next(iter(done))].kill)
+
+            def busy() -> list[stack.Process]:
+                now = [router.metric("backend_requests_total", backend=one.address) for one in backends]
+                return [one for one, before, after in zip(backends, asked, now, strict=True) if after > before]
+
+            await until(lambda: bool(busy()))
+            # It has the call, or will never take it: stopped, it cannot have answered.
+            await asyncio.to_thread(busy()[0].kill)
+            for one in backends:
+                one.popen.send_signal(signal.SIGCONT)
             answer = await call
             assert router.metric("retries_total") == 1
             for one, other in zip(expected.results, answer.results, strict=True):

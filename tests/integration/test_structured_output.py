@@ -47,13 +47,13 @@ MODES: dict[str, dict[str, Any]] = {
     "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
     "guidance": {"guidance_scale": 1.5},
 }
-# Minutes for llguidance; the service gives it up long before.
+# Minutes for llguidance.
 ENDLESS = {"json_schema": json.dumps({"type": "integer", "multipleOf": 99_999_989})}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[Client]:
-    async with generation_service(demo_folder(), constraint_compile_seconds=2.0) as running:
+    async with generation_service(demo_folder()) as running:
         yield running
 
 
@@ -195,7 +195,6 @@ async def test_resumed_tokens_must_obey(client: Client) -> None:
         ({"regex": "("}, "constraint.regex", "INVALID_FIELD"),
         ({"grammar": "nothing"}, "constraint.grammar", "INVALID_FIELD"),
         ({"choice": config_pb2.Choices()}, "constraint.choice", "INVALID_FIELD"),
-        (ENDLESS, "constraint.json_schema", "CONSTRAINT_TOO_COMPLEX"),
     ],
 )
 async def test_what_cannot_be_compiled_is_refused_alone_and_in_a_session(
@@ -210,6 +209,19 @@ async def test_what_cannot_be_compiled_is_refused_alone_and_in_a_session(
     await session.rest()
     assert session.kinds("bad") == ["error"]
     assert session.kinds("good")[-1] == "finished"
+
+
+async def test_a_compilation_over_its_time_is_refused_alone_and_in_a_session() -> None:
+    async with generation_service(demo_folder(), constraint_compile_seconds=0.5) as short:
+        outcome = await short.generate(constrained(ENDLESS))
+        assert isinstance(outcome.error, InvalidArgument)
+        assert (outcome.error.field, outcome.error.reason) == ("constraint.json_schema", "CONSTRAINT_TOO_COMPLEX")
+        session = Session(short)
+        await session.submit(constrained(ENDLESS, request_id="bad"))
+        await session.submit(request(request_id="good"))
+        await session.rest()
+        assert session.kinds("bad") == ["error"]
+        assert session.kinds("good")[-1] == "finished"
 
 
 async def test_a_slow_compilation_does_not_hold_up_its_session_and_can_be_aborted(client: Client) -> None:

@@ -44,7 +44,8 @@ GREEDY = (
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[Any, TokenizerApp, grpc.aio.Channel]]:
-    config = TokenizerConfig(**{"template_processes": 1, **options})
+    # What a busy machine makes slow is not refused for it.
+    config = TokenizerConfig(**{"template_processes": 1, "template_timeout_seconds": 60.0, **options})
     registry = CollectorRegistry()
     app = TokenizerApp(config, registry)
     options_of_channel = channel_options(TransportConfig())
@@ -69,44 +70,69 @@ async def refusal_of(call: Awaitable[Any]) -> Any:
 async def test_large_prompts_do_not_delay_small_requests_or_health(rpc: str) -> None:
     async with serving(max_text_bytes=8 << 20) as (stub, _, channel):
         health = health_pb2_grpc.HealthStub(channel)
-        if rpc == "Encode":
-            large = [stub.Encode(pb.EncodeRequest(texts=[HUGE] * 4)) for _ in range(2)]
-        else:
-            large = [stub.ApplyChatTemplate(chat(HUGE * 3)) for _ in range(2)]
-        every = asyncio.gather(*large)
         small = 0
-        while not every.done():
-            encoded = await stub.Encode(pb.EncodeRequest(texts=["small"]))
-            rendered = await stub.ApplyChatTemplate(chat("small"))
-            status = await health.Check(health_pb2.HealthCheckRequest())
-            assert encoded.encodings[0].ids
-            assert rendered.token_ids
-            assert status.status == health_pb2.HealthCheckResponse.SERVING
-            small += not every.done()
-        await every
-        # Behind a large prompt in a queue, or with the event loop held, it would be one or two.
+        # Behind a large prompt in a queue, or with the event loop held, it would be one or two, however often it is
+        # tried; on a busy machine it may be so few once.
+        for _ in range(10):
+            if rpc == "Encode":
+                large = [stub.Encode(pb.EncodeRequest(texts=[HUGE] * 4)) for _ in range(2)]
+            else:
+                large = [stub.ApplyChatTemplate(chat(HUGE * 3)) for _ in range(2)]
+            small = max(small, await small_ones_during(asyncio.gather(*large), stub, health))
+            if small >= 8:
+                break
         assert small >= 8
+
+
+async def small_ones_during(large: asyncio.Future[Any], stub: Any, health: Any) -> int:
+    """Answers to small requests while `large` is not done."""
+    small = 0
+    while not large.done():
+        encoded = await stub.Encode(pb.EncodeRequest(texts=["small"]))
+        rendered = await stub.ApplyChatTemplate(chat("small"))
+        status = await health.Check(health_pb2.HealthCheckRequest())
+        assert encoded.encodings[0].ids
+        assert rendered.token_ids
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        small += not large.done()
+    await large
+    return small
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def greedy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Any, TokenizerApp]]:
     """A service with one template process and a template that takes what it is told to take."""
     folder = write_folder(tmp_path_factory.mktemp("greedy"), byte_fallback_tokenizer(), {}, GREEDY)
-    async with serving(model=str(folder), template_timeout_seconds=1.0) as (stub, app, _):
+    async with serving(model=str(folder)) as (stub, app, _):
         yield stub, app
 
 
-@pytest.mark.parametrize(("content", "reason"), [("loop", "TEMPLATE_TIME_LIMIT"), ("grow", "TEMPLATE_MEMORY_LIMIT")])
-async def test_a_template_over_its_limits_is_killed_and_the_service_goes_on(
-    greedy: tuple[Any, TokenizerApp], content: str, reason: str
-) -> None:
+async def test_a_template_over_its_memory_is_killed_and_the_service_goes_on(greedy: tuple[Any, TokenizerApp]) -> None:
     stub, app = greedy
     before = app.service.pool.pids
-    error = await refusal_of(stub.ApplyChatTemplate(chat(content)))
+    error = await refusal_of(stub.ApplyChatTemplate(chat("grow")))
     assert isinstance(error, ResourceExhausted)
-    assert error.reason == reason
+    assert error.reason == "TEMPLATE_MEMORY_LIMIT"
     assert (await stub.ApplyChatTemplate(chat("hello"))).text == "hello"
     assert set(app.service.pool.pids).isdisjoint(before)
+
+
+async def test_a_template_over_its_time_is_killed_and_the_service_goes_on(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_fallback_tokenizer(), {}, GREEDY)
+    async with serving(model=str(folder), template_timeout_seconds=1.0) as (stub, app, _):
+        before = app.service.pool.pids
+        error = await refusal_of(stub.ApplyChatTemplate(chat("loop")))
+        assert isinstance(error, ResourceExhausted)
+        assert error.reason == "TEMPLATE_TIME_LIMIT"
+        text = ""
+        while not text:  # which may take a busy machine its second, too
+            try:
+                text = (await stub.ApplyChatTemplate(chat("hello"))).text
+            except grpc.aio.AioRpcError as late:
+                if from_rpc_error(late).reason != "TEMPLATE_TIME_LIMIT":
+                    raise
+        assert text == "hello"
+        assert set(app.service.pool.pids).isdisjoint(before)
 
 
 async def test_a_refusal_quotes_the_template_and_never_the_messages(greedy: tuple[Any, TokenizerApp]) -> None:
@@ -143,7 +169,7 @@ async def test_a_template_process_that_does_not_start_is_tried_again(monkeypatch
         monkeypatch.setattr(Child, "spawn", spawn_late)
         (pid,) = app.service.pool.pids
         os.kill(pid, signal.SIGKILL)
-        assert (await stub.ApplyChatTemplate(chat("hello"), timeout=30)).token_ids
+        assert (await stub.ApplyChatTemplate(chat("hello"))).token_ids
         assert tries == 3
         assert len(app.service.pool.pids) == 1
 
