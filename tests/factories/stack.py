@@ -94,12 +94,20 @@ _FIXED = {
 }
 
 
-def start(role: str | None, *flags: str, environment: dict[str, str] | None = None) -> Process:
-    """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree."""
+def start(
+    role: str | None,
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    program: tuple[str, ...] = ("-m", "penstock.cli.main"),
+) -> Process:
+    """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree.
+
+    `program`: what Python runs in place of `penstock`.
+    """
     port, metrics_port = free_port(), free_port()
     name = role or "serve"
     log = Path(tempfile.mkstemp(prefix=f"penstock-{name}-", suffix=".log")[1])
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", *([role] if role else [])]
+    command = [sys.executable, *program, "serve", *([role] if role else [])]
     command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
     with log.open("wb") as out:
         popen = subprocess.Popen(
