@@ -25,6 +25,7 @@ from penstock.common.errors import ResourceExhausted, StartupError, from_rpc_err
 from penstock.common.server import serve_in_process
 from penstock.common.transport import channel_options
 from penstock.tokenizer.app import TokenizerApp
+from penstock.tokenizer.chat_template import Conversation
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
@@ -133,6 +134,35 @@ async def test_a_template_over_its_time_is_killed_and_the_service_goes_on(tmp_pa
                     raise
         assert text == "hello"
         assert set(app.service.pool.pids).isdisjoint(before)
+
+
+@pytest.mark.parametrize("content", ["loop", "grow"])
+async def test_what_a_process_was_given_behind_an_overrun_is_rendered_by_another(
+    greedy: tuple[Any, TokenizerApp], content: str
+) -> None:
+    stub, app = greedy
+    (before,) = app.service.pool.pids
+    overrun = asyncio.ensure_future(refusal_of(stub.ApplyChatTemplate(chat(content))))
+    others = [stub.ApplyChatTemplate(chat(f"hello {number}")) for number in range(6)]
+    texts = [answer.text for answer in await asyncio.gather(*others)]
+    assert texts == [f"hello {number}" for number in range(6)]
+    assert isinstance(await overrun, ResourceExhausted)
+    assert before not in app.service.pool.pids
+
+
+async def test_what_a_process_was_given_when_it_died_is_rendered_by_another(greedy: tuple[Any, TokenizerApp]) -> None:
+    _, app = greedy
+    service = app.service
+    (pid,) = service.pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    requests = [service.templates.request(Conversation([{"role": "user", "content": f"{n}"}])) for n in range(3)]
+    answers = [asyncio.ensure_future(service.pool.render(request)) for request in requests]
+    # One turn, in which they are all given to the process.
+    await asyncio.sleep(0)
+    assert service.pool.queued == 0
+    os.kill(pid, signal.SIGKILL)
+    rendered = [service.templates.result(r, await a) for r, a in zip(requests, answers, strict=True)]
+    assert [one.text for one in rendered] == ["0", "1", "2"]
 
 
 async def test_a_refusal_quotes_the_template_and_never_the_messages(greedy: tuple[Any, TokenizerApp]) -> None:

@@ -8,7 +8,10 @@ import json
 import logging
 import os
 import struct
+import subprocess
 import sys
+from collections import deque
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 _LENGTH = struct.Struct("<I")
@@ -50,14 +53,15 @@ def forbid_torch() -> None:
 
 
 class Child:
-    """The parent's view of a child process."""
+    """The parent's view of a child process, which answers in order. Used from one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        if process.stdin is None or process.stdout is None:
+    def __init__(self, transport: asyncio.SubprocessTransport, wire: _Wire) -> None:
+        self._transport = transport
+        self._wire = wire
+        requests = transport.get_pipe_transport(0)
+        if not isinstance(requests, asyncio.WriteTransport):
             raise ValueError("the process has no pipes")
-        self._process = process
-        self._requests = process.stdin
-        self._answers = process.stdout
+        self._requests = requests
 
     @classmethod
     async def spawn(cls, module: str, environment: dict[str, str]) -> Child:
@@ -66,40 +70,99 @@ class Child:
         In a session of its own: Ctrl-C and signals to the parent's group are for the parent, which still needs its
         children to drain. They end with the parent, whatever ends it: their pipe from it ends.
         """
-        pipe = asyncio.subprocess.PIPE
         command = (sys.executable, "-m", module)
+        loop = asyncio.get_running_loop()
         return cls(
-            await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True
+            *await loop.subprocess_exec(
+                _Wire,
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None,
+                env=environment,
+                start_new_session=True,
             )
         )
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        pid: int = self._transport.get_pid()
+        return pid
 
     @property
     def returncode(self) -> int | None:
         """None while it runs; minus the number of the signal that ended it."""
-        return self._process.returncode
+        return self._transport.get_returncode()
+
+    @property
+    def ended(self) -> asyncio.Future[None]:
+        """Done once it answers no more; its status follows."""
+        return self._wire.ended
+
+    def send(self, message: bytes, on_answer: Callable[[Any], None]) -> None:
+        """Send what `pack` made; `on_answer` is called with the answer, unless the child ends before (`ended`).
+
+        Nothing is bounded here: the caller sends no more than a few at a time.
+        """
+        self._wire.waiting.append(on_answer)
+        self._requests.write(message)
 
     async def ask(self, message: Any) -> Any:
         """Send a message and return the answer. Raises ChildEnded when the child ends instead."""
-        try:
-            self._requests.write(pack(message))
-            await self._requests.drain()
-            size = _LENGTH.unpack(await self._answers.readexactly(_LENGTH.size))[0]
-            return _unpack(await self._answers.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            with contextlib.suppress(TimeoutError):  # its status says why; it is about to have one
-                await asyncio.wait_for(self._process.wait(), 1.0)
-            raise ChildEnded from error
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def on_answer(value: Any) -> None:
+            if not answer.done():
+                answer.set_result(value)
+
+        self.send(pack(message), on_answer)
+        await asyncio.wait((answer, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        await self.wait_status()
+        raise ChildEnded
+
+    async def wait_status(self) -> None:
+        """Once it has ended: wait a moment for `returncode`, which says why."""
+        await asyncio.wait((self._wire.exited,), timeout=1.0)
 
     async def kill(self) -> None:
         """End the child now and reap it."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+            self._transport.kill()
+        await asyncio.shield(self._wire.exited)
+        self._transport.close()
+
+
+class _Wire(asyncio.SubprocessProtocol):
+    """Takes the answers apart."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        # Who gets the next answers.
+        self.waiting: deque[Callable[[Any], None]] = deque()
+        self._received = bytearray()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        received = self._received
+        received += data
+        while len(received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+            if len(received) < end:
+                return
+            body = bytes(received[_LENGTH.size : end])
+            del received[:end]
+            self.waiting.popleft()(_unpack(body))
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def process_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
 
 
 class ChildEnded(Exception):

@@ -98,6 +98,8 @@ class ChatTemplates:
         text, marked = answer["text"], answer["marked"]
         if marked is None:
             return Rendered(text, None)
+        if text is None:
+            return Rendered(self._marks.unmark(marked), self._joints.join(marked))
         if self._marks.unmark(marked) != text:
             raise InvalidArgument(
                 "messages",

@@ -39,11 +39,20 @@ class TokenizerConfig(ServerConfig):
     workers: int = option(2, "Threads that encode and decode, a tokenizer each.", group=WORKERS, minimum=1)
     large_workers: int = option(1, "Threads for large texts, so that small ones never wait.", group=WORKERS, minimum=1)
     large_text_bytes: int = option(16 << 10, "Requests of this size and more are large.", group=WORKERS, minimum=1)
+    inline_encode_bytes: int = option(
+        2 << 10,
+        "Encode and ApplyChatTemplate encode up to this size on the event loop: a thread would take longer to reach.",
+        group=WORKERS,
+        minimum=0,
+    )
     inline_decode_bytes: int = option(
         32 << 10, "DecodeStream messages up to this size are handled on the event loop.", group=WORKERS, minimum=0
     )
 
     template_processes: int = option(2, "Processes that render chat templates.", group=TEMPLATES, minimum=1)
+    template_pipeline: int = option(
+        4, "Requests that one of these processes is given before it has answered the first.", group=TEMPLATES, minimum=1
+    )
     template_timeout_seconds: float = option(
         2.0, "A template that runs longer is killed, and the request refused.", group=TEMPLATES, minimum=0.05
     )

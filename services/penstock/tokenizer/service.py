@@ -80,6 +80,7 @@ async def load_service(config: TokenizerConfig, metrics: TokenizerMetrics) -> To
         large=config.large_workers,
         large_bytes=config.large_text_bytes,
         max_queued=config.max_queued_requests,
+        inline_bytes=config.inline_encode_bytes,
     )
     try:
         await pool.start()
@@ -123,6 +124,7 @@ def _detokenizers(vocabulary: Vocabulary) -> DetokenizerFactory:
 def _template_limits(config: TokenizerConfig) -> TemplateLimits:
     return TemplateLimits(
         processes=config.template_processes,
+        pipeline=config.template_pipeline,
         max_queued=config.max_queued_requests,
         seconds=config.template_timeout_seconds,
         memory_bytes=config.template_memory_bytes,

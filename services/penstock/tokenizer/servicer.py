@@ -30,8 +30,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Handlers run on the event loop; encoding, decoding and rendering do not.
 
-    DecodeStream is the exception: a message is one engine step and costs microseconds an item, less than handing it to
-    a thread would. Its size is bounded; larger messages go to a thread.
+    What costs less than handing it to a thread would is the exception: a DecodeStream message, which is one engine step
+    and takes microseconds an item, and encoding a few sentences. The size is bounded; what is larger goes to a thread.
     """
 
     def __init__(self, metrics: TokenizerMetrics) -> None:
@@ -58,7 +58,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             return encodings, convert.encode_response(encodings)
 
         with self.activity.call():
-            encodings, response = await service.workers.run(size, work)
+            encodings, response = await service.workers.encode(size, work)
         self._count("encode", sum(len(encoded.ids) for encoded in encodings), sum(map(len, texts)))
         return _checked(response)
 
@@ -93,7 +93,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             rendered = await self._render(service, request)
             template_seconds = time.perf_counter() - begin
             self._metrics.template_seconds.observe(template_seconds)
-            response = await service.workers.run(
+            response = await service.workers.encode(
                 max(size, len(rendered.text)), lambda tokenizer: _encode_chat(tokenizer, rendered)
             )
         response.template_seconds = template_seconds

@@ -1,14 +1,22 @@
-"""Killable processes that render chat templates: one request at a time each, replaced when they die or overrun."""
+"""Killable processes that render chat templates, replaced when they die or overrun.
+
+A process renders one request after the other. It is given the next few before it has answered the first: at once they
+cost a fraction of what they cost one by one, with a wake-up of both processes for each. Those that stood behind one
+that overran are given to another process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+from collections import deque
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from penstock.common.child_io import Child, ChildEnded
+from penstock.common.child_io import Child, ChildEnded, pack
 from penstock.common.config import child_environment
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, StartupError, Unavailable
 from penstock.common.logging import get_logger
@@ -16,73 +24,99 @@ from penstock.tokenizer.metrics import TokenizerMetrics
 
 # Before another try at starting a process that did not start; doubled each time up to the second.
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
+# Nothing is put behind a rendering that has taken this long already, or into a busy process when it is this large.
+_SLOW_SECONDS, _LARGE_BYTES = 0.01, 64 << 10
 _log = get_logger("penstock.tokenizer.template_pool")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Of one rendering; `processes` and `max_queued` are of the pool."""
+    """Of one rendering; `processes`, `pipeline` and `max_queued` are of the pool."""
 
     processes: int = 2
+    # Requests that one process has been given and not answered.
+    pipeline: int = 4
     max_queued: int = 256
     seconds: float = 2.0
     memory_bytes: int = 256 << 20
     start_seconds: float = 30.0
 
 
+@dataclass(eq=False, slots=True)
+class _Ask:
+    """A request, packed, and who waits for its answer; a caller that gave up has cancelled it."""
+
+    message: bytes
+    answer: asyncio.Future[dict[str, Any]]
+    # It may be given to another process when this one dies: perhaps that was not its fault.
+    again: bool = True
+
+    def fail(self, error: PenstockError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A process and what it has been given, in order. The first is at work."""
+
+    child: Child
+    asked: deque[_Ask] = field(default_factory=deque)
+    since: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
 class TemplatePool:
-    """Renders with whichever process is free. All methods belong to one event loop."""
+    """Renders with whichever process has least to do. All methods belong to one event loop."""
 
     def __init__(self, settings: Mapping[str, Any], limits: TemplateLimits, metrics: TokenizerMetrics) -> None:
         """`settings` are Renderer's."""
         self._settings = {**settings, "cpu_seconds": limits.seconds, "memory_bytes": limits.memory_bytes}
         self._limits = limits
         self._metrics = metrics
-        self._free: asyncio.Queue[Child] = asyncio.Queue()
-        self._processes: set[Child] = set()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Ask] = deque()
+        self._workers: list[_Worker] = []
+        # Started and not asked yet, or to be killed.
+        self._others: set[Child] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._others: list[asyncio.Task[None]] = []
-        self._queued = 0
+        self._starting: list[asyncio.Task[None]] = []
         self._closed = False
 
     @property
     def queued(self) -> int:
         """Requests waiting for a process."""
-        return self._queued
+        return len(self._waiting)
 
     @property
     def pids(self) -> list[int]:
         """Of the live processes."""
-        return [process.pid for process in self._processes]
+        return [worker.child.pid for worker in self._workers]
 
     async def start(self) -> None:
         """Start one process and, behind it, the others. Raises StartupError naming a template that does not compile."""
         await self._start_one()
-        self._others = [self._spawn(self._keep_starting()) for _ in range(1, self._limits.processes)]
+        self._starting = [self._spawn(self._keep_starting()) for _ in range(1, self._limits.processes)]
 
     async def wait_complete(self) -> None:
         """Return once every process has started."""
-        await asyncio.gather(*self._others)
+        await asyncio.gather(*self._starting)
 
     async def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The child's answer. Raises ResourceExhausted (queue, time or memory) and Internal (the child died)."""
-        if self._queued >= self._limits.max_queued:
+        if len(self._waiting) >= self._limits.max_queued:
             raise ResourceExhausted("too many chat templates are waiting", reason="QUEUE_FULL", retry_after_seconds=0.1)
-        self._count(1)
+        ask = _Ask(pack(request), self._loop.create_future())
+        self._waiting.append(ask)
+        self._dispatch()
         try:
-            process = await self._take()
-        finally:
-            self._count(-1)
-        # The exchange outlives a caller that gives up: an answer left in the pipe would reach the next request.
-        exchange = self._spawn(self._exchange(process, request))
-        return await asyncio.shield(exchange)
-
-    async def _take(self) -> Child:
-        """A free process that lives; one that ended while it waited is replaced."""
-        while (process := await self._free.get()).returncode is not None:
-            await self._replace(process)
-        return process
+            return await ask.answer
+        except asyncio.CancelledError:
+            # What a process has been given it answers, to nobody.
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(ask)
+            raise
 
     async def close(self) -> None:
         """End every process."""
@@ -90,46 +124,97 @@ class TemplatePool:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(process.kill() for process in self._processes))
-        self._processes.clear()
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            self._stop_timer(worker)
+        asked = [ask for worker in workers for ask in worker.asked]
+        for ask in (*asked, *self._waiting):
+            ask.fail(Unavailable("closing", reason="DRAINING"))
+        self._waiting.clear()
+        await asyncio.gather(*(child.kill() for child in (*self._others, *(worker.child for worker in workers))))
 
-    async def _exchange(self, process: Child, request: Mapping[str, Any], *, again: bool = True) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                answer: dict[str, Any] = await process.ask(request)
-        except TimeoutError:
-            await self._replace(process)
-            raise _over("time") from None
-        except ChildEnded:
-            await self._replace(process)
-            # Perhaps it was ended while it waited, which is not this request's fault: one more try.
-            if again and process.returncode != -signal.SIGXCPU:
-                return await self._exchange(await self._take(), request, again=False)
-            raise self._died(process) from None
-        except asyncio.CancelledError:
-            await self._replace(process)
-            raise
+    def _dispatch(self) -> None:
+        """Give what waits to the processes that have room for it."""
+        alive = [worker for worker in self._workers if not worker.child.ended.done()]
+        while self._waiting and alive:
+            worker = min(alive, key=_length)
+            if worker.asked and not self._has_room(worker, self._waiting[0]):
+                break
+            ask = self._waiting.popleft()
+            worker.asked.append(ask)
+            if len(worker.asked) == 1:
+                self._start_timer(worker)
+            worker.child.send(ask.message, partial(self._answered, worker))
+        self._metrics.queue_depth["template"].set(len(self._waiting))
+
+    def _has_room(self, worker: _Worker, ask: _Ask) -> bool:
+        is_small = len(ask.message) < _LARGE_BYTES and len(worker.asked[-1].message) < _LARGE_BYTES
+        is_quick = self._loop.time() - worker.since < _SLOW_SECONDS
+        return is_small and is_quick and len(worker.asked) < self._limits.pipeline
+
+    def _answered(self, worker: _Worker, answer: dict[str, Any]) -> None:
+        if worker not in self._workers:
+            return  # too late: it is being killed
+        self._stop_timer(worker)
+        ask = worker.asked.popleft()
         if answer.get("failure") == "memory":
-            await self._replace(process)
-            raise _over("memory")
-        self._free.put_nowait(process)
-        return answer
+            ask.fail(_over("memory"))
+            self._replace(worker)
+            return
+        if not ask.answer.done():
+            ask.answer.set_result(answer)
+        if worker.asked:
+            self._start_timer(worker)
+        self._dispatch()
 
-    def _died(self, process: Child) -> PenstockError:
-        if process.returncode == -signal.SIGXCPU:  # the kernel's clock ran faster than ours
-            return _over("time")
-        if process.returncode == -signal.SIGKILL:  # not ours: the kernel, for lack of memory
-            return _over("memory")
-        _log.error("template process died", status=process.returncode)
-        return Internal("the process rendering the chat template died", reason="TEMPLATE_PROCESS_DIED")
+    def _start_timer(self, worker: _Worker) -> None:
+        worker.since = self._loop.time()
+        worker.timer = self._loop.call_at(worker.since + self._limits.seconds, self._overran, worker)
 
-    async def _replace(self, process: Child) -> None:
-        self._processes.discard(process)
-        await process.kill()
-        if not self._closed:
-            _log.warning("template process replaced", status=process.returncode)
-            self._metrics.template_processes_replaced.inc()
-            self._spawn(self._keep_starting())
+    def _stop_timer(self, worker: _Worker) -> None:
+        if worker.timer is not None:
+            worker.timer.cancel()
+            worker.timer = None
+
+    def _overran(self, worker: _Worker) -> None:
+        worker.asked.popleft().fail(_over("time"))
+        self._replace(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Kill it and start another; what it has not answered is asked again."""
+        self._stop_timer(worker)
+        self._workers.remove(worker)
+        self._others.add(worker.child)
+        self._waiting.extendleft(reversed(worker.asked))
+        worker.asked.clear()
+        self._spawn(self._end(worker.child))
+        self._dispatch()
+
+    async def _end(self, child: Child) -> None:
+        await child.kill()
+        self._others.discard(child)
+        _log.warning("template process replaced", status=child.returncode)
+        self._metrics.template_processes_replaced.inc()
+        self._spawn(self._keep_starting())
+
+    def _ended(self, worker: _Worker, _: object) -> None:
+        """It answers no more, by itself."""
+        if worker in self._workers and not self._closed:
+            self._stop_timer(worker)
+            self._spawn(self._bury(worker))
+
+    async def _bury(self, worker: _Worker) -> None:
+        await worker.child.wait_status()
+        if worker not in self._workers:
+            return
+        if worker.asked:
+            first, status = worker.asked[0], worker.child.returncode
+            # Perhaps it was ended while it waited, which is not this request's fault: one more try.
+            if not first.again or status == -signal.SIGXCPU:
+                worker.asked.popleft()
+                first.fail(_died(status))
+            first.again = False
+        self._replace(worker)
 
     async def _keep_starting(self) -> None:
         """Start one process, however often it takes: a pool that shrinks ends up answering nobody."""
@@ -147,29 +232,42 @@ class TemplatePool:
     async def _start_one(self) -> None:
         if self._closed:
             raise Unavailable("closing", reason="DRAINING")
-        process = await Child.spawn("penstock.tokenizer.template_process", child_environment())
-        self._processes.add(process)
+        child = await Child.spawn("penstock.tokenizer.template_process", child_environment())
+        self._others.add(child)
         try:
             async with asyncio.timeout(self._limits.start_seconds):
-                wrong = (await process.ask(self._settings))["wrong"]
+                wrong = (await child.ask(self._settings))["wrong"]
         except (TimeoutError, ChildEnded) as error:
-            self._processes.discard(process)
-            await process.kill()
+            await child.kill()
+            self._others.discard(child)
             raise StartupError("the chat template process did not start") from error
         if wrong:
             name, message = next(iter(wrong.items()))
             raise StartupError(f"chat template {name!r} does not compile: {message}; check MODEL", flag="MODEL")
-        self._free.put_nowait(process)
-
-    def _count(self, change: int) -> None:
-        self._queued += change
-        self._metrics.queue_depth["template"].set(self._queued)
+        self._others.discard(child)
+        worker = _Worker(child)
+        self._workers.append(worker)
+        child.ended.add_done_callback(partial(self._ended, worker))
+        self._dispatch()
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _length(worker: _Worker) -> int:
+    return len(worker.asked)
+
+
+def _died(status: int | None) -> PenstockError:
+    if status == -signal.SIGXCPU:  # the kernel's clock ran faster than ours
+        return _over("time")
+    if status == -signal.SIGKILL:  # not ours: the kernel, for lack of memory
+        return _over("memory")
+    _log.error("template process died", status=status)
+    return Internal("the process rendering the chat template died", reason="TEMPLATE_PROCESS_DIED")
 
 
 def _over(what: str) -> ResourceExhausted:

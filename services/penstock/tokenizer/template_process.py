@@ -24,6 +24,8 @@ class Renderer:
         self._templates: dict[str, list[str]] = settings["templates"]
         self._special_tokens: dict[str, str] = settings["special_tokens"]
         self._marked_special_tokens: dict[str, str] = settings["marked_special_tokens"]
+        # Template -> its marked rendering tells the other one, too.
+        self._tells_both: dict[str, bool] = {}
 
     def check(self) -> dict[str, str]:
         """What is wrong with which template: {name: message}."""
@@ -35,6 +37,7 @@ class Renderer:
             try:
                 for source in versions:
                     _compile_jinja_template(source)
+                self._does_tell_both(name)
             except TemplateError as error:
                 wrong[name] = str(error).partition("\n")[0]
             except MemoryError:  # Jinja computes constant expressions while it compiles
@@ -44,13 +47,34 @@ class Renderer:
         return wrong
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{text, marked}: the same rendering, without and with marks; marked is None when not asked for."""
-        plain, marked = self._templates[request["template"]]
-        text = self._render(plain, self._special_tokens, request)
-        answer = {"text": text, "marked": None}
-        if request["mark"]:
-            answer["marked"] = self._render(marked, self._marked_special_tokens, request)
-        return answer
+        """{text, marked}: the same rendering, without and with marks; marked is None when not asked for.
+
+        Text is None where it can be nothing but the marked one without its marks.
+        """
+        name = request["template"]
+        plain, marked = self._templates[name]
+        if not request["mark"]:
+            return {"text": self._render(plain, self._special_tokens, request), "marked": None}
+        with_marks = self._render(marked, self._marked_special_tokens, request)
+        # What is cut behind a message that is continued may be different.
+        if self._does_tell_both(name) and not request["continue_final_message"]:
+            return {"text": None, "marked": with_marks}
+        return {"text": self._render(plain, self._special_tokens, request), "marked": with_marks}
+
+    def _does_tell_both(self, name: str) -> bool:
+        found = self._tells_both.get(name)
+        if found is None:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            from penstock.tokenizer.template_marks import are_only_shown
+
+            plain, marked = (
+                _compile_jinja_template(source).environment.parse(source) for source in self._templates[name]
+            )
+            tokens, marks = self._special_tokens, self._marked_special_tokens
+            variables = {variable for variable in tokens if tokens[variable] != marks[variable]}
+            found = self._tells_both[name] = are_only_shown(plain, marked, variables)
+        return found
 
     def _render(self, source: str, special_tokens: dict[str, str], request: dict[str, Any]) -> str:
         texts: list[str]
