@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -84,20 +85,15 @@ class TinyService:
         return []
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AsyncioConfig(ServerConfig):
-    """Served by common.http2."""
-
-    @property
-    def is_asyncio(self) -> bool:
-        return True
+# A configuration served by common.http2.
+AsyncioConfig = partial(ServerConfig, transport="asyncio")
 
 
 def _on_wanted_transport(config: ServerConfig) -> ServerConfig:
     """`config`, on the transport that PENSTOCK_TEST_TRANSPORT names."""
     if os.environ.get("PENSTOCK_TEST_TRANSPORT") != "asyncio" or type(config) is not ServerConfig:
         return config
-    return AsyncioConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    return dataclasses.replace(config, transport="asyncio")
 
 
 @contextlib.asynccontextmanager

@@ -70,6 +70,12 @@ class ServerConfig(TransportConfig):
     metrics_port: int = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
     )
+    transport: Literal["grpc", "asyncio"] = option(
+        "grpc",
+        "What serves callers: grpc.aio, or Penstock's own HTTP/2 on asyncio (experimental), which writes "
+        "the messages of all streams of a connection at once for a fraction of the processor time.",
+        group=NETWORK,
+    )
     min_ping_interval_seconds: float = option(
         1.0, "Clients that ping a silent connection more often than this are cut off.", group=NETWORK, minimum=0.01
     )
@@ -105,7 +111,7 @@ class ServerConfig(TransportConfig):
     @property
     def is_asyncio(self) -> bool:
         """Whether common.http2 serves instead of grpc.aio."""
-        return False
+        return self.transport == "asyncio"
 
     @property
     def is_tls(self) -> bool:

@@ -33,12 +33,6 @@ class RouterConfig(ServerConfig, ChannelConfig):
         minimum=-1,
         maximum=65535,
     )
-    transport: Literal["grpc", "asyncio"] = option(
-        "grpc",
-        "What serves clients: grpc.aio, or Penstock's own HTTP/2 on asyncio (experimental), which writes the deltas of "
-        "all streams of a connection at once for a fraction of the processor time.",
-        group="Network",
-    )
     processes: int = option(
         1,
         "Worker processes that share the port (Linux): connections are spread over them, one that dies is replaced; "
@@ -164,11 +158,6 @@ class RouterConfig(ServerConfig, ChannelConfig):
     )
     max_sequences: int = option(64, "Returned sequences of one request.", group=STREAMING, minimum=1)
     max_token_texts: int = option(65536, "Tokens whose text is remembered for logprobs.", group=STREAMING, minimum=64)
-
-    @property
-    def is_asyncio(self) -> bool:
-        """Whether common.http2 serves instead of grpc.aio."""
-        return self.transport == "asyncio"
 
     @property
     def receive_limit_bytes(self) -> int:
