@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.common.config import (
     GENERATION_PORT,
