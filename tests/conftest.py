@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# On a busy machine an example that takes long, or is made slowly, is no failure.
+_SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("penstock", deadline=None, suppress_health_check=_SLOW)
+hypothesis.settings.load_profile("penstock")
 # The first test that needs the C++ kernels compiles them: a minute, several on a busy machine.
 _WITH_COMPILATION_SECONDS = 900
 

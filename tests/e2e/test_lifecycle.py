@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from factories.load import is_idle, wait_load
+from factories.load import steps_of
 from factories.stack import Stack
 from penstock_client import AsyncClient
 
@@ -14,20 +14,23 @@ CLIENT = """
 import sys
 from penstock_client import Client
 with Client(sys.argv[1]) as client:
-    for delta in client.chat("Count from 1 to 20.", max_new_tokens=2000, ignore_eos=True, return_token_ids=True):
+    for delta in client.chat("Count from 1 to 20.", max_new_tokens=3500, ignore_eos=True, return_token_ids=True):
         print(delta.seq, flush=True)
 """
 
 
 async def test_killing_the_client_process_frees_its_blocks(stack: Stack) -> None:
-    """SIGKILL after the first delta; both backends are idle again within two seconds."""
+    """SIGKILL after the first delta; both backends are idle again long before the answer's end."""
+    addresses = [backend.address for backend in stack.generations]
+    before = await steps_of(*addresses)
     arguments = [sys.executable, "-c", CLIENT, stack.address]
     process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"0\n"
     process.kill()
     await process.wait()
-    await asyncio.gather(*(wait_load(backend.address, is_idle, 2.0) for backend in stack.generations))
+    after = await steps_of(*addresses)
+    assert sum(after) - sum(before) < 3000
 
 
 async def _stop_during_streams(running: Stack, name: str) -> None:

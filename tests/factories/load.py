@@ -16,12 +16,21 @@ def is_idle(load: admin_pb2.Load) -> bool:
     return load.waiting_requests == load.running_requests == load.kv_blocks_used == 0 and free == load.kv_blocks_total
 
 
-async def wait_load(address: str, condition: Callable[[admin_pb2.Load], bool], timeout: float) -> admin_pb2.Load:
-    """The first load of the process at `address` to meet `condition`. Raises TimeoutError after `timeout` seconds."""
+# Time that a condition has to come true; the tests end as soon as it does.
+PATIENCE_SECONDS = 60.0
+
+
+async def wait_load(address: str, condition: Callable[[admin_pb2.Load], bool]) -> admin_pb2.Load:
+    """The first load of the process at `address` to meet `condition`. Raises TimeoutError when none does."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             async for response in stub.WatchLoad(admin_pb2.WatchLoadRequest(min_interval_seconds=0.02)):
                 if condition(response.load):
                     return response.load
     raise ConnectionError(f"{address} ended WatchLoad")
+
+
+async def steps_of(*addresses: str) -> list[int]:
+    """Engine steps so far of each process, read when it is idle."""
+    return [(await wait_load(address, is_idle)).step for address in addresses]

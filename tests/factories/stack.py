@@ -20,11 +20,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 START_TIMEOUT = 90.0
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free loopback port that the kernel chooses for nobody else while this process lives.
+
+    Bound, it is left out; not listening, it can be opened by any server that reuses addresses, as ours do.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    _reserved.append(reserved)
+    return int(reserved.getsockname()[1])
 
 
 def wait_serving(address: str, process: Process | None = None, timeout: float = START_TIMEOUT) -> None:

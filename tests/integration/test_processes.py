@@ -61,7 +61,7 @@ def connections_of(pid: int, port: int) -> int:
 
 def samples(process: stack.Process) -> dict[tuple[str, tuple[str, ...]], float]:
     """What the metrics endpoint says, by name and label values."""
-    with urllib.request.urlopen(f"http://{process.metrics_address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{process.metrics_address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
     return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
@@ -112,7 +112,8 @@ async def test_a_worker_that_is_killed_is_replaced_while_the_others_streams_go_o
         assert all(answer.ids() == IDS for answer in whole)
         await until(lambda: len(workers(router)) == 2 and victim not in workers(router))
         counted = ("penstock_router_requests_total", ("Generate", "OK"))
-        assert samples(router)[counted] == len(whole)
+        # A worker that is too busy to answer is left out of the sums, for once.
+        await until(lambda: samples(router).get(counted) == len(whole))
         async with channels(router.address, 8) as opened:
             one.step_seconds = 0.0
             again = [collect(text_pb2_grpc.TextServiceStub(c).Generate(generate(output=WANT_IDS))) for c in opened]
@@ -128,14 +129,15 @@ async def test_metrics_are_sums_that_outlive_a_worker() -> None:
         async with channels(process.address, 10) as opened:
             await asyncio.gather(*(tokenizer_pb2_grpc.TokenizerServiceStub(one).Encode(request) for one in opened))
             counted = ("penstock_tokenizer_request_tokens_count", ())
+            # A worker that is too busy to answer is left out of the sums, for once.
+            await until(lambda: samples(process).get(counted) == 10)
             both = samples(process)
-            assert both[counted] == 10
             # One of the two, not their sum.
             assert both[("process_start_time_seconds", ())] < 2e9 * 1.5
             victim = next(iter(workers(process)))
             psutil.Process(victim).kill()
             await until(lambda: victim not in workers(process) and len(workers(process)) == 2)
-        assert samples(process)[counted] == 10
+        await until(lambda: samples(process).get(counted) == 10)
 
 
 async def test_sigterm_lets_the_streams_of_every_worker_finish() -> None:
@@ -149,7 +151,7 @@ async def test_sigterm_lets_the_streams_of_every_worker_finish() -> None:
             router.popen.send_signal(signal.SIGTERM)
             answers = await asyncio.gather(*tasks)
             assert all(answer.ids() == IDS for answer in answers)
-        assert await asyncio.to_thread(router.popen.wait, 40) == 0
+        assert await asyncio.to_thread(router.popen.wait, 130) == 0
 
 
 async def test_sigterm_while_a_worker_is_being_replaced_is_a_clean_end() -> None:
@@ -159,7 +161,7 @@ async def test_sigterm_while_a_worker_is_being_replaced_is_a_clean_end() -> None
         # Just started: it does not listen for signals yet.
         await until(lambda: workers(process) - before)
         process.popen.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(process.popen.wait, 40) == 0
+        assert await asyncio.to_thread(process.popen.wait, 130) == 0
 
 
 async def test_a_free_port_is_shared_by_all_workers() -> None:
@@ -184,15 +186,15 @@ async def test_a_free_port_is_shared_by_all_workers() -> None:
 async def test_a_taken_port_and_a_worker_that_cannot_start_are_named() -> None:
     async with service("tokenizer") as process:
         second = stack.start("tokenizer", "--port", str(process.port), "--processes", "2")
-        assert await asyncio.to_thread(second.popen.wait, 60) == 2
+        assert await asyncio.to_thread(second.popen.wait, 120) == 2
         assert "--port" in second.output()
     broken = stack.start("tokenizer", "/nowhere/at/all", "--processes", "2")
-    assert await asyncio.to_thread(broken.popen.wait, 60) == 2
+    assert await asyncio.to_thread(broken.popen.wait, 120) == 2
     assert "MODEL" in broken.output()
 
 
 @pytest.mark.parametrize("count", ["0", "many"])
 def test_a_wrong_number_of_processes_is_named(count: str) -> None:
     process = stack.start("router", "--processes", count)
-    assert process.popen.wait(60) == 2
+    assert process.popen.wait(120) == 2
     assert "--processes" in process.output()

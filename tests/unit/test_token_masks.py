@@ -114,7 +114,7 @@ class Filler:
         self.calls: list[int] = []
 
     def fill(self, states: Seq[Any], words_RW: np.ndarray[Any, Any]) -> None:
-        self.may_finish.wait(20.0)
+        self.may_finish.wait(60.0)
         self.calls.append(len(states))
         for state, row in zip(states, words_RW, strict=True):
             row[:] = state

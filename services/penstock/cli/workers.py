@@ -45,6 +45,8 @@ def shared_port(host: str, port: int) -> Iterator[int]:
     require_free_port(host, port, "--port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as holder:
+        # As the workers do: connections of the last run, of one process perhaps, may still be closing.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host.strip("[]"), port))
         yield int(holder.getsockname()[1])
