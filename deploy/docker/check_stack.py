@@ -99,14 +99,27 @@ class Report:
 
 
 def image_facts(role: str) -> str:
-    """User, and whether torch is in the image of a role."""
+    """User, and whether torch and a compiler are in the image of a role."""
     image = f"penstock-{role}:{os.environ.get('PENSTOCK_VERSION', '0.1.0')}"
-    find = "import importlib.util as u, os; print(os.getuid(), bool(u.find_spec('torch')))"
-    uid, torch = run("docker", "run", "--rm", "--entrypoint", "python", image, "-c", find).split()
-    if uid == "0" or (torch == "True") != (role == "generation"):
-        raise RuntimeError(f"{image}: uid {uid}, torch {torch}")
+    find = (
+        "import importlib.util as u, os, shutil; "
+        "print(os.getuid(), bool(u.find_spec('torch')), bool(shutil.which('g++') or shutil.which('c++')))"
+    )
+    uid, torch, compiler = run("docker", "run", "--rm", "--entrypoint", "python", image, "-c", find).split()
+    if uid == "0" or (torch == "True") != (role == "generation") or compiler == "True":
+        raise RuntimeError(f"{image}: uid {uid}, torch {torch}, compiler {compiler}")
     size = int(run("docker", "image", "inspect", "-f", "{{.Size}}", image))
-    return f"{role} {size / 1e6:.0f} MB (uid {uid}, torch {torch})"
+    return f"{role} {size / 1e6:.0f} MB (uid {uid}, torch {torch}, compiler {compiler})"
+
+
+def device_of_generation() -> str:
+    """What the running generation service says that it computes on. Raises RuntimeError without C++ kernels."""
+    logs = compose("logs", "--no-color", "generation")
+    line = next(line for line in logs.splitlines() if " on cpu (" in line)
+    device = line[line.index("cpu (") :]
+    if "kernels" not in device:
+        raise RuntimeError(f"generation runs without its kernels: {device}")
+    return device
 
 
 async def kill_one_of_two() -> list[Completion]:
@@ -127,7 +140,7 @@ def check(report: Report) -> None:
         compose("up", "-d", *SERVICES)
         for service in ("tokenizer", "generation", "router"):
             until(lambda service=service: healthy(service), f"{service} healthy")  # type: ignore[misc]
-        seen.append("tokenizer, generation and router healthy")
+        seen.append(f"tokenizer, generation and router healthy; generation on {device_of_generation()}")
     with report.step("chat") as seen, Client(ROUTER) as client:
         answer = client.chat("What is Penstock?", max_new_tokens=64).result()
         seen.append(f"{answer.text.strip()!r}, {answer.choices[0].finish_reason}")

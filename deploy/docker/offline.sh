@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Make what a build without an image registry needs: a base image from a debootstrap tree, an image with Debian's
-# Prometheus, and a folder of wheels. Needs root, debootstrap, a running Docker engine and a package index for pip.
+# Make what a build without an image registry needs: base images from debootstrap trees (one with g++, for the stage that
+# compiles), an image with Debian's Prometheus, and a folder of wheels. Needs root, debootstrap, a running Docker engine and
+# a package index for pip.
 #
-#   deploy/docker/offline.sh            base image, wheels
+#   deploy/docker/offline.sh            base images, wheels
 #   deploy/docker/offline.sh --prometheus   and the Prometheus image
 #
 # Afterwards: source deploy/docker/offline.env && docker-compose up --build
@@ -25,6 +26,7 @@ import_tree() { # image, extra packages
 }
 
 import_tree penstock-base python3,python3-venv
+import_tree penstock-build-base python3,python3-venv,g++
 echo "collecting wheels"
 # The CPU build of torch first: a plain range could bring gigabytes of CUDA.
 "$python" -m pip download -q --no-deps --dest deploy/docker/wheels "torch==${TORCH_VERSION:-2.13.0}"
@@ -33,7 +35,7 @@ echo "collecting wheels"
 # The images build penstock from source; what they need is in the folder, so they never ask an index.
 rm -f deploy/docker/wheels/penstock-*.whl
 {
-  echo 'export PENSTOCK_BASE=penstock-base PENSTOCK_PIP_ARGS=--no-index'
+  echo 'export PENSTOCK_BASE=penstock-base PENSTOCK_BUILD_BASE=penstock-build-base PENSTOCK_PIP_ARGS=--no-index'
   echo 'export PROMETHEUS_IMAGE=penstock-prometheus'
 } >deploy/docker/offline.env
 

@@ -12,18 +12,19 @@ from penstock.generation.config import GenerationServiceConfig
 
 
 class Machine:
-    """A step takes `fixed` seconds and `per_token` for each; the first of a size a little more."""
+    """A step takes `fixed` seconds and `per_token` for each; the first of a size a little more. To find that out takes
+    `share` of it."""
 
-    def __init__(self, fixed: float, per_token: float) -> None:
-        self.fixed, self.per_token = fixed, per_token
+    def __init__(self, fixed: float, per_token: float, share: float = 1.0) -> None:
+        self.fixed, self.per_token, self.share = fixed, per_token, share
         self.calls: list[int] = []
         self.spent = 0.0
 
-    def time_prompt(self, num_tokens: int) -> float:
+    def time_prompt(self, num_tokens: int) -> tuple[float, float]:
         seconds = (self.fixed + self.per_token * num_tokens) * (1.0 if num_tokens in self.calls else 1.02)
         self.calls.append(num_tokens)
-        self.spent += seconds
-        return seconds
+        self.spent += seconds * self.share
+        return seconds, seconds * self.share
 
 
 def tune(
@@ -41,6 +42,13 @@ def test_the_smallest_size_with_nearly_the_best_throughput() -> None:
     assert [size for size, _ in found.measured] == [128, 256]
     assert machine.spent <= 1.5
     assert "128: 240 ms" in found.describe()
+
+
+def test_what_is_cheap_to_find_out_is_tried_again() -> None:
+    machine = Machine(0.01, 0.0018, share=0.1)
+    assert tune(machine).tokens == 128
+    assert machine.calls == [32, 128, 128, 128, 256, 256, 256]
+    assert machine.spent <= 1.5
 
 
 def test_larger_steps_where_they_pay_and_are_short_enough() -> None:

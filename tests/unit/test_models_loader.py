@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.native import use_native
 from factories.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice
@@ -90,7 +91,29 @@ def test_progress_rises_to_100(sharded: Path) -> None:
 def test_mapping_a_file_anew_while_it_is_read_changes_nothing(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = logits(load(single))
     monkeypatch.setattr(checkpoint, "RELEASE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 500)
     assert torch.equal(logits(load(single)), before)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", [QUERY, "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_number_that_no_quantised_weight_holds_names_its_tensor(
+    tmp_path: Path, kernels: str, quantization: str, name: str, bad: float
+) -> None:
+    device = CPUDevice()
+    if kernels == "native":
+        use_native()
+        device.instruction_set = "avx2"
+    folder = tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    weight = load_file(folder / WEIGHTS)[name]
+    weight[3, 5] = bad
+    edit(folder, {name: weight})
+    with pytest.raises(StartupError, match=name) as caught:
+        load_model(folder, device=device, quantization=quantization)
+    assert caught.value.flag == "MODEL"
+    assert load_model(folder, device=device).num_bytes > 0
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

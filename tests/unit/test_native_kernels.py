@@ -62,17 +62,39 @@ def test_impossible_arguments_are_refused_not_read() -> None:
         NativeKernels().silu_mul(torch.zeros(2, 3))
 
 
-def test_the_library_is_built_once_for_each_version_of_its_sources(tmp_path: Path) -> None:
-    path = build.library_path(tmp_path)
+def fake_compiler(folder: Path, version: str) -> str:
+    """One that says its version, and cannot compile."""
+    path = folder / f"compiler-{version}"
+    path.write_text(f'#!/bin/sh\ntest "$1" = --version && echo "g++ {version}"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_library_is_built_once_for_each_version_of_its_sources_and_compiler(tmp_path: Path) -> None:
+    old, new = fake_compiler(tmp_path, "12.1"), fake_compiler(tmp_path, "12.2")
+    path = build.library_path(tmp_path, old)
     assert library.load(tmp_path) is None
     path.parent.mkdir()
     path.write_bytes(b"")
-    assert build.build(tmp_path, compiler="/nowhere") == path
+    assert build.build(tmp_path, compiler=old) == path
+    with pytest.raises(StartupError, match="compiled"):
+        build.build(tmp_path, compiler=new)
+    with pytest.raises(StartupError, match="compiled"):
+        build.build(tmp_path, compiler="/nowhere")
+
+
+def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.library_path(tmp_path, fake_compiler(tmp_path, "12.1"))
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    with pytest.raises(StartupError, match="install"):
+        build.build(tmp_path)
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    assert build.find(tmp_path) == path
+    assert build.build(tmp_path) == path
     # In a process that has none yet: what is no library is passed over.
     script = "import pathlib, sys; from penstock.generation.native import library; "
-    code = script + "print(library.load(pathlib.Path(sys.argv[1])))"
+    code = script + "print(library.load(pathlib.Path(sys.argv[1]) / 'none', pathlib.Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "None"
-    with pytest.raises(StartupError, match="compiled"):
-        build.build(tmp_path / "other", compiler="/bin/false")

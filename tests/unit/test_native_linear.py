@@ -11,6 +11,7 @@ from factories.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.models.kernels import LayerKernels
+from penstock.generation.quantization.base import NotFinite
 from penstock.generation.quantization.int4 import quantize_groups
 from penstock.generation.quantization.int8 import Int8Linear, quantize_rows
 from penstock.generation.quantization.native import Format, NativeLinearMethod
@@ -163,3 +164,46 @@ def test_no_rows_give_no_rows() -> None:
         dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
         linear = NativeLinearMethod(format).linear(torch.randn(40, 33).to(dtype), None)
         assert linear(torch.empty(0, 33, dtype=dtype)).shape == (0, 40)
+
+
+class InPieces:
+    """A weight that comes some rows at a time."""
+
+    def __init__(self, weight: torch.Tensor, rows: int) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
+        self.dtype = weight.dtype
+        self._weight = weight
+        self._rows = rows
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        return iter(self._weight.split(self._rows))
+
+    def joined(self) -> torch.Tensor:
+        return self._weight.clone()
+
+
+@pytest.mark.parametrize("format", list(Format))
+@settings(max_examples=12, deadline=None)
+@given(layer=layers(), rows=st.integers(1, 70), gated=st.booleans())
+def test_pieces_of_a_weight_are_packed_as_the_whole(
+    format: Format, layer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], rows: int, gated: bool
+) -> None:
+    dtype = torch.bfloat16 if format is Format.BF16 else torch.float32
+    weight, bias, _ = (None if tensor is None else tensor.to(dtype) for tensor in layer)
+    assert weight is not None
+    method = NativeLinearMethod(format)
+    make = (lambda w: method.gated(w, bias, LayerKernels())) if gated else (lambda w: method.linear(w, bias))
+    whole, pieces = make(weight), make(InPieces(weight, rows))
+    for one, other in zip(whole.tensors(), pieces.tensors(), strict=True):  # type: ignore[attr-defined]
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("format", [Format.INT8, Format.INT4])
+def test_no_scale_holds_a_weight_that_is_not_finite(format: Format, bad: float) -> None:
+    weight = torch.randn(70, 40)
+    weight[50, 33] = bad
+    with pytest.raises(NotFinite):
+        NativeLinearMethod(format).linear(weight, None)
+    with pytest.raises(NotFinite):
+        NativeLinearMethod(format).gated(InPieces(weight, 16), None, LayerKernels())

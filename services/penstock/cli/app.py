@@ -184,11 +184,15 @@ def env() -> None:
 
 
 @app.command("build-kernels")
-def build_kernels() -> None:
-    """Compile the C++ kernels for this machine, once: faster attention and small operations. Needs g++."""
+def build_kernels(
+    system: Annotated[
+        bool, typer.Option("--system", help="For everybody who uses this Python environment, as in an image.")
+    ] = False,
+) -> None:
+    """Compile the C++ kernels, once for each version of them and of the compiler. Needs g++."""
     from penstock.cli.kernels import run_build_kernels
 
-    run_build_kernels()
+    run_build_kernels(system=system)
 
 
 @app.command()

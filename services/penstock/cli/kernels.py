@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.cli.console import say
-from penstock.common.environment import cache_folder
+from penstock.common.environment import cache_folder, system_folder
 
 
-def run_build_kernels() -> None:
-    """Build into the cache, load, and say what will run. Raises StartupError."""
-    from penstock.common.errors import StartupError
+def run_build_kernels(*, system: bool) -> None:
+    """Build into the user's cache or the environment's folder, load, and say what will run. Raises StartupError."""
     from penstock.generation.native import library
-    from penstock.generation.native.build import build, library_path
+    from penstock.generation.native.build import build, find
 
-    cache = Path(cache_folder())
-    if not library_path(cache).exists():
+    folder = Path(system_folder() if system else cache_folder())
+    if find(folder) is None:
         say("compiling, about half a minute ...")
-    path = build(cache)
-    found = library.load(cache)
-    if found is None:
-        raise StartupError("the native kernels are built, but this CPU has no AVX2", flag="--kernels")
-    say(f"{found} kernels: {path}")
+    path = build(folder)
+    found = library.load(folder)
+    say(f"{found} kernels: {path}" if found else f"built, but this CPU has no AVX2: {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 
 ENV_PREFIX = "PENSTOCK_"
@@ -49,6 +50,11 @@ def cache_folder() -> str:
     """Where things are kept that can be made again."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "penstock")
+
+
+def system_folder() -> str:
+    """As `cache_folder`, for everybody who uses this Python environment: an image's build stage fills it."""
+    return os.path.join(sys.prefix, "share", "penstock")
 
 
 def usable_cores() -> int:

@@ -16,11 +16,11 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.token_bytes import TokenBytes, UnsupportedTokenizer
 from penstock.common.token_prefixes import TokenPrefixes
-from penstock.generation.batch_tuning import BatchTuning, smallest_budget, tune_batch_tokens
+from penstock.generation.batch_tuning import LARGEST_SIZE, BatchTuning, smallest_budget, tune_batch_tokens
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.defaults import load_defaults
 from penstock.generation.devices.base import Device
-from penstock.generation.devices.memory import format_memory, kv_pool_blocks, parse_memory
+from penstock.generation.devices.memory import format_memory, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.devices.registry import open_device
 from penstock.generation.draft_model import DraftModel, load_draft_weights, make_draft_model
 from penstock.generation.engine.config import EngineConfig
@@ -33,6 +33,8 @@ from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.requested import ModelDefaults, ServedModel
 from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.runner.prompt_timer import PromptTimer
+from penstock.generation.stages import Stages
 
 _log = get_logger("penstock.generation")
 # Of a weight of a linear layer, with its part of the scales.
@@ -84,6 +86,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
 
     `progress` gets percentages and may raise to give up. Raises StartupError naming the flag to change.
     """
+    stages = Stages()
     kv_memory = parse_memory(config.kv_memory)
     folder = resolve_model(config.model)
     model_config = read_model_config(folder)
@@ -101,6 +104,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
         raise StartupError("generation_config.json has stop_strings, which need a tokenizer.json", flag="MODEL")
     if defaults.options.token_healing and token_bytes is None:
         raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
+    stages.end("tokenizer")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels)
     _check_memory(folder, model_config, config.quantization, device)
@@ -114,11 +118,14 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     )
     # The KV pool takes a share of what both leave.
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
+    stages.end("weights")
     kv = _kv_pool(config, kv_memory, model, device, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
     runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels())
     runner.warm_up()
-    batch = _batch(config, runner)
+    stages.end("warm_up")
+    batch = _batch(config, model, kv, device)
+    stages.end("tuning")
     engine_config = _engine_config(config, kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     served = ServedModel(
@@ -133,6 +140,10 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
         max_output_tokens=partial(most_output_tokens, engine_config),
     )
     prefixes = None if token_bytes is None else TokenPrefixes(token_bytes)
+    # What reading and packing needed for a moment.
+    trim_heap()
+    stages.end("rest")
+    _log.info("loaded", seconds=stages.seconds)
     return LoadedModel(
         model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, batch, draft
     )
@@ -205,13 +216,15 @@ def _kv_pool(
     return KVCachePool(facts.num_layers, blocks, size, facts.num_kv_heads, facts.head_dim, dtype, device.torch_device)
 
 
-def _batch(config: GenerationServiceConfig, runner: ModelRunner) -> BatchTuning:
+def _batch(config: GenerationServiceConfig, model: CausalLM, kv: KVCachePool, device: Device) -> BatchTuning:
     if config.max_batch_tokens is not None:
         return BatchTuning(config.max_batch_tokens)
+    _log.info("measuring step sizes", at_most_seconds=config.tune_seconds)
+    timer = PromptTimer(model, kv, device.sampling_kernels(), most_tokens=LARGEST_SIZE)
     tuned = tune_batch_tokens(
-        runner.time_prompt,
+        timer,
         smallest=smallest_budget(config.max_running_sequences),
-        largest=runner.longest_prompt,
+        largest=timer.longest_prompt,
         step_seconds=config.target_step_seconds,
         spend_seconds=config.tune_seconds,
     )

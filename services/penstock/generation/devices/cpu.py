@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.common.environment import cache_folder
+from penstock.common.environment import cache_folder, system_folder
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.base import Attention
@@ -107,7 +107,7 @@ class CPUDevice(Device):
 def _native_kernels(wanted: str) -> str | None:
     if wanted not in KERNELS:
         raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}", flag="--kernels")
-    found = None if wanted == "torch" else library.load(Path(cache_folder()))
+    found = None if wanted == "torch" else library.load(Path(cache_folder()), Path(system_folder()))
     if found is None and wanted == "native":
         raise StartupError("the native kernels are not built: run `penstock build-kernels`", flag="--kernels")
     return found

@@ -1,13 +1,14 @@
-"""Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors are taken once.
+"""Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors come in pieces.
 
-Tensors are views of memory-mapped files until converted. A file is let go when its last tensor is taken, and mapped
-anew after every RELEASE_BYTES, so that at no time a second copy of the model is in memory.
+A piece is a view of a memory-mapped file until it is converted. A file is let go when its last tensor is read, and
+mapped anew after every RELEASE_BYTES: what is read of the files takes that much of the process's memory, however large
+a tensor is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 from penstock.generation.models.config import read_json
+from penstock.generation.models.read_ahead import ReadAhead
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +26,9 @@ INDEX_FILE = "model.safetensors.index.json"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What is read of a mapping stays resident until the mapping goes.
-RELEASE_BYTES = 2**28
+RELEASE_BYTES = 2**25
+# Of a piece, unless a single row is larger.
+PIECE_BYTES = 2**24
 # Names listed in one message.
 _MAX_NAMED = 5
 
@@ -47,7 +51,11 @@ class Checkpoint:
         for tensor, name in listed.items():
             if self._tensors.get(tensor, ("",))[0] != name:
                 raise StartupError(f"{folder / name} has no tensor {tensor}, which {INDEX_FILE} promises", flag="MODEL")
-        self._left = {name: sum(1 for entry in self._tensors.values() if entry[0] == name) for name in self._files}
+        # Of each file, what was not read to its end yet.
+        self._left = {
+            name: {tensor for tensor, entry in self._tensors.items() if entry[0] == name} for name in self._files
+        }
+        self._ahead = ReadAhead({name: folder / name for name in self._files})
         self.total_bytes = sum(self._size(tensor) for tensor in self._tensors)
 
     def __contains__(self, tensor: str) -> bool:
@@ -80,27 +88,58 @@ class Checkpoint:
                     flag="MODEL",
                 )
 
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """As stored."""
+        return self._tensors[tensor][1]
+
     def take(self, tensor: str) -> Tensor:
-        """The tensor, in its stored dtype, as a view of the file: convert or copy it, it is not for keeping."""
+        """A small tensor as a whole, in its stored dtype, as a view of the file: convert or copy it."""
+        value = self._view(tensor, 0, self.shape(tensor)[0])
+        self._read(tensor)
+        return value
+
+    def pieces(self, tensor: str) -> Iterator[Tensor]:
+        """The tensor's rows in order, some at a time, in their stored dtype, as views of the file: a piece is to be
+        dropped before the next one is asked for."""
+        rows = self.shape(tensor)[0]
+        some = max(1, PIECE_BYTES * rows // max(self._size(tensor), 1))
+        for first in range(0, rows, some):
+            yield self._view(tensor, first, min(first + some, rows))
+        self._read(tensor)
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers, as stored."""
+        if self.dtype(one) != self.dtype(other):
+            return False
+        pairs = zip(self.pieces(one), self.pieces(other), strict=True)
+        return all(torch.equal(*pair) for pair in pairs)
+
+    def _view(self, tensor: str, first: int, last: int) -> Tensor:
         file, shape, _ = self._tensors[tensor]
         try:
-            if self._resident_bytes > RELEASE_BYTES:
+            if file not in self._files or self._resident_bytes > RELEASE_BYTES:
                 self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
                 self._resident_bytes = 0
-            value: Tensor = self._files[file].get_tensor(tensor)
+            self._ahead.advise(file, tensor, first, last)
+            value: Tensor = self._files[file].get_slice(tensor)[first:last]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _broken(self.folder / file, error) from error
-        if tuple(value.shape) != shape:
+        if tuple(value.shape) != (last - first, *shape[1:]):
             raise StartupError(f"{self.folder / file} changed while it was being loaded", flag="MODEL")
-        self._left[file] -= 1
-        if not self._left[file]:
-            del self._files[file]
-        self._report(self._size(tensor))
+        self._resident_bytes += value.nbytes
         return value
+
+    def _read(self, tensor: str) -> None:
+        """It is read to its end, the first time or again."""
+        left = self._left[self._tensors[tensor][0]]
+        if tensor in left:
+            left.remove(tensor)
+            self._report(self._size(tensor))
+        if not left:
+            self._files.pop(self._tensors[tensor][0], None)
 
     def _report(self, num_bytes: int) -> None:
         self._taken_bytes += num_bytes
-        self._resident_bytes += num_bytes
         if self._progress is not None:
             self._progress(100.0 * self._taken_bytes / max(self.total_bytes, 1))
 

@@ -51,6 +51,21 @@ class CausalLM:
         self._lm_head = lm_head
         self._rotary = rotary
 
+    def shallow(self, num_layers: int) -> CausalLM:
+        """A model of the first `num_layers` layers and these very weights: for what a step costs, not what it says."""
+        return CausalLM(
+            self.config,
+            embedding=self._embedding,
+            layers=self.layers[:num_layers],
+            norm=self._norm,
+            lm_head=self._lm_head,
+            rotary=self._rotary,
+            attention=self.attention,
+            dtype=self.dtype,
+            device=self.device,
+            num_bytes=self.num_bytes,
+        )
+
     @torch.inference_mode()
     def forward(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.attention.base import HeadWeights
 from penstock.generation.devices.memory import trim_heap
@@ -18,11 +20,13 @@ from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.layers import DecoderLayer, RMSNorm, SelfAttention, SwiGLU
 from penstock.generation.models.rope import RotaryEmbedding
+from penstock.generation.models.stored_weight import StoredWeight
+from penstock.generation.quantization.base import NotFinite
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.models.checkpoint import Checkpoint
-    from penstock.generation.quantization.base import Linear, Rows
+    from penstock.generation.quantization.base import Linear, Rows, Weight
 
 _log = get_logger("penstock.generation")
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -83,7 +87,7 @@ class Loader:
         layers = []
         for i in range(self._config.num_layers):
             layers.append(self._layer(i))
-            # What was fused on the way to being packed: a third of a model otherwise stays in the heap.
+            # What was converted on the way to being packed: a third of a model otherwise stays in the heap.
             trim_heap()
         norm = self._norm(NORM)
         name = str(self._dtype).removeprefix("torch.")
@@ -104,17 +108,17 @@ class Loader:
 
     def _embedding_and_head(self) -> tuple[Rows, Linear]:
         """Tied as transformers 5.x ties: whichever tensor is there serves both; two that differ stay two."""
-        taken = [self._checkpoint.take(name) for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
-        head = self._counted(self._linear_method.head(self._kept(taken[-1])))
-        is_one = len(taken) == 1 or torch.equal(taken[0], taken[1])
+        there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
+        head = self._made(there[-1:], self._linear_method.head)
+        is_one = len(there) == 1 or self._checkpoint.are_equal(*there)
         if self._config.tie_word_embeddings and not is_one:
             _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
         rows = head.rows() if is_one else None
-        return rows or self._table(taken[0]), head
+        return rows or self._table(there[0]), head
 
-    def _table(self, taken: Tensor) -> Rows:
+    def _table(self, name: str) -> Rows:
         """An embedding in memory of its own."""
-        return partial(F.embedding, weight=self._counted_tensor(self._owned(taken)))
+        return partial(F.embedding, weight=self._counted_tensor(self._weight([name]).joined()))
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."
@@ -139,20 +143,32 @@ class Loader:
 
     def _fused(self, names: list[str], has_bias: bool, *, gated: bool = False) -> Linear:
         """One Linear with the outputs of all `names`, in order; `gated`: the first half gates the second."""
-        weight = self._concatenated([f"{name}.weight" for name in names])
         bias = self._joined([f"{name}.bias" for name in names]) if has_bias else None
         method = self._linear_method
-        return self._counted(method.gated(weight, bias, self._kernels) if gated else method.linear(weight, bias))
+        return self._made(
+            [f"{name}.weight" for name in names],
+            lambda weight: method.gated(weight, bias, self._kernels) if gated else method.linear(weight, bias),
+        )
 
-    def _counted(self, linear: Linear) -> Linear:
+    def _made(self, names: list[str], make: Callable[[Weight], Linear]) -> Linear:
+        """The Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot hold."""
+        weight = self._weight(names)
+        try:
+            linear = make(weight)
+        except NotFinite as error:
+            raise StartupError(
+                f"{self._checkpoint.folder}: tensor {weight.tensor_of(error.row)} has a NaN or an infinite number, "
+                "which no quantised weight can hold: --quantization none loads it as it is",
+                flag="MODEL",
+            ) from error
         self._num_bytes += linear.num_bytes
         return linear
 
-    def _concatenated(self, names: list[str]) -> Tensor:
-        return self._joined(names) if len(names) > 1 else self._kept(self._checkpoint.take(names[0]))
+    def _weight(self, names: list[str]) -> StoredWeight:
+        return StoredWeight(self._checkpoint, names, self._dtype, self._device.torch_device)
 
     def _joined(self, names: list[str]) -> Tensor:
-        """In memory of their own, also where it is only one: a bias is used as it is by every method."""
+        """Small ones, in memory of their own, also where it is only one: a bias is used as it is by every method."""
         return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
 
     def _tensor(self, name: str) -> Tensor:
@@ -161,10 +177,6 @@ class Loader:
     def _counted_tensor(self, value: Tensor) -> Tensor:
         self._num_bytes += value.nbytes
         return value
-
-    def _kept(self, value: Tensor) -> Tensor:
-        """As the linear method needs it."""
-        return self._owned(value) if self._linear_method.keeps_weight else self._converted(value)
 
     def _owned(self, value: Tensor) -> Tensor:
         """Converted, and never a view of the file, which may change on disk under a running server."""

@@ -1,4 +1,7 @@
-"""Builds the C++ kernels once for this machine's torch and compiler, into a cache that later starts load from."""
+"""Builds the C++ kernels once for this machine's torch and compiler, into a folder that later starts load from.
+
+Nothing of a build is tied to the CPU that it is made on: every kernel is compiled for each instruction set.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch
 from penstock.common.errors import StartupError
 
 SOURCES = Path(__file__).parent / "csrc"
-LIBRARY = "penstock_native.so"
+LIBRARY = "penstock_native"
 # Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time.
 _INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
@@ -36,35 +39,59 @@ _FLAGS = (
 # No contraction that the source does not ask for, where a sum is written in two ways that must give the same bits.
 # (There, units of 32 bits are floats or integers as the case may be.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
-_EXACT_SOURCES = ("attention",)
+_EXACT_SOURCES = ("attention", "pack")
 
 
-def library_path(cache: Path) -> Path:
-    """Where the library of these sources and this torch is, or will be."""
-    facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _INSTRUCTION_SETS)
+def _folder(cache: Path) -> Path:
+    """Of these sources and this torch, whichever compiler."""
+    facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS)
     digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    return cache / digest.hexdigest()[:16] / LIBRARY
+    return cache / digest.hexdigest()[:16]
+
+
+def find(cache: Path) -> Path | None:
+    """The library of these sources and this torch that was built last; needs no compiler."""
+    built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.stat().st_mtime)
+    return built[-1] if built else None
+
+
+def library_path(cache: Path, compiler: str) -> Path:
+    """Where the library is, or will be, that this compiler in its present version makes. Raises StartupError."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise StartupError(f"the native kernels could not be compiled: {error}", flag="--kernels") from error
+    version = hashlib.sha256(done.stdout.partition("\n")[0].encode()).hexdigest()[:8]
+    return _folder(cache) / f"{LIBRARY}-{version}.so"
+
+
+def find_compiler() -> str | None:
+    """One that may be used, on the PATH."""
+    return shutil.which("g++") or shutil.which("c++")
 
 
 def build(cache: Path, *, compiler: str | None = None) -> Path:
-    """Compile, unless it was done before; the library's path. About 20 s on two cores.
+    """Compile, unless this compiler did before, or there is none any more but a library that it left; the library's
+    path. About half a minute on two cores.
 
     Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails.
     """
-    target = library_path(cache)
-    if target.exists():
-        return target
     if platform.machine() not in ("x86_64", "AMD64"):
         raise StartupError("the native kernels are for x86-64", flag="--kernels")
-    command = compiler or shutil.which("g++") or shutil.which("c++")
+    command = compiler or find_compiler()
     if command is None:
+        if (found := find(cache)) is not None:
+            return found
         raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
+    target = library_path(cache, command)
+    if target.exists():
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = _compile(command, Path(scratch))
-        linked = Path(scratch) / LIBRARY
+        linked = Path(scratch) / target.name
         _run([command, "-shared", "-o", str(linked), *map(str, objects), *_libraries()])
         # At once for everybody else, who may be building the same.
         os.replace(linked, target)

@@ -7,19 +7,20 @@ from pathlib import Path
 import torch
 
 from penstock.common.logging import get_logger
-from penstock.generation.native.build import library_path
+from penstock.generation.native.build import find
 
 _log = get_logger("penstock.generation")
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def load(cache: Path) -> str | None:
-    """Load what was built; the instruction set that it uses, None when nothing was built or it cannot run here.
+def load(*folders: Path) -> str | None:
+    """Load what was built into the first of `folders` that has something; the instruction set that it uses, None when
+    nothing was built or it cannot run here.
 
-    A process has one library: once one is loaded, that of another cache (made of the same sources) need not be.
+    A process has one library: once one is loaded, that of another folder (made of the same sources) need not be.
     """
-    path = library_path(cache)
-    if not path.exists():
+    path = next((found for folder in folders if (found := find(folder)) is not None), None)
+    if path is None:
         return None
     try:
         if not is_loaded():

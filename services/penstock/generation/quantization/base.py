@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -13,6 +14,39 @@ if TYPE_CHECKING:
 
 # (ids) -> (ids, features) of the weight's rows.
 Rows = Callable[[Tensor], Tensor]
+
+
+class NotFinite(ValueError):
+    """A weight to be quantised has NaN or infinity in row `row`, or near it: no scale holds it."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} of the weight is not finite")
+        self.row = row
+
+
+def check_finite(scale: Tensor) -> None:
+    """Raises NotFinite by the scales of each row (rows, any)."""
+    bad = (~scale.isfinite()).flatten(1).any(dim=1).nonzero()
+    if len(bad):
+        raise NotFinite(int(bad[0]))
+
+
+class Weight(Protocol):
+    """(out, in) of `dtype`, which is read only now."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Rows in order, each piece for use until the next."""
+
+    def joined(self) -> Tensor:
+        """All of it, in memory that nothing else uses."""
+
+
+def dense(weight_OI: Tensor | Weight) -> Tensor:
+    """The whole tensor."""
+    return weight_OI if isinstance(weight_OI, Tensor) else weight_OI.joined()
 
 
 class Linear(ABC):
@@ -40,23 +74,25 @@ class Linear(ABC):
 
 
 class LinearMethod(ABC):
-    """Turns dense weights into Linears at load time."""
+    """Turns dense weights into Linears at load time. Raises NotFinite where it cannot."""
 
     name: str
-    # Whether a Linear goes on using the very tensor it was given, rather than a packed copy.
-    keeps_weight: bool
 
-    @abstractmethod
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
         """Take over (out, in) `weight_OI`; the caller drops its reference, so no second copy stays in memory."""
+        return self._linear(dense(weight_OI), bias_O)
 
-    def gated(self, weight_OI: Tensor, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
+    def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
         """silu(first half of the outputs) * second half, as one Linear with half of `weight_OI`'s outputs."""
         return _Gated(self.linear(weight_OI, bias_O), kernels)
 
-    def head(self, weight_VI: Tensor) -> Linear:
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
         """The last layer, which gives the logits: where rounding hurts most."""
         return self.linear(weight_VI, None)
+
+    @abstractmethod
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        """`linear` of the whole tensor."""
 
 
 class _Gated(Linear):

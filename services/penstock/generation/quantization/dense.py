@@ -40,10 +40,8 @@ class PlainLinearMethod(LinearMethod):
     """Keeps the weight as it is."""
 
     name = "plain"
-    keeps_weight = True
 
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        """See LinearMethod."""
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return PlainLinear(weight_OI, bias_O)
 
 
@@ -75,10 +73,8 @@ class PackedLinearMethod(LinearMethod):
     """Packs through oneDNN."""
 
     name = "packed"
-    keeps_weight = False
 
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        """See LinearMethod."""
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return PackedLinear(weight_OI, bias_O)
 
 

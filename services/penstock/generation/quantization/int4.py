@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.quantization.base import Linear, LinearMethod
+from penstock.generation.quantization.base import Linear, LinearMethod, Weight, check_finite, dense
 from penstock.generation.quantization.int8 import Int8Linear
 
 GROUP = 32
@@ -35,6 +35,7 @@ class Int4Linear(Linear):
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
+        check_finite(scale)
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
         # torch's zero is added: (value - 8) * scale + zero.
         self._scale_and_zero = torch.stack([scale, torch.zeros_like(scale)], dim=2).transpose(0, 1).contiguous()
@@ -65,12 +66,10 @@ class Int4LinearMethod(LinearMethod):
     """Quantises as it loads; the head is int8, since rounding hurts most there."""
 
     name = "int4"
-    keeps_weight = False
 
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        """See LinearMethod."""
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int4Linear(weight_OI, bias_O)
 
-    def head(self, weight_VI: Tensor) -> Linear:
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""
-        return Int8Linear(weight_VI, None)
+        return Int8Linear(dense(weight_VI), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.generation.quantization.base import Linear, LinearMethod
+from penstock.generation.quantization.base import Linear, LinearMethod, check_finite
 
 _MOST = 127.0
 
@@ -27,6 +27,7 @@ class Int8Linear(Linear):
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         values, scale = quantize_rows(weight_OI)
+        check_finite(scale)
         self._packed = torch.ops.onednn.qlinear_prepack(values.to(torch.int8), None)
         self._scale = scale.flatten().contiguous()
         self._zero = torch.zeros(self.out_features, dtype=torch.int32)
@@ -60,8 +61,6 @@ class Int8LinearMethod(LinearMethod):
     """Quantises as it loads: no calibration."""
 
     name = "int8"
-    keeps_weight = False
 
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        """See LinearMethod."""
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int8Linear(weight_OI, bias_O)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.quantization.base import Linear, LinearMethod, Rows
+from penstock.generation.quantization.base import Linear, LinearMethod, NotFinite, Rows, Weight
 
 if TYPE_CHECKING:
     from penstock.generation.models.kernels import LayerKernels
@@ -69,10 +69,12 @@ class _Packed:
 class NativeLinear(Linear):
     """x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool) -> None:
+    def __init__(
+        self, weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
+    ) -> None:
         outputs, self.in_features = weight_OI.shape
         self.out_features = outputs // 2 if gated else outputs
-        packed = _pack(weight_OI.contiguous(), format, slabs, gated=gated)
+        packed = _pack(weight_OI, format, slabs, gated=gated)
         self._format = format
         self._packed = packed
         self._dtype = weight_OI.dtype
@@ -127,8 +129,6 @@ class NativeLinear(Linear):
 class NativeLinearMethod(LinearMethod):
     """Packs for the C++ kernels, which must be loaded."""
 
-    keeps_weight = False
-
     def __init__(self, format: Format, head: Format | None = None) -> None:
         """`head`: the format of the last layer, where it is another."""
         self.name = f"native {format.name.lower()}"
@@ -136,20 +136,23 @@ class NativeLinearMethod(LinearMethod):
         self._head = format if head is None else head
         self._slabs = Slabs()
 
-    def linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        """See LinearMethod."""
+    def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
+        """See LinearMethod: packed as it is read."""
         return NativeLinear(weight_OI, bias_O, self._format, self._slabs, gated=False)
 
-    def gated(self, weight_OI: Tensor, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return self.linear(weight_OI, bias_O)
+
+    def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
         """See LinearMethod: the halves meet before anything is written."""
         return NativeLinear(weight_OI, bias_O, self._format, self._slabs, gated=True)
 
-    def head(self, weight_VI: Tensor) -> Linear:
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""
         return NativeLinear(weight_VI, None, self._head, self._slabs, gated=False)
 
 
-def _pack(weight_OI: Tensor, format: Format, slabs: Slabs, *, gated: bool) -> _Packed:
+def _pack(weight_OI: Tensor | Weight, format: Format, slabs: Slabs, *, gated: bool) -> _Packed:
     outputs, inputs = weight_OI.shape
     weight = slabs.take(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated))
     panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
@@ -157,7 +160,12 @@ def _pack(weight_OI: Tensor, format: Format, slabs: Slabs, *, gated: bool) -> _P
     scales = {Format.INT8: panels * PANEL, Format.INT4: panels * groups * PANEL}.get(format, 0)
     scale = torch.empty(scales, dtype=torch.float32)
     sums = torch.empty(scales if format is Format.INT8 else 0, dtype=torch.int32)
-    torch.ops.penstock.pack_linear(weight_OI, weight, scale, sums, int(format), gated)
+    first = 0
+    for piece in [weight_OI] if isinstance(weight_OI, Tensor) else weight_OI.pieces():
+        bad = torch.ops.penstock.pack_rows(piece.contiguous(), first, outputs, weight, scale, sums, int(format), gated)
+        if bad >= 0:
+            raise NotFinite(first + bad)
+        first += piece.shape[0]
     return _Packed(weight, scale if scales else None, sums if format is Format.INT8 else None)
 
 

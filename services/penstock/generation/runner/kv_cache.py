@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,8 @@ from penstock.common.errors import StartupError
 # Of an int8 pool: one scale for each token and key/value head, for keys and for values.
 SCALE_DTYPE = torch.float32
 _LARGEST = 127.0
+# A cache line, as torch's own tensors are.
+_ALIGNMENT = 64
 # Below this a head is all zeros: its inverse scale would overflow.
 _NEGLIGIBLE = 1e-30
 
@@ -70,9 +74,9 @@ class KVCachePool:
         self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads)
         try:
-            self._data = torch.zeros((*shape, head_dim), dtype=dtype, device=device)
-            self._scales = torch.zeros(shape, dtype=SCALE_DTYPE, device=device) if dtype is torch.int8 else None
-        except RuntimeError as error:
+            self._data = _zeros((*shape, head_dim), dtype, device)
+            self._scales = _zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
+        except (RuntimeError, MemoryError) as error:
             raise StartupError(
                 f"cannot allocate a KV pool of {num_blocks * self.bytes_per_block} bytes ({num_blocks} blocks): "
                 "lower --kv-memory",
@@ -155,6 +159,16 @@ class KVCachePool:
     def _rows(self, blocks: Tensor) -> Tensor:
         """(slots, everything of a slot)."""
         return blocks.view(self.num_slots, -1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of fresh pages, which are zero until they are written: torch.zeros writes them all, gigabytes at every start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    first = -buffer.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(buffer[first : first + num_bytes]).view(dtype).view(shape)
 
 
 def _dequantised(whole_TKD: Tensor, scale_TK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -106,22 +106,21 @@ class ModelRunner:
         """Most tokens of one prompt that pool and model have room for, and one more."""
         return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
 
-    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 16) -> None:
-        """Run a prompt and a decode step, so that the first request finds memory, threads and kernels ready.
+    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 4) -> None:
+        """Run prompts and a decode step, so that the first request finds memory, threads and kernels ready.
 
         Writes into the first blocks of the pool: only before the first request, or while the pool is unused.
         """
         num_tokens = max(1, min(num_tokens, self.longest_prompt))
         num_sequences = min(num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + 1))
-        for do_sample in (False, True):
-            params = SamplingParams(2, do_sample=do_sample, temperature=0.7, top_k=20, top_p=0.8)
-            sequences = [self._trial(index, num_tokens, params) for index in range(num_sequences)]
-            for start, count in ((0, num_tokens), (num_tokens, 1)):
-                step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
-                sampled = self.execute(SchedulerOutput(step)).sampled
-                for sequence in sequences:
-                    sequence.token_ids.append(sampled[sequence.seq_id].token_id)
-            self.release([sequence.seq_id for sequence in sequences])
+        greedy, drawn = SamplingParams(2), SamplingParams(2, do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
+        sequences = [self._trial(index, num_tokens, drawn if index % 2 else greedy) for index in range(num_sequences)]
+        for start, count in ((0, num_tokens), (num_tokens, 1)):
+            step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
+            sampled = self.execute(SchedulerOutput(step)).sampled
+            for sequence in sequences:
+                sequence.token_ids.append(sampled[sequence.seq_id].token_id)
+        self.release([sequence.seq_id for sequence in sequences])
 
     def time_prompt(self, num_tokens: int) -> float:
         """Seconds that a prompt of at most `longest_prompt` tokens takes in one step, its first token included.

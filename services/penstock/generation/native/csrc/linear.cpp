@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "largest.h"
 #include "vec.h"
 
 namespace penstock {
@@ -243,27 +244,6 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
           a.out_bf16 ? store_row<bf16>(a, blocks[row], task.first_row + row, panel) : store_row<float>(a, blocks[row], task.first_row + row, panel);
       }
     }
-}
-
-// The largest magnitude; NaN where there is one.
-template <typename T>
-static float largest(const T* x, int64_t n) {
-  vf most = vf{}, sum = vf{};
-  int64_t i = 0;
-  for (; i + L <= n; i += L) {
-    vf v = load(x + i);
-    v = v < vf{} ? -v : v;
-    most = v > most ? v : most;
-    sum += v;
-  }
-  float result = 0, total = sum_all(sum);
-  for (int l = 0; l < L; ++l) result = std::max(result, most[l]);
-  for (; i < n; ++i) {
-    const float v = std::fabs(to_float(x[i]));
-    result = std::max(result, v);
-    total += v;
-  }
-  return total != total ? total : result;
 }
 
 // Of `n` values with one scale; returns the sum of what was stored.

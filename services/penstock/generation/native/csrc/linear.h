@@ -47,6 +47,16 @@ struct QuantizeArgs {
   int32_t* sum;
 };
 
+// A packed weight, and what the rows are that it is made of.
+struct PackArgs {
+  Format format;
+  bool is_bf16;
+  int64_t inputs, granules;
+  char* weight;
+  float* scale;
+  int32_t* sum;
+};
+
 struct EmbedArgs {
   Format format;  // F32 or BF16
   const char* weight;
@@ -59,7 +69,9 @@ struct EmbedArgs {
 #define PENSTOCK_LINEAR_KERNELS                                           \
   int max_tile_rows();                                                    \
   void multiply(const LinearArgs&, const LinearTask&);                    \
-  void quantize(const QuantizeArgs&, int64_t first, int64_t last);
+  void quantize(const QuantizeArgs&, int64_t first, int64_t last);        \
+  /* `count` dense rows to the columns from `column` on; false: int8 or int4, and a number is none or infinite. */ \
+  bool pack(const PackArgs&, const void* rows, int count, int64_t panel, int column);
 namespace avx512 { PENSTOCK_LINEAR_KERNELS }
 namespace avx2 { PENSTOCK_LINEAR_KERNELS }
 #undef PENSTOCK_LINEAR_KERNELS

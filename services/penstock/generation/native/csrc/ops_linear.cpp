@@ -70,99 +70,61 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t format, bool gated)
   return (width + columns - 1) / columns * granules_of(Format(format), inputs) * PANEL * 4;
 }
 
-// The row of the weight behind output `c` of a panel; -1: padding.
-int64_t source_row(int64_t panel, int c, int64_t outputs, bool gated) {
-  if (!gated) return panel * PANEL + c < outputs ? panel * PANEL + c : -1;
-  const int64_t half = PANEL / 2, row = panel * half + c % half;
-  return row < outputs / 2 ? (c < half ? row : outputs / 2 + row) : -1;
-}
+// Rows that one thread packs at a time: half a panel, which is what a gated one has of either kind.
+constexpr int64_t PACKED_AT_ONCE = PANEL / 2;
 
-float value_at(const at::BFloat16* p) { return float(*p); }
-float value_at(const float* p) { return *p; }
-
-struct Packed {
-  char* weight;
-  float* scale;
-  int32_t* sum;
-};
-
-template <typename T>
-void pack_int8(const T* row, int64_t inputs, int64_t granules, int c, char* panel, float& scale, int32_t& sum) {
-  float most = 0;
-  for (int64_t i = 0; i < inputs; ++i) most = std::max(most, std::fabs(value_at(row + i)));
-  scale = most / 127.0f;
-  const float inverse = most > 0 ? 127.0f / most : 0.0f;
-  sum = 0;
-  for (int64_t i = 0; i < inputs; ++i) {
-    const int q = int(std::nearbyintf(value_at(row + i) * inverse));
-    sum += q;
-    panel[i / 4 * PANEL * 4 + c * 4 + i % 4] = char(q);
+// Columns that no output has, in the last panel: zeros, whatever the memory held.
+void clear_padding(const PackArgs& args, int64_t outputs, int64_t panels, bool gated) {
+  if (panels == 0 || outputs == panels * PANEL) return;
+  const int64_t last = panels - 1, groups = args.granules * 8 / GROUP;
+  std::memset(args.weight + last * args.granules * PANEL * 4, 0, args.granules * PANEL * 4);
+  if (args.format == Format::INT8) {
+    std::fill_n(args.scale + last * PANEL, PANEL, 0.0f);
+    std::fill_n(args.sum + last * PANEL, PANEL, 0);
+  } else if (args.format == Format::INT4) {
+    std::fill_n(args.scale + last * groups * PANEL, groups * PANEL, 0.0f);
   }
 }
 
-// The largest of a group becomes -8 (as in GGML's q4_0), so that all 16 values are used; the scale is a bfloat16.
-template <typename T>
-void pack_int4(const T* row, int64_t inputs, int64_t groups, int c, char* panel, float* scales) {
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t first = g * GROUP, count = std::min<int64_t>(GROUP, inputs - first);
-    float most = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const float v = value_at(row + first + i);
-      if (std::fabs(v) > std::fabs(most)) most = v;
+// Rows of one kind: `from` is the place of the first among them. The first row with a number that is none, or -1.
+int64_t pack_kind(const PackArgs& args, const char* rows, int64_t from, int64_t count, int64_t columns, int first_column) {
+  std::atomic<int64_t> bad{count};
+  const int64_t row_bytes = args.inputs * (args.is_bf16 ? 2 : 4), first = from / PACKED_AT_ONCE;
+  const int64_t units = count == 0 ? 0 : (from + count - 1) / PACKED_AT_ONCE - first + 1;
+  at::parallel_for(0, units, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = first + begin; unit < first + end; ++unit) {
+      const int64_t low = std::max(from, unit * PACKED_AT_ONCE), high = std::min(from + count, (unit + 1) * PACKED_AT_ONCE);
+      if (KERNEL(pack)(args, rows + (low - from) * row_bytes, int(high - low), low / columns, first_column + int(low % columns))) continue;
+      int64_t known = bad;
+      while (low - from < known && !bad.compare_exchange_weak(known, low - from)) {}
     }
-    const float scale = float(at::BFloat16(most / -8.0f)), inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    scales[g * PANEL + c] = scale;
-    for (int64_t i = 0; i < GROUP; ++i) {
-      const float v = i < count ? value_at(row + first + i) * inverse : 0.0f;
-      const int q = std::clamp(int(std::nearbyintf(v)) + 8, 0, 15);
-      char& target = panel[(first + i) / 8 * PANEL * 4 + c * 4 + i % 4];
-      target = char((target & (i % 8 < 4 ? 0xF0 : 0x0F)) | (i % 8 < 4 ? q : q << 4));
-    }
-  }
+  });
+  return bad < count ? int64_t(bad) : -1;
 }
 
-template <typename T>
-void pack_panel(const at::Tensor& weight, Format format, int64_t panel, int64_t granules, bool gated, const Packed& out) {
-  const int64_t inputs = weight.size(1), groups = granules * 8 / GROUP;
-  char* target = out.weight + panel * granules * PANEL * 4;
-  std::memset(target, 0, granules * PANEL * 4);
-  for (int c = 0; c < PANEL; ++c) {
-    const int64_t from = source_row(panel, c, weight.size(0), gated);
-    const int64_t column = panel * PANEL + c;
-    if (from < 0) {
-      if (format == Format::INT8) out.scale[column] = 0, out.sum[column] = 0;
-      if (format == Format::INT4)
-        for (int64_t g = 0; g < groups; ++g) out.scale[(panel * groups + g) * PANEL + c] = 0;
-      continue;
-    }
-    const T* row = weight.const_data_ptr<T>() + from * inputs;
-    if (format == Format::INT8) {
-      pack_int8(row, inputs, granules, c, target, out.scale[column], out.sum[column]);
-    } else if (format == Format::INT4) {
-      pack_int4(row, inputs, groups, c, target, out.scale + panel * groups * PANEL);
-    } else {
-      constexpr int64_t per = 4 / sizeof(T);
-      for (int64_t g = 0; g < granules; ++g)
-        std::memcpy(target + (g * PANEL + c) * 4, row + g * per, sizeof(T) * std::min<int64_t>(per, inputs - g * per));
-    }
-  }
-}
-
-void pack(const at::Tensor& weight, at::Tensor& out, at::Tensor& scale, at::Tensor& sum, int64_t format_number, bool gated) {
+// `rows` are those from `first` on of a weight with `outputs` rows; all of them, piece by piece, make the packed one. Where a
+// piece for int8 or int4 has NaN or infinity, a row of the piece near it; else -1.
+int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Tensor& out, at::Tensor& scale, at::Tensor& sum, int64_t format_number,
+                  bool gated) {
   const Format format = Format(format_number);
-  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && out.is_contiguous());
-  TORCH_CHECK(out.numel() == packed_size(weight.size(0), weight.size(1), format_number, gated), "out has the wrong size");
-  const bool bf16 = is_bf16(weight);
+  TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous() && out.is_contiguous());
+  const int64_t count = rows.size(0), inputs = rows.size(1);
+  TORCH_CHECK(first >= 0 && first + count <= outputs && out.numel() == packed_size(outputs, inputs, format_number, gated), "out has the wrong size");
+  const bool bf16 = is_bf16(rows);
   TORCH_CHECK(format >= Format::INT8 || bf16 == (format == Format::BF16), "the weight is not of the format's dtype");
-  const int64_t granules = granules_of(format, weight.size(1)), panels = out.numel() / (granules * PANEL * 4);
+  const int64_t granules = granules_of(format, inputs), panels = out.numel() / std::max<int64_t>(1, granules * PANEL * 4);
   const int64_t scales = format == Format::INT8 ? panels * PANEL : format == Format::INT4 ? panels * granules * 8 / GROUP * PANEL : 0;
   TORCH_CHECK(scale.numel() == scales && sum.numel() == (format == Format::INT8 ? scales : 0));
-  const Packed packed{(char*)out.data_ptr<uint8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>()};
-  at::parallel_for(0, panels, 1, [&](int64_t first, int64_t last) {
-    for (int64_t panel = first; panel < last; ++panel)
-      bf16 ? pack_panel<at::BFloat16>(weight, format, panel, granules, gated, packed)
-           : pack_panel<float>(weight, format, panel, granules, gated, packed);
-  });
+  const PackArgs args{format, bf16, inputs, granules, (char*)out.data_ptr<uint8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>()};
+  if (first == 0) clear_padding(args, outputs, panels, gated);
+  const char* data = (const char*)rows.const_data_ptr();
+  if (!gated) return pack_kind(args, data, first, count, PANEL, 0);
+  const int64_t half = outputs / 2, gates = std::clamp<int64_t>(half - first, 0, count);
+  const int64_t bad = pack_kind(args, data, first, gates, PANEL / 2, 0);
+  if (bad >= 0) return bad;
+  const char* values = data + gates * inputs * (bf16 ? 2 : 4);
+  const int64_t bad_value = pack_kind(args, values, first + gates - half, count - gates, PANEL / 2, PANEL / 2);
+  return bad_value < 0 ? -1 : gates + bad_value;
 }
 
 // Rows of the weight: what an embedding that shares it looks up.
@@ -202,13 +164,15 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "linear(Tensor x, Tensor weight, int format, int width, Tensor? bias, Tensor? column_scale, Tensor? column_sum, bool gated, "
       "bool as_float) -> Tensor");
   m.def("packed_size(int outputs, int inputs, int format, bool gated) -> int", packed_size);
-  m.def("pack_linear(Tensor weight, Tensor(a!) out, Tensor(b!) scale, Tensor(c!) sum, int format, bool gated) -> ()");
+  m.def(
+      "pack_rows(Tensor rows, int first, int outputs, Tensor(a!) out, Tensor(b!) scale, Tensor(c!) sum, int format, bool gated) -> "
+      "int");
   m.def("packed_rows(Tensor weight, Tensor ids, int inputs, int outputs, bool bf16) -> Tensor");
   m.def("advise_large_pages(Tensor memory) -> ()");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("linear", linear);
-  m.impl("pack_linear", pack);
+  m.impl("pack_rows", pack_rows);
   m.impl("packed_rows", packed_rows);
   m.impl("advise_large_pages", advise_large_pages);
 }
