@@ -11,12 +11,12 @@ TORCH := torch==2.13.0
 # Where the benchmarks keep checkpoints and other engines.
 PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
 TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
-MARKS ?= not slow and not docker
+MARKS ?= not slow and not docker and not clients
 # Of `make numerics`: torch, or native, which are built first.
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow numerics lint types stubs docs bench peers compose venv clean
+.PHONY: help kernels demo test slow clients numerics lint types stubs docs bench peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,7 +27,7 @@ kernels: $(VENV)/.runtime  ## compile the optional C++ kernels (needs g++)
 demo: $(VENV)/.runtime  ## start the stack on the embedded model, stream one answer, show its timings
 	@$(BIN)/penstock demo
 
-test: $(VENV)/.dev  ## the tests, but those marked slow or docker
+test: $(VENV)/.dev  ## the tests, but those marked slow, docker or clients
 	@$(BIN)/python -m pytest -q -m "$(MARKS)" $(TESTS)
 
 numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native
@@ -36,6 +36,9 @@ numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=nati
 
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)
+
+clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transports (docs/testing.md: Debian packages)
+	@$(BIN)/python -m pytest -q -m clients tests/e2e
 
 lint: $(VENV)/.dev  ## ruff and buf
 	@$(BIN)/ruff check .

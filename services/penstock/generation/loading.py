@@ -143,7 +143,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     # What reading and packing needed for a moment.
     trim_heap()
     stages.end("rest")
-    _log.info("loaded", seconds=stages.seconds)
+    _log.info("loaded", seconds=stages.seconds, weights_bytes=model.num_bytes, kv_bytes=kv.num_bytes)
     return LoadedModel(
         model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, batch, draft
     )

@@ -1,0 +1,197 @@
+"""How long a generation process takes until it is ready, where that time goes, and what memory it takes at most.
+
+    python benchmarks/load.py --models DIR DIR --quantization none int8 --rounds 3 --cold --json load.json
+
+Each start is a process of its own, in turns over models and formats. Beside each start the model's files are read
+from end to end, in the same state of the page cache (--cold: dropped before), so that what a start takes beyond reading
+is seen. Memory is what /proc says of the process, sampled every 10 ms; beside it stands that of a process that has
+imported torch only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
+
+from benchmarks._report import write
+
+_FIELDS = ("VmRSS", "RssAnon", "RssFile")
+_MIB = 2**20
+# What a start may take beyond weights and pool, as a share of the weights.
+_BOUND = 1.15
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Bytes by /proc/PID/status: resident, of it anonymous and mapped from files (libraries, the checkpoint)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return {name: int(value) * 1024 for name, value in re.findall(r"(\w+):\s+(\d+) kB", status) if name in _FIELDS}
+
+
+def bare() -> dict[str, int]:
+    """Memory of a process that has imported torch and nothing else."""
+    code = "import torch, sys; print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = memory(process.pid)
+        process.stdin.close()
+    return found
+
+
+def files(model: Path) -> list[Path]:
+    """The weights of a model."""
+    return sorted(model.glob("*.safetensors"))
+
+
+def drop(model: Path) -> None:
+    """Out of the page cache."""
+    for path in files(model):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read(model: Path) -> float:
+    """Seconds to read every byte once."""
+    buffer, began = bytearray(_MIB), time.perf_counter()
+    for path in files(model):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - began
+
+
+@dataclass
+class Start:
+    """One start, as seen from outside."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    ready: dict[str, int] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    weights: int = 0
+    pool: int = 0
+
+
+def start(model: Path, quantization: str, arguments: argparse.Namespace) -> Start:
+    """Start, wait until it is ready, stop."""
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "generation", "--model", str(model)]
+    command += ["--quantization", quantization, "--kv-memory", arguments.kv_memory, "--kernels", arguments.kernels]
+    command += ["--port", "0", "--metrics-port", "0", "--log-format", "json"]
+    result, began, done = Start(), time.perf_counter(), threading.Event()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        sampler = threading.Thread(target=_sample, args=(process.pid, result.peak, done))
+        sampler.start()
+        try:
+            _follow(process, result, began)
+            result.ready = memory(process.pid)
+            ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            result.cpu_seconds = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
+        finally:
+            done.set()
+            sampler.join()
+            process.terminate()
+    return result
+
+
+def _sample(pid: int, peak: dict[str, int], done: threading.Event) -> None:
+    while not done.wait(0.01):
+        for name, value in memory(pid).items():
+            peak[name] = max(peak.get(name, 0), value)
+
+
+def _follow(process: subprocess.Popen[str], result: Start, began: float) -> None:
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        now = time.perf_counter() - began
+        if line.startswith("READY"):
+            result.seconds["ready"] = now
+            return
+        event = json.loads(line) if line.startswith("{") else {}
+        if event.get("event") == "listening":
+            result.seconds["imports"] = now
+        elif event.get("event") == "loaded":
+            result.seconds |= event["seconds"]
+            result.weights, result.pool = event["weights_bytes"], event["kv_bytes"]
+    raise RuntimeError("it ended before it was ready:\n" + "".join(lines[-20:]))
+
+
+def row(
+    model: Path, quantization: str, starts: list[Start], reads: list[float], torch: dict[str, int]
+) -> dict[str, Any]:
+    """The fastest start of all rounds, and the largest peak."""
+    fastest = min(starts, key=lambda one: one.seconds["ready"])
+    peak = {name: max(one.peak[name] for one in starts) / _MIB for name in _FIELDS}
+    bound = (fastest.weights * _BOUND + fastest.pool) / _MIB
+    return {
+        "model": model.name,
+        "quantization": quantization,
+        "seconds": {name: round(value, 2) for name, value in fastest.seconds.items()},
+        "ready_median": round(statistics.median(one.seconds["ready"] for one in starts), 2),
+        "cpu_seconds": round(min(one.cpu_seconds for one in starts), 2),
+        "reading": round(min(reads), 2),
+        "beyond_reading": round(fastest.seconds["ready"] - min(reads), 2),
+        "weights_mib": round(fastest.weights / _MIB),
+        "pool_mib": round(fastest.pool / _MIB),
+        "bound_mib": round(bound),
+        "peak_mib": {name: round(value) for name, value in peak.items()},
+        "peak_beyond_torch_mib": {name: round(peak[name] - torch[name] / _MIB) for name in _FIELDS},
+        "ready_mib": {name: round(fastest.ready[name] / _MIB) for name in _FIELDS},
+    }
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All models and formats, in turns."""
+    cells = [(model, quantization) for model in arguments.models for quantization in arguments.quantization]
+    starts: dict[tuple[Path, str], list[Start]] = {cell: [] for cell in cells}
+    reads: dict[tuple[Path, str], list[float]] = {cell: [] for cell in cells}
+    for _ in range(arguments.rounds):
+        for cell in cells:
+            _prepare(cell[0], arguments)
+            reads[cell].append(read(cell[0]))
+            _prepare(cell[0], arguments)
+            starts[cell].append(start(*cell, arguments))
+    torch = bare()
+    print(f"torch alone: { ({name: round(value / _MIB) for name, value in torch.items()}) } MiB", flush=True)
+    return [row(*cell, starts[cell], reads[cell], torch) for cell in cells]
+
+
+def _prepare(model: Path, arguments: argparse.Namespace) -> None:
+    if arguments.cold:
+        drop(model)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders")
+    parser.add_argument("--quantization", nargs="+", default=["none", "int8"])
+    parser.add_argument("--kv-memory", default="256MiB")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
+    parser.add_argument("--json", type=Path, dest="out", help="file to write")
+    arguments = parser.parse_args()
+    rows = measure(arguments)
+    for one in rows:
+        print(json.dumps(one))
+    settings = {name: str(value) for name, value in vars(arguments).items() if name != "out"}
+    write("load", {"settings": settings, "rows": rows}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
