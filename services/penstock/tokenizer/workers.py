@@ -51,7 +51,7 @@ class Workers:
 
     async def encode(self, size_bytes: int, work: Callable[[TextTokenizer], T]) -> T:
         """`work`'s result, for work that takes little time for few bytes. Raises as `run`."""
-        if self._inline is not None and size_bytes <= self._inline_bytes:
+        if self._inline is not None and size_bytes <= self._inline_bytes and size_bytes < self._large_bytes:
             return work(self._inline)
         return await self.run(size_bytes, work)
 
