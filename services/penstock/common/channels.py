@@ -30,8 +30,26 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> grpc.aio.Chann
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    tokens = TokenFile(config.channel_token_file, "--channel-token-file") if config.channel_token_file else None
-    return _Channel(channel, tokens)
+    return _Channel(channel, _tokens(config))
+
+
+def call_metadata(config: ChannelConfig) -> Metadata:
+    """What a channel adds to every call. Raises StartupError when the token file cannot be read."""
+    return _added((), _tokens(config))
+
+
+def _tokens(config: ChannelConfig) -> TokenFile | None:
+    return TokenFile(config.channel_token_file, "--channel-token-file") if config.channel_token_file else None
+
+
+def _added(given: Iterable[tuple[str, str | bytes]], tokens: TokenFile | None) -> Metadata:
+    added: list[tuple[str, str | bytes]] = list(given)
+    request_id = current_request_id.get()
+    if request_id is not None and all(key != REQUEST_ID_KEY for key, _ in added):
+        added.append((REQUEST_ID_KEY, request_id))
+    if tokens is not None:
+        added.append(("authorization", tokens.authorization()))
+    return tuple(added)
 
 
 class _Channel(grpc.aio.Channel):
@@ -41,18 +59,9 @@ class _Channel(grpc.aio.Channel):
         self._inner = inner
         self._tokens = tokens
 
-    def _metadata(self, given: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
-        added: list[tuple[str, str | bytes]] = list(given or ())
-        request_id = current_request_id.get()
-        if request_id is not None and all(key != REQUEST_ID_KEY for key, _ in added):
-            added.append((REQUEST_ID_KEY, request_id))
-        if self._tokens is not None:
-            added.append(("authorization", self._tokens.authorization()))
-        return tuple(added)
-
     def _with_metadata(self, start: Callable[..., Any]) -> Any:
         def call(*requests: Any, metadata: Any = None, **options: Any) -> Any:
-            return start(*requests, metadata=self._metadata(metadata), **options)
+            return start(*requests, metadata=_added(metadata or (), self._tokens), **options)
 
         return call
 

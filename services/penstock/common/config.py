@@ -72,8 +72,8 @@ class ServerConfig(TransportConfig):
     )
     transport: Literal["grpc", "asyncio"] = option(
         "grpc",
-        "What serves callers: grpc.aio, or Penstock's own HTTP/2 on asyncio (experimental), which writes "
-        "the messages of all streams of a connection at once for a fraction of the processor time.",
+        "grpc.aio, or Penstock's own HTTP/2 on asyncio (experimental): a fraction of the processor time where messages "
+        "are many and small. With it the router's streams to tokenizer and backends are of that kind, too.",
         group=NETWORK,
     )
     min_ping_interval_seconds: float = option(

@@ -63,6 +63,35 @@ def channel_credentials(config: ChannelConfig) -> grpc.ChannelCredentials | None
     )
 
 
+def channel_tls_context(config: ChannelConfig) -> ssl.SSLContext | None:
+    """The same for asyncio; None for plaintext. Raises StartupError naming the file's flag."""
+    if not (config.channel_tls or config.channel_tls_ca or config.channel_tls_cert):
+        return None
+    ca, cert, key = config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key
+    try:
+        context = ssl.create_default_context(cadata=_read(ca, "--channel-tls-ca").decode("ascii") if ca else None)
+    except (ValueError, ssl.SSLError) as error:
+        flag = "--channel-tls-ca"
+        raise StartupError(f"{flag} {ca}: holds no certificates (PEM)", flag=flag) from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    for path, flag in ((cert, "--channel-tls-cert"), (key, "--channel-tls-key")):
+        if path:
+            _read(path, flag)
+    if cert:
+        _load_pair(context, cert, key)
+    return context
+
+
+def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
+    try:
+        # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+        context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser() if key else None, password="")
+    except (OSError, ssl.SSLError) as error:
+        flag = "--channel-tls-cert"
+        raise StartupError(f"{flag} and --channel-tls-key are not a chain and its key (PEM)", flag=flag) from error
+
+
 class TokenFile:
     """The tokens of a file, one a line, re-read when the file changes so that they can be rotated without a restart."""
 

@@ -244,8 +244,8 @@ class Backend:
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = stub.Session(None)
-        session = BackendSession(cast("SessionCall", call), self.key, self._detokenizer, self._metrics, self._heard)
+        call = await self._open_session(stub)
+        session = BackendSession(call, self.key, self._detokenizer, self._metrics, self._heard)
         self._session, self._stub = session, stub
         self._report, self._reported_in_flight = admin_pb2.Load(), 0
         self._has_report = self._serving = False
@@ -262,6 +262,17 @@ class Backend:
             self._session = self._stub = None
             self._end_session(session)
             call.cancel()
+
+    async def _open_session(self, stub: GenerationStub) -> SessionCall:
+        config = self._channel_config
+        if not config.is_asyncio:
+            return cast("SessionCall", stub.Session(None))
+        from penstock.common.http2.dialing import open_stream
+
+        parse = generation_pb2.SessionResponse.FromString
+        timeout = config.connect_timeout_seconds
+        # What waits is read as one: a step's message is its events, and several are those of all of them.
+        return await open_stream(self.key, f"/{HEALTH_NAME}/Session", parse, config, timeout=timeout, joins=True)
 
     def _end_session(self, session: BackendSession) -> None:
         was_usable = self.state in (BackendState.READY, BackendState.DRAINING)

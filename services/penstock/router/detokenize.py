@@ -81,6 +81,9 @@ class DecodeCall(Protocol):
     async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
         """Send a message."""
 
+    def cancel(self) -> object:
+        """End it."""
+
 
 class Detokenizer:
     """Used from one event loop. The tokenizer link drives `run_writer` and `run_reader` while it is connected."""

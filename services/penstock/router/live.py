@@ -106,6 +106,8 @@ class LiveRequest:
         self._backend_finished: generation_pb2.Finished | None = None
         # What token healing added to the prompt's text: every answer begins with it.
         self._healed_text = ""
+        # Set while the stream's handler waits, if its transport can write without it: takes a delta, or refuses it.
+        self.write_now: Callable[[PendingDelta], bool] | None = None
         # Called once, when the request is over for whatever reason.
         self.on_close: Callable[[], None] | None = None
 
@@ -227,6 +229,8 @@ class LiveRequest:
             delta.logprobs.extend(piece.logprobs)
         if self.spec.wants_tensors:
             delta.tensors.extend(piece.tensors)
+        if self.write_now is not None and self.write_now(delta):
+            return
         if not self.outbox.put(delta):
             self._metrics.slow_readers.inc()
             self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))

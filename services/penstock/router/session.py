@@ -39,6 +39,9 @@ class SessionCall(Protocol):
     async def write(self, request: generation_pb2.SessionRequest) -> None:
         """Send a command."""
 
+    def cancel(self) -> object:
+        """End it."""
+
 
 class Attempt:
     """One try of a request at one backend. Frames carry its id and epoch back."""
@@ -131,17 +134,19 @@ class BackendSession:
         batch = Batch()
         attempts = self._attempts
         tokens = 0
-        for event in message.events:
+        for event in message.events:  # once a token
             attempt = attempts.get(event.request_id)
             if attempt is None or attempt.epoch != event.attempt_epoch:
                 self._metrics.stale_frames.inc()
-            elif event.HasField("delta"):
+                continue
+            kind = event.WhichOneof("event")
+            if kind == "delta":
                 tokens += self._on_delta(attempt, event.delta, batch)
-            elif event.HasField("started"):
+            elif kind == "started":
                 attempt.live.on_started(event.started, now)
-            elif event.HasField("finished"):
+            elif kind == "finished":
                 self._on_finished(attempt, event.finished, batch)
-            elif event.HasField("error"):
+            elif kind == "error":
                 self._on_error(attempt, event.error)
         if tokens:
             self._metrics.generation_tokens.inc(tokens)

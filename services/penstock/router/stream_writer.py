@@ -46,6 +46,8 @@ class StreamWriter:
         self._make_delta = make_delta
         self._parts = parts
         self._write = context.write
+        # Of a transport that can write without a task: the next delta of a reader that keeps up wakes no handler.
+        self._try_write: Callable[[Any], bool] | None = getattr(context, "try_write", None)
         self._time_left = time_left
         self._next_seq = 0
         # Messages that the reader took.
@@ -88,7 +90,27 @@ class StreamWriter:
             if live.loss is not None:
                 await self._parts.attempts.recover(live)
             else:
-                await outbox.wakeup.wait()
+                await self._wait(started)
+
+    async def _wait(self, started: bool) -> None:
+        live = self._live
+        if started and self._try_write is not None:
+            live.write_now = self._write_now
+        try:
+            await live.outbox.wakeup.wait()
+        finally:
+            live.write_now = None
+
+    def _write_now(self, delta: PendingDelta) -> bool:
+        """Write `delta` while the handler waits, unless others wait before it. The per-token path."""
+        if self._try_write is None or self._live.outbox.has_deltas or delta.logprobs or delta.tensors:
+            return False
+        seq = self._next_seq
+        if not self._try_write(self._make_delta(seq, delta)):
+            return False
+        self._next_seq = seq + 1
+        self.num_written += 1
+        return True
 
     async def _write_delta(self, delta: PendingDelta) -> None:
         if delta.logprobs:

@@ -123,8 +123,8 @@ class TokenizerLink:
             request = tokenizer_pb2.GetTokenizerRequest()
             info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
             self._check(info, address)
+            call = await self._open_decode_stream(stub, address)
             self.info, self._stub = info, stub
-            call = stub.DecodeStream(None)
             self._detokenizer.connected()
             self._ready.set()
             self._metrics.tokenizer_up.set(1)
@@ -132,8 +132,8 @@ class TokenizerLink:
             _log.info("tokenizer connected", tokenizer=address, fingerprint=info.tokenizer_fingerprint[:12])
             try:
                 await until_first(
-                    self._detokenizer.run_reader(cast("DecodeCall", call)),
-                    self._detokenizer.run_writer(cast("DecodeCall", call)),
+                    self._detokenizer.run_reader(call),
+                    self._detokenizer.run_writer(call),
                     self._watch_health(channel),
                     self._watch_silence(),
                 )
@@ -142,6 +142,17 @@ class TokenizerLink:
                 call.cancel()
         finally:
             await channel.close(None)
+
+    async def _open_decode_stream(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> DecodeCall:
+        config = self._config
+        if not config.is_asyncio:
+            return cast("DecodeCall", stub.DecodeStream(None))
+        from penstock.common.http2.dialing import open_stream
+
+        parse = tokenizer_pb2.DecodeStreamResponse.FromString
+        return await open_stream(
+            address, f"/{HEALTH_NAME}/DecodeStream", parse, config, timeout=config.connect_timeout_seconds
+        )
 
     def _check(self, info: tokenizer_pb2.GetTokenizerResponse, address: str) -> None:
         """A tokenizer that comes back must be the same one: live streams hold its ids."""

@@ -19,10 +19,13 @@ class Turnstile:
         self._left = per_turn
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_scheduled = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def enter(self) -> None:
         """Return when it is the caller's turn: at once while the loop is not busy."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
         if not self._is_scheduled:
             self._is_scheduled = True
             loop.call_soon(self._next_turn)

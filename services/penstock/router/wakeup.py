@@ -8,9 +8,10 @@ import asyncio
 class Wakeup:
     """`set` from the event loop; one coroutine waits at a time."""
 
-    __slots__ = ("_is_set", "_waiter")
+    __slots__ = ("_is_set", "_loop", "_waiter")
 
     def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_set = False
 
@@ -24,7 +25,9 @@ class Wakeup:
     async def wait(self) -> None:
         """Return once `set` was called since the last `wait` returned."""
         if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

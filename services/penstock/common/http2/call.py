@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
 from penstock.common.http2 import frames
+from penstock.common.http2.metadata import Metadata, parse_metadata
 
 if TYPE_CHECKING:
     from penstock.common.http2.connection import Connection
 
-Metadata = tuple[tuple[str, str | bytes], ...]
 # Messages of a request stream that its handler has not taken; beyond so many bytes its client has to wait.
 _MAX_WAITING, _MAX_WAITING_BYTES = 1024, 1 << 20
+# Of a stream's window: what its client waits to get back.
+_OWED_BYTES = frames.STREAM_WINDOW // 4
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_OURS = ("content-type", "te", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 
 
 class Refused(Exception):
@@ -49,7 +48,7 @@ class Call:
         self.request_ended = False
         self._connection = connection
         self._max_message_bytes = max_message_bytes
-        self._metadata: Metadata = tuple(_metadata(headers.items()))
+        self._metadata: Metadata = _metadata(headers)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
         self._body = bytearray()
@@ -107,6 +106,20 @@ class Call:
             connection.send(frames.message_frame(self.stream, data))
             return
         await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
+
+    def try_write(self, message: Any) -> bool:
+        """Send a message at once, from a callback of the loop; False when `write` would wait, or raise."""
+        if self.is_over or not self._has_headers:
+            return False
+        data = self.serializer(message) if self.serializer is not None else message
+        connection = self._connection
+        size = len(data) + frames.MESSAGE_HEAD
+        if size > frames.DEFAULT_FRAME_SIZE or connection.is_paused or min(self.window, connection.window) < size:
+            return False
+        self.window -= size
+        connection.window -= size
+        connection.send(frames.message_frame(self.stream, data))
+        return True
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """End the call. Always raises grpc.aio.AbortError."""
@@ -199,8 +212,8 @@ class Call:
         return self._unpack(message) if is_compressed else message
 
     def _give_back(self) -> None:
-        """Let the client send on, unless the handler is behind."""
-        if self._owed and self._waiting_bytes <= _MAX_WAITING_BYTES and not self.is_over:
+        """Let the client send on, unless the handler is behind: it is told of many messages at once."""
+        if self._owed >= _OWED_BYTES and self._waiting_bytes <= _MAX_WAITING_BYTES and not self.is_over:
             self._connection.give_back(self.stream, self._owed)
             self._owed = 0
 
@@ -265,17 +278,11 @@ def _too_large(size: int, limit: int) -> Refused:
     return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {limit})")
 
 
-def _metadata(headers: Iterable[tuple[str, str]]) -> Iterable[tuple[str, str | bytes]]:
-    for name, value in headers:
-        if name.startswith(":") or name in _OURS:
-            continue
-        if not name.endswith("-bin"):
-            yield name, value
-            continue
-        try:
-            yield name, base64.b64decode(value + "=" * (-len(value) % 4))
-        except binascii.Error:
-            raise Refused(grpc.StatusCode.INTERNAL, "metadata is not base64") from None
+def _metadata(headers: dict[str, str]) -> Metadata:
+    try:
+        return tuple(parse_metadata(headers.items()))
+    except ValueError:
+        raise Refused(grpc.StatusCode.INTERNAL, "metadata is not base64") from None
 
 
 def _deadline(timeout: str | None) -> float | None:

@@ -13,6 +13,7 @@ from hpack import Decoder, HPACKError
 
 from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
+from penstock.common.http2.keepalive import KeepAlive
 
 # A request's headers, compressed; also what CONTINUATION may add up to.
 MAX_HEADER_BYTES = 64 << 10
@@ -23,6 +24,8 @@ _UNREAD_BYTES = 1 << 20
 # Frames that ask for work without doing any (resets, pings, settings): a budget, refilled by calls that are answered.
 _CONTROL_BUDGET, _CONTROL_MAX = 200, 2000
 _PING_STRIKES = 3
+# What a client may send on all streams before it is told to go on.
+_CONNECTION_WINDOW = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,6 @@ class Limits:
     keepalive_seconds: float
     keepalive_timeout_seconds: float
     min_ping_interval_seconds: float
-
-
-class _Violation(Exception):
-    """The client broke the protocol: the connection ends with GOAWAY."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Connection(asyncio.Protocol):
@@ -61,6 +56,8 @@ class Connection(asyncio.Protocol):
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.is_paused = False
+        # Of the connection's window: not given back to the client yet.
+        self._owed = 0
         self._limits = limits
         self._on_call, self._on_open, self._on_lost = on_call, on_open, on_lost
         self._loop = asyncio.get_running_loop()
@@ -79,8 +76,8 @@ class Connection(asyncio.Protocol):
         self._ping_strikes = 0
         self._last_ping = 0.0
         self._has_sent = False
-        self._heard_at = time.monotonic()
-        self._timer: asyncio.TimerHandle | None = None
+        wait, patience = limits.keepalive_seconds, limits.keepalive_timeout_seconds
+        self._keepalive = KeepAlive(wait, patience, self._ping, self._give_up)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)
@@ -94,15 +91,14 @@ class Connection(asyncio.Protocol):
                     (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
                 )
             )
-            + _window_update(0, (4 << 20) - frames.DEFAULT_WINDOW)
+            + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
         )
-        self._timer = self._loop.call_later(limits.keepalive_seconds, self._check_alive)
+        self._keepalive.start()
         self._on_open(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        if self._timer is not None:
-            self._timer.cancel()
+        self._keepalive.stop()
         for call in list(self.calls.values()):
             call.gone()
         self._on_lost(self)
@@ -127,7 +123,7 @@ class Connection(asyncio.Protocol):
 
     def give_back(self, stream: int, size: int) -> None:
         """The client may send `size` more bytes on `stream`."""
-        self.send(_window_update(stream, size))
+        self.send(frames.window_update(stream, size))
 
     def forget(self, call: Call) -> None:
         """A call is over."""
@@ -163,11 +159,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return
-        self._heard_at = time.monotonic()
+        self._keepalive.heard()
         data = self._received + data if self._received else data
         try:
             self._received = data[self._take_frames(data) :]
-        except _Violation as violation:
+        except frames.Violation as violation:
             self._received = b""
             payload = struct.pack(">II", self._last_stream, violation.code) + str(violation).encode()
             self.send(frames.frame(frames.GOAWAY, 0, 0, payload))
@@ -183,14 +179,14 @@ class Connection(asyncio.Protocol):
         at, size = 0, len(data)
         if self._needs_preface:
             if data[: len(frames.PREFACE)] != frames.PREFACE[:size]:
-                raise _Violation(frames.PROTOCOL_ERROR, "not HTTP/2")
+                raise frames.Violation(frames.PROTOCOL_ERROR, "not HTTP/2")
             if size < len(frames.PREFACE):
                 return 0
             self._needs_preface, at = False, len(frames.PREFACE)
         while at + frames.FRAME_HEAD <= size:
             length = int.from_bytes(data[at : at + 3], "big")
             if length > frames.DEFAULT_FRAME_SIZE:
-                raise _Violation(frames.FRAME_SIZE_ERROR, "a frame is too large")
+                raise frames.Violation(frames.FRAME_SIZE_ERROR, "a frame is too large")
             end = at + frames.FRAME_HEAD + length
             if end > size:
                 break
@@ -202,15 +198,15 @@ class Connection(asyncio.Protocol):
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if (self._open_block is not None) != (kind == frames.CONTINUATION):
-            raise _Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
+            raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
         if kind == frames.DATA:
             self._take_data(flags, stream, payload)
         elif kind == frames.HEADERS:
-            self._take_headers(flags, stream, _unpadded(flags, payload, prioritised=True))
+            self._take_headers(flags, stream, frames.content(flags, payload, prioritised=True))
         elif kind == frames.CONTINUATION and self._open_block is not None:
             begun, first_flags, block = self._open_block
             if begun != stream:
-                raise _Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
+                raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
             self._take_headers(first_flags | flags & frames.END_HEADERS, stream, block + payload)
         elif kind == frames.WINDOW_UPDATE:
             self._take_window(stream, payload)
@@ -224,11 +220,11 @@ class Connection(asyncio.Protocol):
             if call is not None:
                 call.gone()
         elif kind == frames.PUSH_PROMISE:
-            raise _Violation(frames.PROTOCOL_ERROR, "clients do not push")
+            raise frames.Violation(frames.PROTOCOL_ERROR, "clients do not push")
 
     def _take_headers(self, flags: int, stream: int, block: bytes) -> None:
         if len(block) > MAX_HEADER_BYTES:
-            raise _Violation(frames.ENHANCE_YOUR_CALM, "headers are too large")
+            raise frames.Violation(frames.ENHANCE_YOUR_CALM, "headers are too large")
         if not flags & frames.END_HEADERS:
             self._spend()
             self._open_block = (stream, flags, block)
@@ -237,7 +233,7 @@ class Connection(asyncio.Protocol):
         try:
             headers = {str(name): str(value) for name, value in self._decoder.decode(block)}
         except (HPACKError, UnicodeDecodeError):
-            raise _Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
+            raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
         known = self.calls.get(stream)
         if known is not None:
             # Trailers of a request: nothing but its end.
@@ -246,7 +242,7 @@ class Connection(asyncio.Protocol):
         if stream <= self._last_stream or not stream & 1:
             if stream & 1:
                 return  # of a call that is over
-            raise _Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
+            raise frames.Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
         self._last_stream = stream
         self._open(stream, headers, ended=bool(flags & frames.END_STREAM))
 
@@ -268,13 +264,15 @@ class Connection(asyncio.Protocol):
         self._on_call(call)
 
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
-        if payload:
-            # Given back at once: a call that keeps much keeps its stream's window.
-            self.send(_window_update(0, len(payload)))
+        # Given back whatever becomes of it, many frames at once: a call that keeps much keeps its stream's window.
+        self._owed += len(payload)
+        if self._owed >= _CONNECTION_WINDOW // 4:
+            self.send(frames.window_update(0, self._owed))
+            self._owed = 0
         call = self.calls.get(stream)
         if call is None:
             if stream > self._last_stream:
-                raise _Violation(frames.PROTOCOL_ERROR, "data of no stream")
+                raise frames.Violation(frames.PROTOCOL_ERROR, "data of no stream")
             return
         if call.request_ended:
             self.send(_reset(stream, frames.STREAM_CLOSED))
@@ -283,9 +281,9 @@ class Connection(asyncio.Protocol):
         ended = bool(flags & frames.END_STREAM)
         if not payload and not ended:
             self._spend()
-        self._give(call, _unpadded(flags, payload, prioritised=False), ended=ended)
+        self._give(call, frames.content(flags, payload, prioritised=False), ended=ended)
         if payload and not ended and not call.is_over and call.received(len(payload)) > frames.STREAM_WINDOW:
-            raise _Violation(frames.FLOW_CONTROL_ERROR, "more than the stream's window")
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the stream's window")
 
     def _give(self, call: Call, data: bytes, *, ended: bool) -> None:
         try:
@@ -296,12 +294,12 @@ class Connection(asyncio.Protocol):
 
     def _take_window(self, stream: int, payload: bytes) -> None:
         if len(payload) != 4:
-            raise _Violation(frames.FRAME_SIZE_ERROR, "a window update has four bytes")
+            raise frames.Violation(frames.FRAME_SIZE_ERROR, "a window update has four bytes")
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if stream == 0:
             self.window += more
             if not more or self.window > frames.MAX_WINDOW:
-                raise _Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
             self._wake_all()
             return
         call = self.calls.get(stream)
@@ -317,11 +315,11 @@ class Connection(asyncio.Protocol):
             return
         self._spend()
         if len(payload) % 6:
-            raise _Violation(frames.FRAME_SIZE_ERROR, "settings have six bytes each")
+            raise frames.Violation(frames.FRAME_SIZE_ERROR, "settings have six bytes each")
         for key, value in struct.iter_unpack(">HI", payload):
             if key == frames.INITIAL_WINDOW_SIZE:
                 if value > frames.MAX_WINDOW:
-                    raise _Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+                    raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
                 change, self.initial_window = value - self.initial_window, value
                 for call in self.calls.values():
                     call.window += change
@@ -332,12 +330,12 @@ class Connection(asyncio.Protocol):
         if flags & frames.ACK:
             return
         if len(payload) != 8:
-            raise _Violation(frames.FRAME_SIZE_ERROR, "a ping has eight bytes")
+            raise frames.Violation(frames.FRAME_SIZE_ERROR, "a ping has eight bytes")
         now = time.monotonic()
         if not self._has_sent and now - self._last_ping < self._limits.min_ping_interval_seconds:
             self._ping_strikes += 1
             if self._ping_strikes >= _PING_STRIKES:
-                raise _Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
+                raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
         elif self._has_sent:
             self._ping_strikes = 0
         self._last_ping = now
@@ -348,37 +346,14 @@ class Connection(asyncio.Protocol):
     def _spend(self) -> None:
         self._budget -= 1
         if self._budget < 0:
-            raise _Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
+            raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
 
-    def _check_alive(self) -> None:
-        """A connection that has been silent is asked; one that does not answer is dropped."""
-        limits = self._limits
-        silent = time.monotonic() - self._heard_at
-        if silent >= limits.keepalive_seconds + limits.keepalive_timeout_seconds:
-            if self._transport is not None:
-                self._transport.abort()
-            return
-        if silent >= limits.keepalive_seconds:
-            self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
-            wait = limits.keepalive_timeout_seconds
-        else:
-            wait = limits.keepalive_seconds - silent
-        self._timer = self._loop.call_later(wait, self._check_alive)
+    def _ping(self) -> None:
+        self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
 
-
-def _unpadded(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
-    begin, end = 0, len(payload)
-    if flags & frames.PADDED:
-        if not payload or payload[0] >= len(payload):
-            raise _Violation(frames.PROTOCOL_ERROR, "more padding than frame")
-        begin, end = 1, len(payload) - payload[0]
-    if prioritised and flags & frames.PRIORITISED:
-        begin += 5
-    return payload[begin:end]
-
-
-def _window_update(stream: int, more: int) -> bytes:
-    return frames.frame(frames.WINDOW_UPDATE, 0, stream, more.to_bytes(4, "big"))
+    def _give_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
 
 def _reset(stream: int, code: int) -> bytes:

@@ -30,6 +30,14 @@ _MESSAGE_SAFE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _MAX_MESSAGE_BYTES = 2048
 
 
+class Violation(Exception):
+    """The peer broke the protocol; `code` is HTTP/2's."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """One frame."""
     size = len(payload)
@@ -41,6 +49,28 @@ def message_frame(stream: int, message: bytes) -> bytes:
     size = len(message)
     total = size + MESSAGE_HEAD
     return _MESSAGE.pack(total >> 16, total & 0xFFFF, DATA, 0, stream, 0, size) + message
+
+
+def content(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
+    """A frame's payload less its padding and, where `prioritised`, its priority. Raises Violation."""
+    begin, end = 0, len(payload)
+    if flags & PADDED:
+        if not payload or payload[0] >= len(payload):
+            raise Violation(PROTOCOL_ERROR, "more padding than frame")
+        begin, end = 1, len(payload) - payload[0]
+    if prioritised and flags & PRIORITISED:
+        begin += 5
+    return payload[begin:end]
+
+
+def window_update(stream: int, more: int) -> bytes:
+    """The peer may send `more` bytes on `stream` (0: on the connection)."""
+    return frame(WINDOW_UPDATE, 0, stream, more.to_bytes(4, "big"))
+
+
+def request_headers(fields: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """The header block that begins a call; binary metadata (`-bin`) is encoded here."""
+    return b"".join(_field(name, value) for name, value in fields)
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
@@ -65,15 +95,18 @@ def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]
         # Bytes, since a character may be twelve of them once it is escaped; whole characters.
         short = message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
         fields.append(_literal("grpc-message", quote(short, safe=_MESSAGE_SAFE).encode()))
-    for name, value in metadata:
-        raw = value.encode() if isinstance(value, str) else value
-        fields.append(_literal(name, base64.b64encode(raw).rstrip(b"=") if name.endswith("-bin") else raw))
+    fields += [_field(name, value) for name, value in metadata]
     return b"".join(fields)
 
 
 def refusal(status: int) -> bytes:
     """The header block of what is not gRPC at all."""
     return _literal(":status", str(status).encode())
+
+
+def _field(name: str, value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return _literal(name, base64.b64encode(raw).rstrip(b"=") if name.endswith("-bin") else raw)
 
 
 def _literal(name: str, value: bytes) -> bytes:

@@ -1,0 +1,217 @@
+"""The stream client of the asyncio transport before a server that is only bytes: what it sends, and what it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from factories.http2 import Socket, frames_of, message
+from hpack import Encoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.common.config import ChannelConfig
+from penstock.common.http2 import frames
+from penstock.common.http2.client import END, StreamCall
+from penstock.v1 import generation_pb2
+from penstock.v1.generation_pb2 import SessionEvent, SessionRequest, SessionResponse
+
+LIMIT = 1 << 16
+
+
+class Peer:
+    """A server; the test says what it answers."""
+
+    def __init__(self, *, joins: bool = False) -> None:
+        self.socket = Socket()
+        config = ChannelConfig(max_message_bytes=LIMIT)
+        self.call: StreamCall[SessionRequest, SessionResponse] = StreamCall(
+            frames.request_headers([(":path", "/a/b")]), SessionResponse.FromString, config, joins=joins
+        )
+        self.call.connection_made(self.socket)
+        self.send(frames.settings(()))
+
+    def send(self, data: bytes) -> None:
+        self.call.data_received(data)
+
+    def data(self, payload: bytes) -> None:
+        for at in range(0, len(payload), frames.DEFAULT_FRAME_SIZE):
+            self.send(frames.frame(frames.DATA, 0, 1, payload[at : at + frames.DEFAULT_FRAME_SIZE]))
+
+    def headers(self, *fields: tuple[str, str], end: bool = True, parts: int = 1) -> None:
+        block = Encoder().encode(list(fields))
+        size = -(-len(block) // parts)
+        self.send(frames.header_frames(1, block, end=end, limit=size))
+
+    def window(self, more: int) -> None:
+        self.send(frames.window_update(0, more) + frames.window_update(1, more))
+
+    def received(self, kind: int) -> list[bytes]:
+        return [
+            payload for found, _, _, payload in frames_of(self.socket.written[len(frames.PREFACE) :]) if found == kind
+        ]
+
+
+def step(number: int, size: int = 0) -> SessionResponse:
+    return SessionResponse(step=number, events=[SessionEvent(request_id="x" * size)])
+
+
+def events_of(message: Any) -> list[str]:
+    return [event.request_id for event in message.events]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 5000), max_size=12), st.lists(st.integers(1, 9000), min_size=1), st.booleans())
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(
+    sizes: list[int], cuts: list[int], joins: bool
+) -> None:
+    async def run() -> None:
+        peer = Peer(joins=joins)
+        sent = b"".join(message(step(place, size).SerializeToString()) for place, size in enumerate(sizes))
+        framed = b""
+        for place, cut in enumerate(cuts):
+            framed += frames.frame(frames.DATA, 0, 1, sent[:cut])
+            sent = sent[cut:]
+            if place % 2:
+                peer.send(framed[: cut // 2])
+                framed = framed[cut // 2 :]
+        framed += b"".join(
+            frames.frame(frames.DATA, 0, 1, sent[at : at + 16_384]) for at in range(0, len(sent), 16_384)
+        )
+        peer.send(framed)
+        peer.headers(("grpc-status", "0"))
+        found: list[str] = []
+        while (read := await peer.call.read()) is not END:
+            found += events_of(read)
+        assert [len(one) for one in found] == sizes
+
+    asyncio.run(run())
+
+
+async def test_messages_that_wait_are_read_as_one_where_they_may_be() -> None:
+    peer = Peer(joins=True)
+    peer.data(b"".join(message(step(place, place).SerializeToString()) for place in range(5)))
+    read: Any = await peer.call.read()
+    assert ([len(one) for one in events_of(read)], read.step) == ([0, 1, 2, 3, 4], 4)
+
+
+async def test_the_status_of_the_call_is_raised_after_what_came_before_it() -> None:
+    peer = Peer()
+    peer.data(message(step(1).SerializeToString()))
+    peer.headers((":status", "200"), end=False)
+    peer.headers(("grpc-status", "14"), ("grpc-message", "gone%20away"), ("x-bin", "AAE"), parts=3)
+    assert events_of(await peer.call.read()) == [""]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await peer.call.read()
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAVAILABLE, "gone away")
+    assert dict(caught.value.trailing_metadata())["x-bin"] == b"\x00\x01"
+    with pytest.raises(asyncio.InvalidStateError):
+        await peer.call.write(SessionRequest())
+
+
+async def test_a_write_waits_for_the_window_and_goes_on_in_parts() -> None:
+    peer = Peer()
+    request = SessionRequest(abort=generation_pb2.SessionAbort(request_id="x" * 100_000))
+    writing = asyncio.ensure_future(peer.call.write(request))
+    await asyncio.sleep(0)
+    assert sum(map(len, peer.received(frames.DATA))) == frames.DEFAULT_WINDOW
+    assert not writing.done()
+    peer.window(1 << 20)
+    await asyncio.wait_for(writing, 5)
+    whole = b"".join(peer.received(frames.DATA))
+    assert SessionRequest.FromString(whole[frames.MESSAGE_HEAD :]) == request
+
+
+async def test_a_smaller_initial_window_counts_against_what_was_sent() -> None:
+    peer = Peer()
+    await peer.call.write(SessionRequest(abort=generation_pb2.SessionAbort(request_id="x" * 1000)))
+    peer.send(frames.settings(((frames.INITIAL_WINDOW_SIZE, 100),)))
+    writing = asyncio.ensure_future(peer.call.write(SessionRequest()))
+    await asyncio.sleep(0)
+    assert not writing.done()
+    peer.window(2000)
+    await asyncio.wait_for(writing, 5)
+
+
+async def test_windows_are_given_back_only_while_the_reader_keeps_up() -> None:
+    peer = Peer()
+    sent = message(step(1, 10_000).SerializeToString())
+    for _ in range(80):
+        peer.data(sent)
+    held = [int.from_bytes(one, "big") for one in peer.received(frames.WINDOW_UPDATE)[1:]]
+    assert sum(held) < 2 * 80 * len(sent)
+    for _ in range(80):
+        await peer.call.read()
+    given = [int.from_bytes(one, "big") for one in peer.received(frames.WINDOW_UPDATE)[1:]]
+    assert sum(given) > sum(held)
+    for _ in range(300):
+        peer.data(sent)
+    assert peer.socket.is_closed, "it sent more than its window"
+
+
+@pytest.mark.parametrize(
+    ("misbehaviour", "code"),
+    [
+        (frames.frame(frames.DATA, 0, 1, bytes(20_000)), grpc.StatusCode.INTERNAL),
+        (frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"), grpc.StatusCode.INTERNAL),
+        (
+            frames.frame(frames.HEADERS, 0, 1, b"\x83") + frames.frame(frames.PING, 0, 0, bytes(8)),
+            grpc.StatusCode.INTERNAL,
+        ),
+        (frames.frame(frames.CONTINUATION, 0, 1, b"\x83"), grpc.StatusCode.INTERNAL),
+        (frames.frame(frames.DATA, frames.PADDED, 1, b"\x09x"), grpc.StatusCode.INTERNAL),
+        (frames.frame(frames.DATA, 0, 1, message(b"x", compressed=True)), grpc.StatusCode.INTERNAL),
+        (frames.frame(frames.DATA, frames.END_STREAM, 1, b""), grpc.StatusCode.INTERNAL),
+        (frames.frame(frames.DATA, 0, 1, message(bytes(LIMIT + 1))[:100]), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (frames.frame(frames.RST_STREAM, 0, 1, b"\x00\x00\x00\x07"), grpc.StatusCode.UNAVAILABLE),
+        (frames.frame(frames.GOAWAY, 0, 0, bytes(8)), grpc.StatusCode.UNAVAILABLE),
+        (frames.frame(frames.PUSH_PROMISE, 0, 1, bytes(8)), grpc.StatusCode.INTERNAL),
+        (frames.window_update(0, frames.MAX_WINDOW), grpc.StatusCode.INTERNAL),
+    ],
+)
+async def test_a_server_that_breaks_off_ends_the_call(misbehaviour: bytes, code: grpc.StatusCode) -> None:
+    peer = Peer()
+    reading = asyncio.ensure_future(peer.call.read())
+    await asyncio.sleep(0)
+    peer.send(misbehaviour)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(reading, 5)
+    assert caught.value.code() is code
+    assert peer.socket.is_closed
+
+
+async def test_a_goaway_after_this_call_leaves_it_alone() -> None:
+    peer = Peer()
+    peer.send(frames.frame(frames.GOAWAY, 0, 0, b"\x00\x00\x00\x01" + bytes(4)))
+    peer.data(message(step(1).SerializeToString()))
+    assert events_of(await peer.call.read()) == [""]
+
+
+async def test_a_lost_connection_ends_reads_and_writes_that_wait() -> None:
+    peer = Peer()
+    reading = asyncio.ensure_future(peer.call.read())
+    large = SessionRequest(abort=generation_pb2.SessionAbort(request_id="x" * 100_000))
+    writing = asyncio.ensure_future(peer.call.write(large))
+    await asyncio.sleep(0)
+    peer.call.connection_lost(None)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await asyncio.wait_for(reading, 5)
+    with pytest.raises(asyncio.InvalidStateError):
+        await asyncio.wait_for(writing, 5)
+
+
+async def test_a_message_that_is_none_is_read_as_none() -> None:
+    peer = Peer()
+    peer.data(message(b"\xff\xff"))
+    assert await peer.call.read() is None
+
+
+async def test_pings_and_settings_are_acknowledged_and_cancelling_resets() -> None:
+    peer = Peer()
+    peer.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+    assert peer.received(frames.PING) == [b"12345678"]
+    assert peer.received(frames.SETTINGS)[1:] == [b""]
+    peer.call.cancel()
+    assert peer.received(frames.RST_STREAM) == [frames.CANCEL.to_bytes(4, "big")]
+    assert peer.socket.is_closed
