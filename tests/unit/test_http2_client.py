@@ -118,7 +118,7 @@ async def test_a_write_waits_for_the_window_and_goes_on_in_parts() -> None:
     assert sum(map(len, peer.received(frames.DATA))) == frames.DEFAULT_WINDOW
     assert not writing.done()
     peer.window(1 << 20)
-    await asyncio.wait_for(writing, 5)
+    await writing
     whole = b"".join(peer.received(frames.DATA))
     assert SessionRequest.FromString(whole[frames.MESSAGE_HEAD :]) == request
 
@@ -131,7 +131,7 @@ async def test_a_smaller_initial_window_counts_against_what_was_sent() -> None:
     await asyncio.sleep(0)
     assert not writing.done()
     peer.window(2000)
-    await asyncio.wait_for(writing, 5)
+    await writing
 
 
 async def test_windows_are_given_back_only_while_the_reader_keeps_up() -> None:
@@ -176,7 +176,7 @@ async def test_a_server_that_breaks_off_ends_the_call(misbehaviour: bytes, code:
     await asyncio.sleep(0)
     peer.send(misbehaviour)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(reading, 5)
+        await reading
     assert caught.value.code() is code
     assert peer.socket.is_closed
 
@@ -196,9 +196,9 @@ async def test_a_lost_connection_ends_reads_and_writes_that_wait() -> None:
     await asyncio.sleep(0)
     peer.call.connection_lost(None)
     with pytest.raises(grpc.aio.AioRpcError):
-        await asyncio.wait_for(reading, 5)
+        await reading
     with pytest.raises(asyncio.InvalidStateError):
-        await asyncio.wait_for(writing, 5)
+        await writing
 
 
 async def test_a_message_that_is_none_is_read_as_none() -> None:
