@@ -28,13 +28,13 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "protos", root / "protos")
     folder = root / "clients" / "node"
     shutil.copytree(ROOT / "clients" / "node", folder, ignore=shutil.ignore_patterns("node_modules"))
-    subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=150)
+    subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=590)
     return folder
 
 
 def run(folder: Path, *arguments: str, script: str = "chat.mjs") -> subprocess.CompletedProcess[str]:
     """Run the example with node."""
-    return subprocess.run(["node", script, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["node", script, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def test_node_streams_the_same_chat_as_python(example: Path, stack: Stack) -> None:
@@ -127,7 +127,7 @@ def json_of(folder: Path, expression: str) -> Any:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     return json.loads(done.stdout)

@@ -24,7 +24,7 @@ def buf_curl(process: Process, *arguments: str) -> str:
     url = f"http://{process.address}"
     target = [argument.replace("URL", url) for argument in arguments]
     command = [BUF, "curl", "--protocol", "grpc", "--http2-prior-knowledge", *target]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -17,7 +17,7 @@ from typing import Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-START_TIMEOUT = 90.0
+START_TIMEOUT = 300.0
 
 
 _reserved: list[socket.socket] = []

@@ -31,7 +31,9 @@ async def service(role: str, *flags: str) -> AsyncIterator[stack.Process]:
     process = stack.start(role, "--processes", "2", *flags)
     try:
         # Health answers once one worker does. This line comes when all do, and their metrics are known.
-        await until(lambda: f"READY {role}" in process.output() or process.popen.poll() is not None, 90)
+        await until(
+            lambda: f"READY {role}" in process.output() or process.popen.poll() is not None, stack.START_TIMEOUT
+        )
         assert process.popen.poll() is None, process.output()
         yield process
     finally:
@@ -84,7 +86,7 @@ async def started(one: EmittingBackend, stubs: list[Any]) -> tuple[list[asyncio.
         if len(answers) == len(stubs):
             begun.set()
 
-    calls = [stub.Generate(generate(output=WANT_IDS), timeout=60) for stub in stubs]
+    calls = [stub.Generate(generate(output=WANT_IDS)) for stub in stubs]
     tasks = [asyncio.create_task(collect(call, on_delta)) for call in calls]
     await asyncio.wait_for(begun.wait(), 60)
     return tasks, answers
@@ -168,7 +170,9 @@ async def test_a_free_port_is_shared_by_all_workers() -> None:
     # The later flag counts.
     process = stack.start("tokenizer", "--port", "0", "--metrics-port", "-1", "--processes", "3")
     try:
-        await until(lambda: "READY tokenizer" in process.output() or process.popen.poll() is not None, 90)
+        await until(
+            lambda: "READY tokenizer" in process.output() or process.popen.poll() is not None, stack.START_TIMEOUT
+        )
         line = next(line for line in process.output().splitlines() if line.startswith("READY"))
         assert "3 processes" in line
         address = line.split("gRPC ")[1].split(" ")[0]
