@@ -206,7 +206,8 @@ async def test_a_trial_process_ends_with_its_service() -> None:
     await pool.try_constraint({"kind": "regex", "text": "a", "choices": ()})
     (process,) = pool._processes
     process._requests.close()
-    assert await process._process.wait() == 0
+    await process._wire.exited
+    assert process.returncode == 0
 
 
 def test_messages_are_short_and_keep_their_reason() -> None:
