@@ -13,8 +13,9 @@ The backend steps like an engine, at most every `--step-seconds`, with one messa
     python benchmarks/wire.py --streams 64 256 --variant "two=--processes 2" --connections 8
     python benchmarks/wire.py --variant before=@/path/to/another/checkout
 
-Variants take turns, round by round. A variant is `NAME=FLAGS` (flags of `penstock serve router`) or `NAME=@DIR` (the
-services of another checkout); CPU time is that of a process and its children, from /proc/PID/stat.
+Variants take turns, round by round. A variant is `NAME=FLAGS` (flags of `penstock serve router`, and behind `//` of the
+tokenizer) or `NAME=@DIR` (the services of another checkout); CPU time is that of a process and its children, from
+/proc/PID/stat.
 """
 
 from __future__ import annotations
@@ -138,13 +139,15 @@ class Bench:
         other = flags.removeprefix("@") if flags.startswith("@") else ""
         folder = Path(other) if other else _ROOT
         environment = {"PYTHONPATH": os.pathsep.join(str(folder / part) for part in ("services", "clients/python"))}
-        tokenizer = self._service("tokenizer", *shlex.split(self._arguments.tokenizer_flags), environment=environment)
+        flags, _, more = ("", "", "") if other else flags.partition("//")
+        given = shlex.split(f"{self._arguments.tokenizer_flags} {more}")
+        tokenizer = self._service("tokenizer", *given, environment=environment)
         if not self.backends:
             self._start_backends(tokenizer.address)
         routers = {
             mode: self._service(
                 *("router", "--tokenizer", tokenizer.address, "--backend", backend),
-                *([] if other else shlex.split(flags)),
+                *shlex.split(flags),
                 environment=environment,
             )
             for mode, (_, backend) in self.backends.items()
@@ -253,7 +256,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0005, help="least time of a backend's step")
     parser.add_argument("--round-tokens", type=int, default=80_000, help="about; 2 to 48 requests of each stream")
     parser.add_argument("--connections", type=int, default=1, help="connections that the streams are spread over")
-    parser.add_argument("--variant", action="append", default=[], help="NAME=FLAGS or NAME=@DIR; may be repeated")
+    parser.add_argument("--variant", action="append", default=[], help="see above; may be repeated")
     parser.add_argument("--tokenizer-flags", default="", help="flags of `penstock serve tokenizer`")
     parser.add_argument("--flamegraphs", type=Path, help="folder for flame graphs of one more round (needs py-spy)")
     parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -38,14 +40,14 @@ class GatedRunner(FakeRunner):
 class Bench:
     """A loop under test and everything it delivered."""
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: FakeRunner, nice: int = 0) -> None:
         self.runner = runner
         self.engine = Engine(runner.config, runner, None)
         self.answers: dict[str, Answer] = {}
         self.deliveries = 0
         self.failures: list[BaseException] = []
         self.changed = asyncio.Condition()
-        self.loop = EngineLoop(self.engine, asyncio.get_running_loop(), self._deliver, self._fail)
+        self.loop = EngineLoop(self.engine, asyncio.get_running_loop(), self._deliver, self._fail, nice=nice)
 
     def _deliver(self, step: int, outputs: list[RequestOutput]) -> None:
         self.deliveries += 1
@@ -87,6 +89,19 @@ async def test_a_submitted_request_is_answered_with_one_delivery_a_step() -> Non
         answer = await bench.end_of(item)
         assert len(answer.ids[0]) == 5
         assert bench.deliveries == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is of a process")
+async def test_the_thread_is_as_nice_as_it_is_told_and_no_other() -> None:
+    def niceness(_: object = None) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    ours = niceness()
+    bench = Bench(FakeRunner(engine_config()), nice=3)
+    bench.loop.start()
+    assert await asyncio.wrap_future(bench.loop.run_on_engine(niceness)) == min(19, ours + 3)
+    assert niceness() == ours
+    await asyncio.to_thread(bench.loop.stop)
 
 
 async def test_an_idle_engine_takes_no_step() -> None:

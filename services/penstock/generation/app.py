@@ -102,7 +102,8 @@ class GenerationApp:
                 metrics.step(sample)
             hub.deliver(step, outputs)
 
-        loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed)
+        nice = self._config.compute_nice
+        loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed, nice=nice)
         hub = OutputHub(loop, metrics, lambda: stats.steps)
         metrics.read_engine(lambda: EngineFigures(loop.load, stats))
         loop.start()

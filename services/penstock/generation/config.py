@@ -59,6 +59,14 @@ class GenerationServiceConfig(ServerConfig):
     threads: int | None = option(
         None, "Threads of the model's kernels; all cores when left out.", group=MODEL, minimum=1
     )
+    compute_nice: int = option(
+        0,
+        "Added to the niceness of these threads (Linux): the other services, where they share its cores, and its own "
+        "messages go first then; so does any other work of the machine.",
+        group=MODEL,
+        minimum=0,
+        maximum=19,
+    )
 
     kernels: str = option(
         "auto",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -40,8 +42,12 @@ class EngineLoop:
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[int, list[RequestOutput]], None],
         on_failure: Callable[[BaseException], None],
+        *,
+        nice: int = 0,
     ) -> None:
         """`deliver` (engine steps so far, the last one's outputs) and `on_failure` run on `loop`.
+
+        `nice` is added to the niceness of the thread, and of those that its kernels start (Linux only).
 
         After `on_failure` the engine is dead: every live request has had its FinishedOutput with INTERNAL, and the
         process should exit.
@@ -50,6 +56,7 @@ class EngineLoop:
         self._loop = loop
         self._deliver = deliver
         self._on_failure = on_failure
+        self._nice = nice
         self._condition = threading.Condition()
         # Guarded by the condition.
         self._inbox: deque[Callable[[], None]] = deque()
@@ -182,6 +189,10 @@ class EngineLoop:
                 self._engine.abort(request_id, error)
 
     def _run(self) -> None:
+        if self._nice and sys.platform == "linux":
+            # There it is of a thread; OpenMP's threads are started by this one and inherit it.
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
         try:
             while self._wait_for_work():
                 self._publish(self._engine.step())
