@@ -26,6 +26,22 @@ def test_views_are_blocks_of_one_layer() -> None:
     assert kv.num_slots == 24
 
 
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's memory")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_memory_is_taken_as_blocks_are_written(dtype: torch.dtype) -> None:
+    before = anonymous_bytes()
+    kv = pool(num_blocks=2**21, dtype=dtype)
+    assert kv.num_bytes >= 2**28
+    assert anonymous_bytes() - before < kv.num_bytes / 4
+    assert kv.tensors[0].data_ptr() % 64 == 0
+    assert not kv.key(1)[-1].any()
+
+
 def test_bytes_count_keys_and_values_of_all_layers() -> None:
     assert pool().bytes_per_block == 2 * 2 * 4 * 2 * 8 * 2
     assert pool().num_bytes == 6 * kv_bytes_per_block(2, 4, 2, 8, torch.bfloat16)
