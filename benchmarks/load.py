@@ -6,6 +6,9 @@ Each start is a process of its own, in turns over models and formats. Beside eac
 from end to end, in the same state of the page cache (--cold: dropped before), so that what a start takes beyond reading
 is seen. Memory is what /proc says of the process, sampled every 10 ms; beside it stands that of a process that has
 imported torch only.
+
+Memory that a virtual machine has not used before is dear the first time, for whoever asks first. So a process of its own
+writes as much memory before each start and ends: `first_touch` is the longest that this took, `touch` the shortest.
 """
 
 from __future__ import annotations
@@ -73,6 +76,16 @@ def read(model: Path) -> float:
     return time.perf_counter() - began
 
 
+def touch(num_bytes: int) -> float:
+    """Seconds to write so much fresh memory, in large pages, in a process of its own."""
+    code = (
+        "import mmap, sys, time; began = time.perf_counter(); memory = mmap.mmap(-1, int(sys.argv[1]));"
+        "memory.madvise(mmap.MADV_HUGEPAGE); chunk = bytes(1 << 20);"
+        "[memory.write(chunk) for _ in range(len(memory) >> 20)]; print(time.perf_counter() - began)"
+    )
+    return float(subprocess.check_output([sys.executable, "-c", code, str(num_bytes)]))
+
+
 @dataclass
 class Start:
     """One start, as seen from outside."""
@@ -138,18 +151,19 @@ def row(
     peak = {name: max(one.peak[name] for one in starts) / _MIB for name in _FIELDS}
     bound = (fastest.weights * _BOUND + fastest.pool) / _MIB
     return {
-        "model": model.name,
-        "quantization": quantization,
+        "model": cell[0].name,
+        "quantization": cell[1],
         "seconds": {name: round(value, 2) for name, value in fastest.seconds.items()},
         "ready_median": round(statistics.median(one.seconds["ready"] for one in starts), 2),
         "cpu_seconds": round(min(one.cpu_seconds for one in starts), 2),
         "reading": round(min(reads), 2),
         "beyond_reading": round(fastest.seconds["ready"] - min(reads), 2),
+        "touch": round(min(touches), 2),
+        "first_touch": round(max(touches), 2),
         "weights_mib": round(fastest.weights / _MIB),
         "pool_mib": round(fastest.pool / _MIB),
         "bound_mib": round(bound),
         "peak_mib": {name: round(value) for name, value in peak.items()},
-        "peak_beyond_torch_mib": {name: round(peak[name] - torch[name] / _MIB) for name in _FIELDS},
         "ready_mib": {name: round(fastest.ready[name] / _MIB) for name in _FIELDS},
     }
 
@@ -159,15 +173,15 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cells = [(model, quantization) for model in arguments.models for quantization in arguments.quantization]
     starts: dict[tuple[Path, str], list[Start]] = {cell: [] for cell in cells}
     reads: dict[tuple[Path, str], list[float]] = {cell: [] for cell in cells}
+    touches: dict[tuple[Path, str], list[float]] = {cell: [] for cell in cells}
     for _ in range(arguments.rounds):
         for cell in cells:
+            touches[cell].append(touch(sum(path.stat().st_size for path in files(cell[0]))))
             _prepare(cell[0], arguments)
             reads[cell].append(read(cell[0]))
             _prepare(cell[0], arguments)
             starts[cell].append(start(*cell, arguments))
-    torch = bare()
-    print(f"torch alone: { ({name: round(value / _MIB) for name, value in torch.items()}) } MiB", flush=True)
-    return [row(*cell, starts[cell], reads[cell], torch) for cell in cells]
+    return [row(cell, starts[cell], reads[cell], touches[cell]) for cell in cells]
 
 
 def _prepare(model: Path, arguments: argparse.Namespace) -> None:
@@ -186,11 +200,13 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
     parser.add_argument("--json", type=Path, dest="out", help="file to write")
     arguments = parser.parse_args()
+    torch = {name: round(value / _MIB) for name, value in bare().items()}
+    print(f"torch alone: {torch} MiB", flush=True)
     rows = measure(arguments)
     for one in rows:
         print(json.dumps(one))
     settings = {name: str(value) for name, value in vars(arguments).items() if name != "out"}
-    write("load", {"settings": settings, "rows": rows}, arguments.out)
+    write("load", {"settings": settings, "torch_alone_mib": torch, "rows": rows}, arguments.out)
 
 
 if __name__ == "__main__":
