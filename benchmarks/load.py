@@ -7,8 +7,8 @@ from end to end, in the same state of the page cache (--cold: dropped before), s
 is seen. Memory is what /proc says of the process, sampled every 10 ms; beside it stands that of a process that has
 imported torch only.
 
-Memory that a virtual machine has not used before is dear the first time, for whoever asks first. So a process of its own
-writes as much memory before each start and ends: `first_touch` is the longest that this took, `touch` the shortest.
+Memory that a virtual machine has not used before is dear the first time, for whoever asks first. So a process of its
+own writes as much memory before each start and ends: `first_touch` is the longest that this took, `touch` the shortest.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ def _follow(process: subprocess.Popen[str], result: Start, began: float) -> None
     raise RuntimeError("it ended before it was ready:\n" + "".join(lines[-20:]))
 
 
-def row(
-    model: Path, quantization: str, starts: list[Start], reads: list[float], torch: dict[str, int]
-) -> dict[str, Any]:
+def row(cell: tuple[Path, str], starts: list[Start], reads: list[float], touches: list[float]) -> dict[str, Any]:
     """The fastest start of all rounds, and the largest peak."""
     fastest = min(starts, key=lambda one: one.seconds["ready"])
     peak = {name: max(one.peak[name] for one in starts) / _MIB for name in _FIELDS}
