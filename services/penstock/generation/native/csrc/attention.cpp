@@ -190,10 +190,10 @@ static void attend_rows(const AttentionArgs& a, const AttentionTask& task, Work<
 }
 
 template <typename T, typename S, Mode MODE>
-static void run(const AttentionArgs& a, const AttentionTask& task, void* scratch) {
+static void run(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next, void* scratch) {
 #ifdef __AVX512BF16__
   if constexpr (MODE != Mode::FLOATS || std::is_same_v<S, float>)
-    if (task.count <= MAX_FEW && a.head_dim % L == 0) return attend_few<T, S, MODE>(a, task, *(FewWork*)scratch);
+    if (task.count <= MAX_FEW && a.head_dim % L == 0) return attend_few<T, S, MODE>(a, task, next, *(FewWork*)scratch);
 #endif
   if (task.count <= L) attend_rows<T, S, MODE>(a, task, *(Work<1, 1>*)scratch);
   else if (task.count <= 2 * L) attend_rows<T, S, MODE>(a, task, *(Work<2, 1>*)scratch);
@@ -201,19 +201,19 @@ static void run(const AttentionArgs& a, const AttentionTask& task, void* scratch
 }
 
 template <typename T>
-static void run_stored(const AttentionArgs& a, const AttentionTask& task, void* scratch) {
+static void run_stored(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next, void* scratch) {
   constexpr Mode quads = HAS_UNITS ? Mode::QUADS : Mode::FLOATS;
-  if (a.key_scales == nullptr) run<T, T, Mode::FLOATS>(a, task, scratch);
-  else if (a.head_dim % 4 == 0) run<T, int8_t, quads>(a, task, scratch);
-  else run<T, int8_t, Mode::FLOATS>(a, task, scratch);
+  if (a.key_scales == nullptr) run<T, T, Mode::FLOATS>(a, task, next, scratch);
+  else if (a.head_dim % 4 == 0) run<T, int8_t, quads>(a, task, next, scratch);
+  else run<T, int8_t, Mode::FLOATS>(a, task, next, scratch);
 }
 
 size_t attention_scratch_bytes() { return sizeof(Work<4, BLOCKS>); }
-void attend(const AttentionArgs& a, const AttentionTask& task, void* scratch) {
+void attend(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next, void* scratch) {
   constexpr Mode pairs = HAS_UNITS ? Mode::PAIRS : Mode::FLOATS;
-  if (!a.is_bf16) run_stored<float>(a, task, scratch);
-  else if (a.key_scales == nullptr && a.head_dim % 2 == 0) run<bf16, bf16, pairs>(a, task, scratch);
-  else run_stored<bf16>(a, task, scratch);
+  if (!a.is_bf16) run_stored<float>(a, task, next, scratch);
+  else if (a.key_scales == nullptr && a.head_dim % 2 == 0) run<bf16, bf16, pairs>(a, task, next, scratch);
+  else run_stored<bf16>(a, task, next, scratch);
 }
 
 }  // namespace NS

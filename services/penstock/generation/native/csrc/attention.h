@@ -51,9 +51,10 @@ struct RopeArgs {
   bool is_bf16;
 };
 
+// `next`: what the thread will probably be given after this, whose first keys are fetched meanwhile; may be null.
 #define PENSTOCK_ATTENTION_KERNELS                                        \
   size_t attention_scratch_bytes();                                       \
-  void attend(const AttentionArgs&, const AttentionTask&, void* scratch); \
+  void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, void* scratch); \
   void rope(const RopeArgs&, int64_t first, int64_t last);
 namespace avx512 { PENSTOCK_ATTENTION_KERNELS }
 namespace avx2 { PENSTOCK_ATTENTION_KERNELS }

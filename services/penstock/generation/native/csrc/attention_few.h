@@ -135,8 +135,17 @@ static void add_outputs(FewWork& w, int M, int units, int D, int d) {
   else product<MODE, false, V>(outputs, M, units, w.o + d, D, true, AsItIs{});
 }
 
+// The first tile of what `task` reads.
+template <typename S>
+static void find_first(const AttentionArgs& a, const AttentionTask& task, Rows<S>& rows) {
+  const int64_t query = task.first / (a.num_heads / a.num_kv_heads), context = a.context_lens[task.seq];
+  const int64_t pos = context - (a.query_start[task.seq + 1] - a.query_start[task.seq]) + query;
+  const int64_t from = first_key(a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0);
+  rows.find(a, a.block_tables + task.seq * a.table_stride, task.kv_head, from, keys_from(from, context));
+}
+
 template <typename T, typename S, Mode MODE>
-static void attend_few(const AttentionArgs& a, const AttentionTask& task, FewWork& w) {
+static void attend_few(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* following, FewWork& w) {
   constexpr bool QUADS = MODE == Mode::QUADS;
   constexpr int PER = per_unit(MODE);
   const int D = a.head_dim, G = a.num_heads / a.num_kv_heads, units = D / PER, M = task.count;
@@ -162,6 +171,7 @@ static void attend_few(const AttentionArgs& a, const AttentionTask& task, FewWor
     Rows<S>& next = tiles[turn ^ 1];
     next.n = 0;
     if (t0 + n < end) next.find(a, table, task.kv_head, t0 + n, keys_from(t0 + n, end));
+    else if (following != nullptr) find_first(a, *following, next);
     load_keys_across<S, MODE>(rows, D, w.k, next);
     load_values<S, MODE>(rows, D, w.v, &next);
     const Sides scores{w.q, MAX_HEAD_DIM, 1, MAX_HEAD_DIM / 2, w.k, TILE, 0};

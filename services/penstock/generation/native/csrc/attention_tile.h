@@ -130,9 +130,10 @@ struct Rows {
   }
   void find(const AttentionArgs& a, const int32_t* table, int64_t kv_head, int64_t t0, int count) {
     n = count;
-    for (int t = 0; t < n; ++t) {
-      const int64_t pos = t0 + t;
-      const int64_t slot = (int64_t(table[pos / a.block_size]) * a.block_size + pos % a.block_size) * a.num_kv_heads + kv_head;
+    int64_t block = t0 / a.block_size, offset = t0 % a.block_size;
+    for (int t = 0; t < n; ++t, ++offset) {
+      if (offset == a.block_size) offset = 0, ++block;
+      const int64_t slot = (int64_t(table[block]) * a.block_size + offset) * a.num_kv_heads + kv_head;
       k[t] = (const S*)a.keys + slot * a.head_dim;
       v[t] = (const S*)a.values + slot * a.head_dim;
       if constexpr (std::is_same_v<S, int8_t>) k_scale[t] = a.key_scales[slot], v_scale[t] = a.value_scales[slot];

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "attention.h"
+#include "dispatch.h"
+#include "progress.h"
 
 namespace penstock {
 
@@ -33,6 +35,20 @@ inline void* attention_scratch() {
   thread_local std::unique_ptr<void, Free> memory(
       std::aligned_alloc(64, (std::max(avx512::attention_scratch_bytes(), avx2::attention_scratch_bytes()) + 63) / 64 * 64));
   return memory.get();
+}
+
+// One thread's part of the tasks: its own, which are those at its number and so many threads further on each time, so that it
+// knows the next one; and then what others have left. `progress` is that of all threads.
+inline void attend_share(const AttentionArgs& args, const std::vector<AttentionTask>& tasks, Progress* progress, int64_t thread, int64_t threads) {
+  void* memory = attention_scratch();
+  const int64_t count = tasks.size();
+  for (int64_t i = 0; i < threads; ++i) {
+    const int64_t owner = (thread + i) % threads;
+    for (int64_t task; (task = owner + progress[owner].next.fetch_add(1) * threads) < count;) {
+      const bool has_next = i == 0 && task + threads < count;
+      KERNEL(attend)(args, tasks[task], has_next ? &tasks[task + threads] : nullptr, memory);
+    }
+  }
 }
 
 }  // namespace penstock

@@ -68,33 +68,31 @@ struct INT8 {
   static inline Sum dot(Sum sum, int32_t x, vi w) { return dot_bytes(sum, splat_bits(x), w); }
 };
 
-// The next panel's cache lines, asked for little by little while this one is used.
-struct Ahead {
-  const char* at;
-  int64_t lines;
+// Rows from which a weight is fetched by software, so many bytes ahead and into the second-level cache. With fewer the
+// hardware's own prefetch keeps up with the memory, and any other is in its way; with more a granule takes so long that it
+// falls behind.
+constexpr int FETCHING_ROWS = 6;
+constexpr int64_t FETCH_AHEAD = 8 << 10;
 
-  inline void fetch(int64_t done, int64_t until) const {
-    for (; done < until; ++done) __builtin_prefetch(at + done * 64, 0, 2);
-  }
-};
+static inline void fetch(const char* weight, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weight + FETCH_AHEAD + i, 0, 2);
+}
 
 constexpr int UNROLL = 8;
-// Granules that are summed before the next rows have their turn: with what is fetched meanwhile they stay in the second-level
-// cache. A multiple of an int4 group's, as UNROLL is.
+// Granules that are summed before the next rows have their turn: they stay in the second-level cache. A multiple of an int4 group's, as UNROLL is.
 constexpr int64_t PART = 1024;
 
-// Sums of a tile: 32-bit floats or integers, as its format has them, and the scaled result in their place at the end.
 // A part of the granules of a panel: what is summed before the next tile of rows has its turn.
 struct Part {
   const char* w;
   int64_t first, last;
   bool is_last;
+  bool is_new;  // no tile has read it yet
 };
 
 template <class F, int M>
-static inline void add_up(const int32_t* x, int64_t stride, const Part& part, Ahead ahead, typename F::Sum (&sum)[M][V]) {
+static inline void add_up(const int32_t* x, int64_t stride, const Part& part, typename F::Sum (&sum)[M][V]) {
   const int64_t granules = part.last - part.first, whole = granules / UNROLL * UNROLL;
-  int64_t fetched = 0;
   auto granule = [&](int64_t g) __attribute__((always_inline)) {
     vi w[V];
     for (int v = 0; v < V; ++v) w[v] = load_bits(part.w + g * PANEL * 4 + v * 4 * L);
@@ -104,23 +102,22 @@ static inline void add_up(const int32_t* x, int64_t stride, const Part& part, Ah
       for (int v = 0; v < V; ++v) sum[m][v] = F::dot(sum[m][v], x[m * stride + g], w[v]);
   };
   for (int64_t g = 0; g < whole; g += UNROLL) {
-    const int64_t until = ahead.lines * (g + UNROLL) / granules;
-    ahead.fetch(fetched, until);
-    fetched = until;
+    if (M >= FETCHING_ROWS && part.is_new) fetch(part.w + g * PANEL * 4, UNROLL * PANEL * 4);
 #pragma GCC unroll 8
     for (int u = 0; u < UNROLL; ++u) granule(g + u);
   }
   for (int64_t g = whole; g < granules; ++g) granule(g);
 }
 
+// Sums of a tile: 32-bit floats or integers, as its format has them, and the scaled result in their place at the end.
 template <class F, int M>
-static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part, Ahead ahead, float (*block)[PANEL]) {
+static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part, float (*block)[PANEL]) {
   typedef typename F::Sum Sum;
   const int32_t* x = (const int32_t*)a.x + row * a.x_stride + part.first;
   Sum sum[M][V];
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) sum[m][v] = part.first == 0 ? Sum{} : (Sum)load(&block[m][v * L]);
-  add_up<F, M>(x, a.x_stride, part, ahead, sum);
+  add_up<F, M>(x, a.x_stride, part, sum);
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) {
       vf value = (vf)sum[m][v];
@@ -139,18 +136,15 @@ static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& pa
 struct INT4 {};
 
 template <int M>
-static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Part& part, Ahead ahead, float (*block)[PANEL]) {
+static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Part& part, float (*block)[PANEL]) {
   constexpr int STEPS = GROUP / 8;
   const int64_t groups = a.granules / STEPS, first_group = part.first / STEPS, last_group = part.last / STEPS;
   const vi low = splat_bits(0x0F0F0F0F);
   if (part.first == 0)
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < V; ++v) store_all(&block[m][v * L], vf{});
-  int64_t fetched = 0;
   for (int64_t group = first_group; group < last_group; ++group) {
-    const int64_t until = ahead.lines * (group + 1 - first_group) / (last_group - first_group);
-    ahead.fetch(fetched, until);
-    fetched = until;
+    if (M >= FETCHING_ROWS && part.is_new) fetch(part.w + (group - first_group) * STEPS * PANEL * 4, STEPS * PANEL * 4);
     vi sum[M][V];
     for (int m = 0; m < M; ++m)
       for (int v = 0; v < V; ++v) sum[m][v] = splat_bits(-8 * a.row_sum[(row + m) * groups + group]);
@@ -179,7 +173,7 @@ static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Par
   }
 }
 
-typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const Part&, Ahead, float (*)[PANEL]);
+typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const Part&, float (*)[PANEL]);
 
 template <class F, int M>
 static Tile pick(int rows) {
@@ -230,15 +224,10 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
       // Whole groups of int4, whole turns of the unrolled loop.
       const int64_t from = a.granules * p / parts / UNROLL * UNROLL;
       const int64_t to = p + 1 < parts ? a.granules * (p + 1) / parts / UNROLL * UNROLL : a.granules;
-      const Part part{a.weight + (panel * a.granules + from) * PANEL * 4, from, to, p + 1 == parts};
-      // What comes next lies behind it, but for the last of the task.
-      const bool is_end = part.is_last && panel + 1 == task.last_panel;
-      const char* next = is_end ? task.next : part.w + (to - from) * PANEL * 4;
-      const int64_t lines = next == nullptr ? 0 : (to - from) * PANEL * 4 / 64;
-      for (int64_t t = 0; t < tiles; ++t) {
+      Part part{a.weight + (panel * a.granules + from) * PANEL * 4, from, to, p + 1 == parts, true};
+      for (int64_t t = 0; t < tiles; ++t, part.is_new = false) {
         const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
-        const Ahead ahead{next + lines * t / tiles * 64, lines * (t + 1) / tiles - lines * t / tiles};
-        pick(a.format, int(last - first))(a, task.first_row + first, panel, part, ahead, blocks + first);
+        pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
         for (int64_t row = first; row < last; ++row)
           a.out_bf16 ? store_row<bf16>(a, blocks[row], task.first_row + row, panel) : store_row<float>(a, blocks[row], task.first_row + row, panel);

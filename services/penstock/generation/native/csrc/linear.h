@@ -30,10 +30,9 @@ struct LinearArgs {
   bool gated;  // a panel is 16 gates and the 16 values that they gate: out is silu(gate) * value, half as wide
 };
 
-// Rows times panels of one thread. `next`: where its next panels begin, to be fetched meanwhile; may be null.
+// Rows times panels of one thread.
 struct LinearTask {
   int64_t first_row, last_row, first_panel, last_panel;
-  const char* next;
 };
 
 struct QuantizeArgs {

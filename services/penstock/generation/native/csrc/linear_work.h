@@ -1,10 +1,10 @@
 // How the work of a linear layer is shared: by anybody's threads, each of which calls `multiply_share`.
 #pragma once
 #include <algorithm>
-#include <atomic>
 
 #include "dispatch.h"
 #include "linear.h"
+#include "progress.h"
 
 namespace penstock {
 
@@ -15,33 +15,36 @@ inline int64_t granules_of(Format format, int64_t inputs) {
   return (inputs + unit - 1) / unit * unit / granule_inputs(format);
 }
 
-// Tasks are blocks of rows times runs of panels.
+// Tasks are blocks of rows times runs of panels, and a thread's share is a run of tasks: it reads the weight from end to end,
+// as the hardware's prefetch likes it, and only then helps others.
 struct LinearShare {
-  // Large enough for the memory to stream, small enough for all threads to end together.
-  static constexpr int64_t TASK_BYTES = 128 << 10;
+  // Small enough for all threads to end together.
+  static constexpr int64_t TASK_BYTES = 64 << 10;
 
-  int64_t rows, panels, panel_bytes, blocks, each, parts;
+  int64_t rows, panels, threads, blocks, each, parts;
 
   LinearShare(const LinearArgs& args, int64_t rows, int64_t panels, int64_t threads)
-      : rows(rows), panels(panels), panel_bytes(args.granules * PANEL * 4), blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK) {
-    const int64_t most = std::max<int64_t>(1, panels / (threads * 8));
-    each = std::max<int64_t>(1, std::min<int64_t>((panels + threads - 1) / threads, std::max(most, TASK_BYTES / panel_bytes)));
+      : rows(rows), panels(panels), threads(threads), blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK) {
+    each = std::max<int64_t>(1, std::min<int64_t>((panels + threads - 1) / threads, TASK_BYTES / (args.granules * PANEL * 4)));
     parts = (panels + each - 1) / each;
   }
 
-  int64_t tasks() const { return blocks * parts; }
-  const char* weight_at(const LinearArgs& args, int64_t task) const { return args.weight + task % parts * each * panel_bytes; }
+  int64_t first_of(int64_t thread) const { return blocks * parts * thread / threads; }
+  LinearTask task(int64_t number) const {
+    const int64_t block = number / parts, part = number % parts;
+    return {rows * block / blocks, rows * (block + 1) / blocks, part * each, std::min(panels, (part + 1) * each)};
+  }
+  // What `thread` will read first.
+  const char* beginning(const LinearArgs& args, int64_t thread) const {
+    return args.weight + task(first_of(thread)).first_panel * args.granules * PANEL * 4;
+  }
 };
 
-// One thread's part. It knows its next task before it begins one, and has that one's first panel fetched meanwhile; after
-// its last, what `then` points at (null: nothing).
-inline void multiply_share(const LinearArgs& args, const LinearShare& share, std::atomic<int64_t>& next, const char* then = nullptr) {
-  const int64_t tasks = share.tasks();
-  for (int64_t task = next.fetch_add(1); task < tasks;) {
-    const int64_t after = next.fetch_add(1), block = task / share.parts, part = task % share.parts;
-    KERNEL(multiply)(args, {share.rows * block / share.blocks, share.rows * (block + 1) / share.blocks, part * share.each,
-                            std::min(share.panels, (part + 1) * share.each), after < tasks ? share.weight_at(args, after) : then});
-    task = after;
+// One thread's part; `progress` is that of all threads.
+inline void multiply_share(const LinearArgs& args, const LinearShare& share, Progress* progress, int64_t thread) {
+  for (int64_t i = 0; i < share.threads; ++i) {
+    const int64_t owner = (thread + i) % share.threads, end = share.first_of(owner + 1);
+    for (int64_t task; (task = share.first_of(owner) + progress[owner].next.fetch_add(1)) < end;) KERNEL(multiply)(args, share.task(task));
   }
 }
 

@@ -1,6 +1,4 @@
 // The operators of attention that torch sees (torch.ops.penstock.*): they check shapes and share the work among threads.
-#include <atomic>
-
 #include "attention_work.h"
 #include "dispatch.h"
 
@@ -34,11 +32,10 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
                            tables.stride(0), query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
                            q.stride(0), int(D), int(H), int(K), int(keys.size(1)), window, float(scale), is_bf16(q)};
   const std::vector<AttentionTask> tasks = attention_tasks(args, S);
-  std::atomic<size_t> next{0};
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    void* memory = attention_scratch();
-    for (size_t i; (i = next.fetch_add(1)) < tasks.size();) KERNEL(attend)(args, tasks[i], memory);
+  std::vector<Progress> progress(threads);
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t thread = first; thread < last; ++thread) attend_share(args, tasks, progress.data(), thread, threads);
   });
   return out;
 }

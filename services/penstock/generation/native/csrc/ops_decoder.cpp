@@ -39,9 +39,13 @@ struct Layer {
   Linear qkv, output, gated, down;
   int64_t window;
 };
-constexpr int64_t TENSORS_OF_A_LAYER = 4 + 4 * 4;
-// Norms, rope, attention, and four linear layers that may quantise first.
-constexpr int64_t MOST_STAGES = 2 + 2 + 4 * 2;
+constexpr int64_t LINEARS = 4;
+constexpr int64_t TENSORS_OF_A_LAYER = 4 + LINEARS * 4;
+// Norms, rope, and what linear layers quantise first: by a counter for all threads. By a share for each: linear layers, attention.
+constexpr int64_t MOST_STAGES = 2 + 1 + LINEARS;
+constexpr int64_t SHARED_STAGES = LINEARS + 1;
+// Of the next linear layer's weight, fetched by who waits.
+constexpr int64_t AHEAD_BYTES = 64 << 10;
 
 // What a forward pass writes on its way.
 struct Buffers {
@@ -51,10 +55,19 @@ struct Buffers {
 struct Step {
   Team team;
   std::vector<std::atomic<int64_t>> counters;
+  // Of every shared stage and thread.
+  std::vector<Progress> progress;
   Buffers buffers;
   at::Tensor hidden;
   int64_t rows;
   std::vector<AttentionTask> tasks;
+};
+
+// Where a thread is: all go through the same stages.
+struct Walk {
+  int64_t thread;
+  int64_t stage = 0, shared = 0;
+  Ahead ahead;
 };
 
 struct Decoder : torch::CustomClassHolder {
@@ -97,17 +110,18 @@ struct Decoder : torch::CustomClassHolder {
                      at::Tensor context_lens, at::Tensor pool, std::optional<at::Tensor> scales) const;
 
  private:
-  void run(Step& step, int64_t& stage, size_t i, const AttentionArgs& attention, const RopeArgs& rope, int thread) const;
+  void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const;
 
   template <typename F>
-  void over_rows(Step& step, int64_t& stage, int64_t width, F work) const {
+  void over_rows(Step& step, Walk& walk, int64_t width, F work) const {
     const int64_t each = grain(width), parts = (step.rows + each - 1) / each;
-    auto& next = step.counters[stage++];
+    auto& next = step.counters[walk.stage++];
     for (int64_t part; (part = next.fetch_add(1)) < parts;) work(part * each, std::min(step.rows, (part + 1) * each));
-    step.team.wait();
+    step.team.wait(walk.ahead);
   }
 
-  void linear(Step& step, int64_t& stage, const Linear& layer, const at::Tensor& x, at::Tensor& out, const Linear* then, int thread) const {
+  // `then`: the next one.
+  void linear(Step& step, Walk& walk, const Linear& layer, const at::Tensor& x, at::Tensor& out, const Linear* then) const {
     const bool bf16 = is_bf16(x);
     const int64_t stride = layer.granules * granule_inputs(format);
     Buffers& b = step.buffers;
@@ -117,23 +131,29 @@ struct Decoder : torch::CustomClassHolder {
     if (format >= Format::INT8) {
       const QuantizeArgs quantization{x.const_data_ptr(), layer.inputs, bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr(), stride,
                                       b.scales.data_ptr<float>(), b.sums.data_ptr<int32_t>()};
-      over_rows(step, stage, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(quantization, first, last); });
+      over_rows(step, walk, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(quantization, first, last); });
       args.x = b.bytes.const_data_ptr();
       args.x_stride = stride / 4;
     }
-    const LinearShare share(args, step.rows, layer.panels, step.team.threads());
-    const char* ahead = nullptr;
-    if (then != nullptr && thread < then->panels)
-      ahead = (const char*)then->weight.const_data_ptr() + thread * std::min(layer.granules, then->granules) * PANEL * 4;
-    multiply_share(args, share, step.counters[stage++], ahead);
-    step.team.wait();
+    const int64_t threads = step.team.threads();
+    multiply_share(args, LinearShare(args, step.rows, layer.panels, threads), &step.progress[walk.shared++ * threads], walk.thread);
+    walk.ahead = then == nullptr ? Ahead{} : beginning(*then, step.rows, walk.thread, threads);
+    step.team.wait(walk.ahead);
   }
 
-  void norm(Step& step, int64_t& stage, const at::Tensor& weight, bool has_added) const {
+  // Of a thread's share.
+  Ahead beginning(const Linear& layer, int64_t rows, int64_t thread, int64_t threads) const {
+    LinearArgs args{};
+    args.weight = (const char*)layer.weight.const_data_ptr();
+    args.granules = layer.granules;
+    return {LinearShare(args, rows, layer.panels, threads).beginning(args, thread), AHEAD_BYTES};
+  }
+
+  void norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
     Buffers& b = step.buffers;
     const NormArgs args{step.hidden.data_ptr(), has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
                         b.normed.data_ptr(), hidden, float(eps), is_bf16(step.hidden)};
-    over_rows(step, stage, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+    over_rows(step, walk, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
   }
 };
 
@@ -150,7 +170,8 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
   const bool bf16 = is_bf16(hidden_rows);
   TORCH_CHECK(is_bf16(cos) == bf16);
-  Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES), buffers(T, hidden_rows.options()), hidden_rows, T, {}};
+  Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES),
+            std::vector<Progress>(layers.size() * SHARED_STAGES * at::get_num_threads()), buffers(T, hidden_rows.options()), hidden_rows, T, {}};
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -173,25 +194,25 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
   {
 #pragma omp single
     step.team.gather(omp_get_num_threads());
-    int64_t stage = 0;
-    for (size_t i = 0; i < layers.size(); ++i) run(step, stage, i, attention[i], rope[i], omp_get_thread_num());
+    Walk walk{omp_get_thread_num()};
+    for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
   }
   return b.added;
 }
 
-void Decoder::run(Step& step, int64_t& stage, size_t i, const AttentionArgs& attention, const RopeArgs& rope, int thread) const {
+void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const {
   const Layer& layer = layers[i];
   Buffers& b = step.buffers;
-  norm(step, stage, layer.input_norm, i > 0);
-  linear(step, stage, layer.qkv, b.normed, b.qkv, &layer.output, thread);
-  over_rows(step, stage, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last); });
-  auto& next = step.counters[stage++];
-  for (size_t task; (task = next.fetch_add(1)) < step.tasks.size();) KERNEL(attend)(attention, step.tasks[task], attention_scratch());
-  step.team.wait();
-  linear(step, stage, layer.output, b.attended, b.added, &layer.gated, thread);
-  norm(step, stage, layer.post_norm, true);
-  linear(step, stage, layer.gated, b.normed, b.inner, &layer.down, thread);
-  linear(step, stage, layer.down, b.inner, b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : nullptr, thread);
+  norm(step, walk, layer.input_norm, i > 0);
+  linear(step, walk, layer.qkv, b.normed, b.qkv, &layer.output);
+  over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last); });
+  const int64_t threads = step.team.threads();
+  attend_share(attention, step.tasks, &step.progress[walk.shared++ * threads], walk.thread, threads);
+  step.team.wait(walk.ahead);
+  linear(step, walk, layer.output, b.attended, b.added, &layer.gated);
+  norm(step, walk, layer.post_norm, true);
+  linear(step, walk, layer.gated, b.normed, b.inner, &layer.down);
+  linear(step, walk, layer.down, b.inner, b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : nullptr);
 }
 
 }  // namespace

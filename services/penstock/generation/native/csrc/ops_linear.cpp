@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "linear_work.h"
 
@@ -11,8 +12,10 @@ namespace {
 
 void run(const LinearArgs& args, int64_t rows, int64_t panels) {
   const LinearShare share(args, rows, panels, at::get_num_threads());
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), share.tasks()), 1, [&](int64_t, int64_t) { multiply_share(args, share, next); });
+  std::vector<Progress> progress(share.threads);
+  at::parallel_for(0, share.threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t thread = first; thread < last; ++thread) multiply_share(args, share, progress.data(), thread);
+  });
 }
 
 // Inputs as granules: rows whose width is no multiple of one are padded with zeros.

@@ -1,0 +1,13 @@
+// How far a thread is with its share of some work, of which others take when they have done theirs.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace penstock {
+
+// Tasks taken of a share, by whomever. On a line of its own: every task is a write to it.
+struct alignas(64) Progress {
+  std::atomic<int64_t> next{0};
+};
+
+}  // namespace penstock
