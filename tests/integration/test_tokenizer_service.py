@@ -133,6 +133,9 @@ async def test_padding_is_refused_before_it_takes_the_memory() -> None:
         for request in (
             pb.EncodeRequest(texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**32 - 1),
             pb.EncodeRequest(texts=["a b " * 50_000, *["a"] * 99], padding=pb.PADDING_STRATEGY_LONGEST),
+            pb.EncodeRequest(
+                texts=["a"], padding=pb.PADDING_STRATEGY_MAX_LENGTH, max_length=2**20 + 1, return_offsets=True
+            ),
         ):
             error = await error_of(running.stub.Encode(request))
             assert (error.field, error.reason) == ("padding", "TOO_LARGE")
@@ -252,6 +255,30 @@ async def test_a_full_queue_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
             assert error.retry_after_seconds
         may_end.set()
         assert (await first).encodings[0].ids
+
+
+@pytest.mark.parametrize(
+    "padding",
+    [
+        {"padding": pb.PADDING_STRATEGY_MAX_LENGTH, "max_length": 40_000},
+        {"padding": pb.PADDING_STRATEGY_LONGEST, "texts": ["a " * 500, *["a"] * 99]},
+    ],
+)
+async def test_few_bytes_that_padding_makes_many_ids_of_do_not_hold_up_the_event_loop(
+    padding: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = TextTokenizer.encode
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name.rstrip("0123456789"))
+        return encode(*arguments)
+
+    monkeypatch.setattr(TextTokenizer, "encode", noted)
+    async with serving() as running:
+        await running.stub.Encode(pb.EncodeRequest(texts=["a"]))
+        await running.stub.Encode(pb.EncodeRequest(**{"texts": ["a"], **padding}))
+    assert threads == [threading.current_thread().name, "tokenizer-large_"]
 
 
 async def test_a_model_without_a_template_says_so(tmp_path: Any) -> None:

@@ -43,6 +43,7 @@ def test_literals_that_are_written_out_change_nothing_else(source: str) -> None:
         "{% macro f() %}<s>{% endmacro %}{{ f() | length }}",
         "{% filter trim %}<s>{% endfilter %}",
         "{% for m in ['<s>'] %}{{ m }}{% endfor %}",
+        "{% for m in messages recursive %}<s>{% if m.more %}{{ loop(m.more) | length }}{% endif %}{% endfor %}",
         "{{ '<s>' * 3 }}",
         "{% if bos %}x{% endif %}",
         "{% for bos in messages %}x{% endfor %}",

@@ -17,7 +17,7 @@ from penstock.tokenizer.chat_template import Rendered
 from penstock.tokenizer.decode_stream import DecodeSession
 from penstock.tokenizer.metrics import Operation, TokenizerMetrics
 from penstock.tokenizer.service import TokenizerService
-from penstock.tokenizer.tokenizer import Encoded, TextTokenizer
+from penstock.tokenizer.tokenizer import Encoded, EncodeOptions, TextTokenizer
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 
@@ -58,7 +58,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             return encodings, convert.encode_response(encodings)
 
         with self.activity.call():
-            encodings, response = await service.workers.encode(size, work)
+            encodings, response = await service.workers.encode(max(size, _padded(service, request, options)), work)
         self._count("encode", sum(len(encoded.ids) for encoded in encodings), sum(map(len, texts)))
         return _checked(response)
 
@@ -182,6 +182,15 @@ def _encode_chat(tokenizer: TextTokenizer, rendered: Rendered) -> pb.ApplyChatTe
 
 def _process(session: DecodeSession, request: pb.DecodeStreamRequest, _: TextTokenizer) -> pb.DecodeStreamResponse:
     return session.process(request)
+
+
+def _padded(service: TokenizerService, request: pb.EncodeRequest, options: EncodeOptions) -> int:
+    """About how many ids are made by padding, of however little text. They take as long as so many bytes would."""
+    if not options.padding:
+        return 0
+    limit = options.max_length if options.max_length is not None else service.vocabulary.bundle.model_max_length
+    longest = max((len(text.encode()) for text in request.texts), default=0)
+    return len(request.texts) * (longest if options.padding == "longest" else limit or 0)
 
 
 def _check_count(field: str, count: int, limit: int) -> None:

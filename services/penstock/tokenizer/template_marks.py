@@ -49,6 +49,8 @@ def _children(node: nodes.Node) -> Iterator[tuple[str, nodes.Node]]:
 def _place_of(parent: nodes.Node, field: str, place: _Place) -> _Place:
     """Where a child of `parent`, which is at `place` itself, stands."""
     if place == "body":
+        if isinstance(parent, nodes.For) and parent.recursive:
+            return "used"  # by whoever calls loop(...)
         if isinstance(parent, nodes.Template | nodes.If | nodes.For) and field in _BODIES:
             return "body"
         return "shown" if isinstance(parent, nodes.Output) else "used"

@@ -16,7 +16,8 @@ from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.control_tokens import ControlMarks, content_tokenizer, control_tokens_of, copy_tokenizer
 
 SideName = Literal["left", "right"]
-# Padded positions of one request. Each travels as a byte of id and a byte of mask at least, in an answer below 4 MiB.
+# Padded positions of one request. Each travels as a byte of id and a byte of mask at least, and two of an offset, in an
+# answer below 4 MiB.
 MAX_PADDED_IDS = 2 << 20
 
 
@@ -153,8 +154,9 @@ class TextTokenizer:
         pad_id = self._vocabulary.special_id("pad_token")
         if pad_id is None:
             raise InvalidArgument("padding", "this tokenizer has no padding token")
-        if len(encodings) * length > MAX_PADDED_IDS:  # refused before the memory is taken
-            raise InvalidArgument("padding", f"must make at most {MAX_PADDED_IDS} ids together", reason="TOO_LARGE")
+        most = MAX_PADDED_IDS // 2 if options.return_offsets else MAX_PADDED_IDS
+        if len(encodings) * length > most:  # refused before the memory is taken
+            raise InvalidArgument("padding", f"must make at most {most} ids together", reason="TOO_LARGE")
         for encoding in encodings:
             encoding.pad(
                 length,
