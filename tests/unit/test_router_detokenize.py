@@ -58,7 +58,7 @@ def add(detokenizer: Detokenizer, sequence: ReturnedSequence, *ids: int) -> None
     """One step with ids of one sequence."""
     batch = Batch()
     sequence.token_ids.extend(ids)
-    detokenizer.add(batch, sequence, ids)
+    detokenizer.add(batch, sequence, list(ids))
     if batch.pieces:
         detokenizer.send(batch)
 

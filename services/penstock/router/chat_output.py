@@ -76,6 +76,11 @@ class ChatParser:
         return self._state is _State.REASONING
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all text from here on comes out as it goes in, and nothing is held back."""
+        return self._state is _State.CONTENT and not self._parse_tools
+
+    @property
     def ends_in_tool_calls(self) -> bool:
         """Whether one or more complete calls ended the answer. Meaningful after `finish`."""
         return self._ends_in_calls
@@ -83,7 +88,7 @@ class ChatParser:
     def feed(self, text: str) -> ChatPiece:
         """Take more text. Empty text is allowed."""
         piece = ChatPiece()
-        if self._state is _State.CONTENT and not self._parse_tools:
+        if self.is_plain:
             piece.text = text
             return piece
         self._held += text

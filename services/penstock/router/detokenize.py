@@ -32,11 +32,12 @@ class Piece:
     def __init__(
         self,
         sequence: ReturnedSequence,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         result: common_pb2.SequenceResult | None,
         tensors: Sequence[common_pb2.StepTensors],
     ) -> None:
+        """`token_ids` is the piece's own from now on."""
         self.sequence = sequence
         self.token_ids = token_ids
         self.logprobs = logprobs
@@ -48,13 +49,13 @@ class Piece:
 
     def extend(
         self,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         result: common_pb2.SequenceResult | None,
         tensors: Sequence[common_pb2.StepTensors],
     ) -> None:
         """Take the ids that follow, too."""
-        self.token_ids = [*self.token_ids, *token_ids]
+        self.token_ids += token_ids
         if logprobs:
             self.logprobs = [*self.logprobs, *logprobs]
         if tensors:
@@ -107,12 +108,15 @@ class Detokenizer:
         self,
         batch: Batch,
         sequence: ReturnedSequence,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         logprobs: Sequence[common_pb2.PositionLogprobs] = (),
         result: common_pb2.SequenceResult | None = None,
         tensors: Sequence[common_pb2.StepTensors] = (),
     ) -> None:
-        """Put ids of `sequence` into `batch`, or to those that still wait; with `result` they are its last."""
+        """Put ids of `sequence` into `batch`, or to those that still wait; with `result` they are its last.
+
+        The list is kept.
+        """
         live, last = sequence.live, sequence.last_piece
         if last is not None and not last.is_sent:
             last.extend(token_ids, logprobs, result, tensors)
@@ -191,7 +195,9 @@ class Detokenizer:
             piece.is_sent = True
             sequence = piece.sequence
             if sequence.stream_id and sequence.decoder_epoch == epoch:
-                item = add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
+                item = add()
+                item.stream_id = sequence.stream_id
+                item.token_ids.extend(piece.token_ids)
             elif sequence.live.closed:
                 # Cancelled before the tokenizer heard of it.
                 sequence.stream_id, are_all_open = 0, False

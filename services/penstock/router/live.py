@@ -6,7 +6,7 @@ woken through `outbox.wakeup` and writes, moves the request to another backend, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -106,8 +106,9 @@ class LiveRequest:
         self._backend_finished: generation_pb2.Finished | None = None
         # What token healing added to the prompt's text: every answer begins with it.
         self._healed_text = ""
-        # Set while the stream's handler waits, if its transport can write without it: takes a delta, or refuses it.
-        self.write_now: Callable[[PendingDelta], bool] | None = None
+        # Set while the stream's handler waits, if its transport can write without it: takes index, text and ids of a
+        # delta, or refuses it.
+        self.write_now: Callable[[int, str, Sequence[int]], bool] | None = None
         # Called once, when the request is over for whatever reason.
         self.on_close: Callable[[], None] | None = None
 
@@ -174,11 +175,11 @@ class LiveRequest:
             text = self._healed_text + text
             if self.timings.first_token_at is None and piece.token_ids:
                 self.timings.first_token_at = now
-        if sequence.parser is None:
-            if text or (self._sends_empty and piece.token_ids):
-                self._put(PendingDelta(sequence.index, text), piece)
-        else:
-            self._on_chat_text(sequence, sequence.parser, piece, text)
+        parser = sequence.parser
+        if parser is not None and not parser.is_plain:
+            self._on_chat_text(sequence, parser, piece, text)
+        elif text or (self._sends_empty and piece.token_ids):
+            self._on_plain_text(piece, text)
         if self._backend_finished is not None and self.undecoded == 0:
             self._complete()
 
@@ -201,6 +202,14 @@ class LiveRequest:
         self._detokenizer.drop(self.sequences.values())
         if self.on_close is not None:
             self.on_close()
+
+    def _on_plain_text(self, piece: Piece, text: str) -> None:
+        spec = self.spec
+        if self.write_now is not None and not spec.wants_logprobs and not spec.wants_tensors:
+            token_ids = piece.token_ids if spec.wants_token_ids else ()
+            if self.write_now(piece.sequence.index, text, token_ids):
+                return
+        self._put(PendingDelta(piece.sequence.index, text), piece)
 
     def _on_chat_text(self, sequence: ReturnedSequence, parser: ChatParser, piece: Piece, text: str) -> None:
         before = parser.in_reasoning
@@ -229,8 +238,6 @@ class LiveRequest:
             delta.logprobs.extend(piece.logprobs)
         if self.spec.wants_tensors:
             delta.tensors.extend(piece.tensors)
-        if self.write_now is not None and self.write_now(delta):
-            return
         if not self.outbox.put(delta):
             self._metrics.slow_readers.inc()
             self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))

@@ -172,8 +172,9 @@ class BackendSession:
         if sequence.result is not None:
             # It ended in an earlier attempt; the backend was asked again for its sisters only.
             return 0
-        ids = delta.token_ids
-        sequence.token_ids.extend(ids)
+        # A list at once: every look at a message's own costs more than the copy.
+        ids = delta.token_ids[:]
+        sequence.token_ids += ids
         if delta.HasField("finished"):
             self._detokenizer.add(batch, sequence, ids, delta.logprobs, delta.finished, delta.tensors)
             sequence.result = delta.finished
@@ -194,7 +195,7 @@ class BackendSession:
             sequence = live.sequence(result.index)
             if sequence.result is None:
                 # The last delta did not say so (an abort between steps): flush what the tokenizer holds back.
-                self._detokenizer.add(batch, sequence, (), (), result)
+                self._detokenizer.add(batch, sequence, [], (), result)
                 sequence.result = result
         if not live.all_sequences_ended:
             self._break_off(attempt, "finished before its sequences were")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -101,14 +101,18 @@ class StreamWriter:
         finally:
             live.write_now = None
 
-    def _write_now(self, delta: PendingDelta) -> bool:
-        """Write `delta` while the handler waits, unless others wait before it. The per-token path."""
-        if self._try_write is None or self._live.outbox.has_deltas or delta.logprobs or delta.tensors:
+    def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
+        """Write a delta while the handler waits, unless others wait before it. The per-token path."""
+        if self._try_write is None or self._live.outbox.has_deltas:
             return False
-        seq = self._next_seq
-        if not self._try_write(self._make_delta(seq, delta)):
+        response = self._response()
+        delta = response.delta
+        delta.seq, delta.index, delta.text = self._next_seq, index, text
+        if token_ids:
+            delta.token_ids.extend(token_ids)
+        if not self._try_write(response):
             return False
-        self._next_seq = seq + 1
+        self._next_seq += 1
         self.num_written += 1
         return True
 

@@ -60,7 +60,7 @@ class DecodeSession:
                         continue
                     text, matched = emission
                 else:
-                    ids = item.token_ids
+                    ids = item.token_ids[:]  # a list: each look at a message's own costs more than the copy
                     tokens += len(ids)
                     text, matched = sequence.push(ids), None
                     if sequence.stops is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from tokenizers import Tokenizer
 
@@ -40,10 +40,15 @@ class ByteLevelDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         texts, pending = self._text, self._pending
-        if len(ids) == 1 and not pending:  # the common step
-            text = texts[ids[0]]
-            if text is not None:
-                return text
+        if not pending:
+            if len(ids) == 1:  # the common step
+                text = texts[ids[0]]
+                if text is not None:
+                    return text
+            else:
+                whole = [texts[index] for index in ids]
+                if None not in whole:
+                    return "".join(cast("list[str]", whole))
         out: list[str] = []
         for index in ids:
             text = texts[index]

@@ -1,0 +1,201 @@
+"""From a backend's messages to a client's deltas: whatever is merged on the way, the answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.router import convert
+from penstock.router.chat_output import ChatParser
+from penstock.router.detokenize import Detokenizer
+from penstock.router.live import LiveRequest, RequestSpec, Timings
+from penstock.router.metrics import RouterMetrics
+from penstock.router.pipeline import Prompt
+from penstock.router.session import BackendSession
+from penstock.router.stream_writer import StreamWriter
+from penstock.router.turnstile import Turnstile
+from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
+from penstock.v1 import common_pb2, generation_pb2, text_pb2, tokenizer_pb2
+from penstock.v1.generation_pb2 import SessionEvent, SessionResponse
+from prometheus_client import CollectorRegistry
+
+DEMO = demo_vocabulary()
+FACTORY = detokenizers_of(DEMO)
+
+
+class Turn(NamedTuple):
+    """What happens after a message of the backend was read."""
+
+    messages: int
+    is_reading: bool
+    answers: int
+    turns: int
+
+
+class Line:
+    """A stream whose other end is the test."""
+
+    def __init__(self) -> None:
+        self.coming: asyncio.Queue[object] = asyncio.Queue()
+        self.written: list[Any] = []
+
+    async def read(self) -> object:
+        return await self.coming.get()
+
+    async def write(self, request: Any) -> None:
+        self.written.append(request)
+
+    def cancel(self) -> None:
+        pass
+
+
+class Reader:
+    """A client that reads while `is_reading` is set."""
+
+    def __init__(self) -> None:
+        self.messages: list[text_pb2.ChatResponse] = []
+        self.is_reading = asyncio.Event()
+
+    async def write(self, message: text_pb2.ChatResponse) -> None:
+        await self.is_reading.wait()
+        self.messages.append(message)
+
+
+class DirectReader(Reader):
+    """The same on a transport that can write without a task."""
+
+    def try_write(self, message: text_pb2.ChatResponse) -> bool:
+        if self.is_reading.is_set():
+            self.messages.append(message)
+        return self.is_reading.is_set()
+
+
+def position(token_id: int) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=-1.5))
+
+
+def messages_of(answers: list[list[int]], widths: list[int]) -> list[SessionResponse]:
+    """Steps that give each sequence its next ids, with log-probabilities, until all have ended."""
+    head = {"request_id": "r", "attempt_epoch": 0}
+    out = [SessionResponse(events=[SessionEvent(**head, started=generation_pb2.Started(request_id="r"))])]
+    at, seq = [0] * len(answers), 0
+    results = []
+    while any(place < len(ids) for place, ids in zip(at, answers, strict=True)):
+        step = SessionResponse(step=len(out))
+        for index, ids in enumerate(answers):
+            if at[index] == len(ids):
+                continue
+            some = ids[at[index] : at[index] + widths[seq % len(widths)]]
+            at[index] += len(some)
+            delta = generation_pb2.TokenDelta(seq=seq, index=index, token_ids=some, logprobs=map(position, some))
+            if at[index] == len(ids):
+                delta.finished.index, delta.finished.token_count = index, len(ids)
+                results.append(delta.finished)
+            step.events.add(**head, delta=delta)
+            seq += 1
+        out.append(step)
+    out.append(SessionResponse(events=[SessionEvent(**head, finished=generation_pb2.Finished(sequences=results))]))
+    return out
+
+
+async def answer_of(
+    messages: Sequence[SessionResponse], plan: list[Turn], reader: Reader, spec: RequestSpec
+) -> list[text_pb2.ChatResponse]:
+    """What the client gets when messages come, texts come back and it reads as `plan` says."""
+    metrics = RouterMetrics(CollectorRegistry())
+    detokenizer, backend, tokenizer = Detokenizer(max_outstanding=10_000), Line(), Line()
+    detokenizer.connected()
+    decoding = DecodeSession(FACTORY, DecodeLimits(), serves=lambda model: model == "", id_limit=DEMO.bundle.id_limit)
+    live = LiveRequest(spec, Timings(0.0), detokenizer, metrics, 1 << 30)
+    session = BackendSession(backend, "backend", detokenizer, metrics, lambda: None)
+    session.submit(live, generation_pb2.GenerateRequest(request_id="r"))
+
+    async def fill(_: Any, __: Any) -> None:
+        pass
+
+    parts: Any = SimpleNamespace(turnstile=Turnstile(4), metrics=metrics, token_texts=SimpleNamespace(fill=fill))
+    prompt = Prompt([1])
+    context: Any = reader
+    writer = StreamWriter(live, prompt, text_pb2.ChatResponse, convert.chat_delta, parts, context, lambda: None)
+    tasks = [
+        asyncio.ensure_future(work)
+        for work in (session.run_reader(), detokenizer.run_writer(tokenizer), detokenizer.run_reader(tokenizer))
+    ]
+    handler = asyncio.ensure_future(writer.run(""))
+    waiting = list(messages)
+    for turn in [*plan, *[Turn(1, True, 8, 8)] * (2 * len(messages))]:
+        some, waiting = waiting[: turn.messages], waiting[turn.messages :]
+        if some:
+            backend.coming.put_nowait(SessionResponse.FromString(b"".join(one.SerializeToString() for one in some)))
+        (reader.is_reading.set if turn.is_reading else reader.is_reading.clear)()
+        for _ in range(turn.answers):
+            if tokenizer.written:
+                tokenizer.coming.put_nowait(decoding.process(tokenizer.written.pop(0)))
+        for _ in range(turn.turns):
+            await asyncio.sleep(0)
+    while not handler.done():
+        if tokenizer.written:
+            tokenizer.coming.put_nowait(decoding.process(tokenizer.written.pop(0)))
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    handler.result()
+    return reader.messages
+
+
+TURNS = st.builds(Turn, st.integers(0, 4), st.booleans(), st.integers(0, 3), st.integers(0, 6))
+TEXTS = st.text("ab é你👨‍👩\n<think></think>", min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=3),
+    widths=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    plan=st.lists(TURNS, max_size=30),
+    is_direct=st.booleans(),
+    wants=st.tuples(st.booleans(), st.booleans()),
+    is_chat=st.booleans(),
+)
+def test_an_answer_does_not_depend_on_what_is_merged(
+    texts: list[str], widths: list[int], plan: list[Turn], is_direct: bool, wants: tuple[bool, bool], is_chat: bool
+) -> None:
+    answers: list[list[int]] = [DEMO.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    spec = RequestSpec(
+        request_id="r",
+        template=generation_pb2.GenerateRequest(),
+        num_sequences=len(answers),
+        decode_options=tokenizer_pb2.DecodeStreamOpen(),
+        make_parser=(lambda: ChatParser(parse_tools=False)) if is_chat else None,
+        wants_token_ids=wants[0],
+        wants_logprobs=wants[1],
+    )
+    run = answer_of(messages_of(answers, widths), plan, DirectReader() if is_direct else Reader(), spec)
+    started, *between, finished = asyncio.run(run)
+    assert started.HasField("started")
+    deltas = [message.delta for message in between]
+    assert [delta.seq for delta in deltas] == list(range(len(deltas)))
+    assert finished.finished.usage.completion_tokens == sum(map(len, answers))
+    assert [result.token_count for result in finished.finished.sequences] == [len(ids) for ids in answers]
+    for index, ids in enumerate(answers):
+        mine = [delta for delta in deltas if delta.index == index]
+        text = DEMO.tokenizer.decode(ids)
+        assert ("".join(delta.text for delta in mine), "".join(delta.reasoning for delta in mine)) == parsed(
+            text, is_chat=is_chat
+        )
+        assert [one for delta in mine for one in delta.token_ids] == (ids if wants[0] else [])
+        logprobs = [one.chosen.token_id for delta in mine for one in delta.logprobs]
+        assert logprobs == (ids if wants[1] else [])
+
+
+def parsed(text: str, *, is_chat: bool) -> tuple[str, str]:
+    """Text and reasoning of a whole answer."""
+    if not is_chat:
+        return text, ""
+    parser = ChatParser(parse_tools=False)
+    first, rest = parser.feed(text), parser.finish()
+    return first.text + rest.text, first.reasoning + rest.reasoning
