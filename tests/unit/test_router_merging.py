@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.router import convert
 from penstock.router.chat_output import ChatParser
@@ -67,12 +68,17 @@ class Reader:
 
 
 class DirectReader(Reader):
-    """The same on a transport that can write without a task."""
+    """The same on a transport that can write without a task, when it has room."""
+
+    def __init__(self, room: list[bool]) -> None:
+        super().__init__()
+        self._room = itertools.cycle(room)
 
     def try_write(self, message: text_pb2.ChatResponse) -> bool:
-        if self.is_reading.is_set():
+        is_written = self.is_reading.is_set() and next(self._room)
+        if is_written:
             self.messages.append(message)
-        return self.is_reading.is_set()
+        return is_written
 
 
 def position(token_id: int) -> common_pb2.PositionLogprobs:
@@ -152,17 +158,22 @@ TURNS = st.builds(Turn, st.integers(0, 4), st.booleans(), st.integers(0, 3), st.
 TEXTS = st.text("ab é你👨‍👩\n<think></think>", min_size=1, max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+# Two texts come back in one turn of the loop; there is room for the second only.
+CROWDED = [Turn(1, True, 8, 8), *[Turn(1, True, 0, 8), Turn(1, True, 0, 8), Turn(0, True, 2, 8)] * 8]
+
+
+@example(texts=["abé你" * 8], widths=[1], plan=CROWDED, room=[False, True], wants=(True, False), is_chat=False)
+@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=3),
     widths=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     plan=st.lists(TURNS, max_size=30),
-    is_direct=st.booleans(),
+    room=st.lists(st.booleans(), max_size=5),
     wants=st.tuples(st.booleans(), st.booleans()),
     is_chat=st.booleans(),
 )
 def test_an_answer_does_not_depend_on_what_is_merged(
-    texts: list[str], widths: list[int], plan: list[Turn], is_direct: bool, wants: tuple[bool, bool], is_chat: bool
+    texts: list[str], widths: list[int], plan: list[Turn], room: list[bool], wants: tuple[bool, bool], is_chat: bool
 ) -> None:
     answers: list[list[int]] = [DEMO.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     spec = RequestSpec(
@@ -174,7 +185,7 @@ def test_an_answer_does_not_depend_on_what_is_merged(
         wants_token_ids=wants[0],
         wants_logprobs=wants[1],
     )
-    run = answer_of(messages_of(answers, widths), plan, DirectReader() if is_direct else Reader(), spec)
+    run = answer_of(messages_of(answers, widths), plan, DirectReader(room) if room else Reader(), spec)
     started, *between, finished = asyncio.run(run)
     assert started.HasField("started")
     deltas = [message.delta for message in between]
