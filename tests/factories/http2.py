@@ -17,7 +17,7 @@ class Socket(asyncio.Transport):
         self.written = bytearray()
         self.unread = 0
         self.is_read = True
-        self.is_closed = False
+        self.is_closed = self.is_aborted = False
 
     def write(self, data: Any) -> None:
         self.written += data
@@ -37,6 +37,9 @@ class Socket(asyncio.Transport):
 
     def close(self) -> None:
         self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
 
 
 def frames_of(written: bytes | bytearray) -> Iterator[tuple[int, int, int, bytes]]:

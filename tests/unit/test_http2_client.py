@@ -181,6 +181,47 @@ async def test_a_server_that_breaks_off_ends_the_call(misbehaviour: bytes, code:
     assert peer.socket.is_closed
 
 
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("503", grpc.StatusCode.UNAVAILABLE),
+        ("404", grpc.StatusCode.UNIMPLEMENTED),
+        ("401", grpc.StatusCode.UNAUTHENTICATED),
+        ("500", grpc.StatusCode.UNKNOWN),
+    ],
+)
+@pytest.mark.parametrize("end", [True, False])
+async def test_an_answer_that_is_none_of_grpcs_has_its_status(status: str, code: grpc.StatusCode, end: bool) -> None:
+    peer = Peer()
+    peer.headers((":status", "103"), end=False)
+    assert not peer.socket.is_closed
+    peer.headers((":status", status), end=end)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await peer.call.read()
+    assert caught.value.code() is code
+
+
+async def test_half_a_message_is_followed_by_nothing() -> None:
+    peer = Peer()
+    large = SessionRequest(abort=generation_pb2.SessionAbort(request_id="x" * 100_000))
+    writing = asyncio.ensure_future(peer.call.write(large))
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    peer.window(1 << 20)
+    with pytest.raises(asyncio.InvalidStateError):
+        await peer.call.write(SessionRequest())
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+async def test_the_end_of_a_call_does_not_wait_for_a_peer_that_does_not_read(unread: int) -> None:
+    peer = Peer()
+    peer.socket.unread = unread - len(frames.frame(frames.RST_STREAM, 0, 1, bytes(4)))
+    peer.call.cancel()
+    assert (peer.socket.is_closed, peer.socket.is_aborted) == (True, bool(unread))
+
+
 async def test_a_goaway_after_this_call_leaves_it_alone() -> None:
     peer = Peer()
     peer.send(frames.frame(frames.GOAWAY, 0, 0, b"\x00\x00\x00\x01" + bytes(4)))

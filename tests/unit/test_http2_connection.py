@@ -140,6 +140,27 @@ async def test_data_after_the_end_of_a_request_resets_its_stream() -> None:
     assert not peer.socket.is_closed
 
 
+async def test_calls_that_wait_are_woken_once_however_many_frames_make_room() -> None:
+    peer = Peer()
+    waiting = []
+    for stream in range(1, 200, 2):
+        call = peer.open(stream)
+        waiting.append(asyncio.ensure_future(call.write(bytes(frames.DEFAULT_WINDOW))))
+    await asyncio.sleep(0)
+    woken = 0
+
+    def wake() -> None:
+        nonlocal woken
+        woken += 1
+
+    for call in peer.calls:
+        call.wake = wake  # type: ignore[method-assign]
+    peer.send(1000 * frames.window_update(0, 1))
+    assert woken == len(peer.connection.blocked) == len(waiting)
+    for one in waiting:
+        one.cancel()
+
+
 async def test_calls_that_were_being_answered_may_all_be_cancelled() -> None:
     peer = Peer()
     for number in range(2000):

@@ -31,6 +31,14 @@ _STREAM = 1
 _WINDOW, _OWED = 1 << 20, 1 << 18
 # Of messages that are parsed as one: bounds how long that takes.
 _JOINED_BYTES = 64 << 10
+# How an answer that is none of gRPC's reads (gRPC, "HTTP to gRPC Status Code Mapping"); all others are UNKNOWN.
+_HTTP_ERRORS = {
+    "400": grpc.StatusCode.INTERNAL,
+    "401": grpc.StatusCode.UNAUTHENTICATED,
+    "403": grpc.StatusCode.PERMISSION_DENIED,
+    "404": grpc.StatusCode.UNIMPLEMENTED,
+    **dict.fromkeys(("429", "502", "503", "504"), grpc.StatusCode.UNAVAILABLE),
+}
 # How the end of a stream without a status reads (gRPC over HTTP/2, "HTTP2 Transport Mapping").
 _RESETS = {
     frames.REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
@@ -98,7 +106,10 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
             return None
 
     async def write(self, request: RequestT) -> None:
-        """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over."""
+        """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over.
+
+        Cancelled amid a message it cancels the call: nothing could follow half of one.
+        """
         data = request.SerializeToString()
         size = len(data) + frames.MESSAGE_HEAD
         if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
@@ -111,7 +122,12 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
             room = min(self._room(), frames.DEFAULT_FRAME_SIZE, len(data) - at)
             if room <= 0:
                 self._writer = self._loop.create_future()
-                await self._writer
+                try:
+                    await self._writer
+                except asyncio.CancelledError:
+                    if at:
+                        self.cancel()
+                    raise
                 continue
             self._spend(room)
             self._send(frames.frame(frames.DATA, 0, _STREAM, data[at : at + room]))
@@ -237,10 +253,12 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
             headers = {str(name): str(value) for name, value in self._decoder.decode(block)}
         except (HPACKError, UnicodeDecodeError):
             raise frames.Violation(frames.PROTOCOL_ERROR, "headers cannot be decoded") from None
-        if self._is_last:
+        status = headers.get(":status", "200")
+        if status != "200" and "grpc-status" not in headers:
+            if self._is_last or not status.startswith("1"):
+                self._end(_HTTP_ERRORS.get(status, grpc.StatusCode.UNKNOWN), f"HTTP status {status}")
+        elif self._is_last:
             self._end_with(headers)
-        elif headers.get(":status", "200") != "200":
-            self._end(grpc.StatusCode.UNAVAILABLE, f"HTTP status {headers[':status']}")
 
     def _end_with(self, trailers: dict[str, str]) -> None:
         number = trailers.get("grpc-status", "")
@@ -311,7 +329,10 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
         none = grpc.aio.Metadata()
         self._status = grpc.aio.AioRpcError(code, none, grpc.aio.Metadata(*trailers), details, None)
         self._keepalive.stop()
-        if self._transport is not None:
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            # Of a peer that does not read: a close would wait for it, and nobody asks any more whether it lives.
+            self._transport.abort()
+        elif self._transport is not None:
             self._transport.close()
         _wake(self._reader)
         _wake(self._writer)

@@ -72,6 +72,8 @@ class Connection(asyncio.Protocol):
         self._last_stream = 0
         # A header block that CONTINUATION goes on with: its stream, flags and bytes.
         self._open_block: tuple[int, int, bytes] | None = None
+        # A frame made room for calls that wait: they are woken once, however many frames come together.
+        self._has_room = False
         self._budget = _CONTROL_BUDGET
         self._ping_strikes = 0
         self._last_ping = 0.0
@@ -171,6 +173,9 @@ class Connection(asyncio.Protocol):
             for call in list(self.calls.values()):
                 call.gone()
             return
+        if self._has_room:
+            self._has_room = False
+            self._wake_all()
         if self._transport is not None and self._transport.get_write_buffer_size() > _UNREAD_BYTES:
             self._transport.pause_reading()
 
@@ -300,7 +305,7 @@ class Connection(asyncio.Protocol):
             self.window += more
             if not more or self.window > frames.MAX_WINDOW:
                 raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
-            self._wake_all()
+            self._has_room = True
             return
         call = self.calls.get(stream)
         if call is not None:
@@ -324,7 +329,7 @@ class Connection(asyncio.Protocol):
                 for call in self.calls.values():
                     call.window += change
         self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self._wake_all()
+        self._has_room = True
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
