@@ -198,3 +198,10 @@ def test_the_first_version_of_groups_counts_too(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "100000\n",
     }
     assert host_memory(fake_host(tmp_path, files)) == (400000, 300000)
+
+
+@pytest.mark.parametrize("num_blocks", [2**50, 2**60])
+def test_a_pool_that_no_memory_holds_is_refused_naming_its_flag(num_blocks: int) -> None:
+    with pytest.raises(StartupError) as caught:
+        KVCachePool(2, num_blocks, 16, 2, 8, torch.float32, torch.device("cpu"))
+    assert caught.value.flag == "--kv-memory"

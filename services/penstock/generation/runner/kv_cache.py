@@ -76,7 +76,7 @@ class KVCachePool:
         try:
             self._data = _zeros((*shape, head_dim), dtype, device)
             self._scales = _zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: more than numpy can count
             raise StartupError(
                 f"cannot allocate a KV pool of {num_blocks * self.bytes_per_block} bytes ({num_blocks} blocks): "
                 "lower --kv-memory",
