@@ -136,13 +136,12 @@ async def test_a_template_over_its_time_is_killed_and_the_service_goes_on(tmp_pa
         assert set(app.service.pool.pids).isdisjoint(before)
 
 
-@pytest.mark.parametrize("content", ["loop", "grow"])
-async def test_what_a_process_was_given_behind_an_overrun_is_rendered_by_another(
-    greedy: tuple[Any, TokenizerApp], content: str
+async def test_what_a_process_was_given_behind_one_that_took_too_much_is_rendered_by_another(
+    greedy: tuple[Any, TokenizerApp],
 ) -> None:
     stub, app = greedy
     (before,) = app.service.pool.pids
-    overrun = asyncio.ensure_future(refusal_of(stub.ApplyChatTemplate(chat(content))))
+    overrun = asyncio.ensure_future(refusal_of(stub.ApplyChatTemplate(chat("grow"))))
     others = [stub.ApplyChatTemplate(chat(f"hello {number}")) for number in range(6)]
     texts = [answer.text for answer in await asyncio.gather(*others)]
     assert texts == [f"hello {number}" for number in range(6)]
@@ -150,19 +149,44 @@ async def test_what_a_process_was_given_behind_an_overrun_is_rendered_by_another
     assert before not in app.service.pool.pids
 
 
-async def test_what_a_process_was_given_when_it_died_is_rendered_by_another(greedy: tuple[Any, TokenizerApp]) -> None:
-    _, app = greedy
+async def given_to_a_stopped_process(app: TokenizerApp) -> list[asyncio.Task[str]]:
+    """Three conversations, "0" to "2", that the only process has been given and does not answer."""
     service = app.service
     (pid,) = service.pool.pids
     os.kill(pid, signal.SIGSTOP)
-    requests = [service.templates.request(Conversation([{"role": "user", "content": f"{n}"}])) for n in range(3)]
-    answers = [asyncio.ensure_future(service.pool.render(request)) for request in requests]
+
+    async def render(content: str) -> str:
+        request = service.templates.request(Conversation([{"role": "user", "content": content}]))
+        return service.templates.result(request, await service.pool.render(request)).text
+
+    answers = [asyncio.create_task(render(f"{number}")) for number in range(3)]
     # One turn, in which they are all given to the process.
     await asyncio.sleep(0)
     assert service.pool.queued == 0
+    return answers
+
+
+async def test_what_a_process_was_given_behind_one_that_ran_too_long_is_rendered_by_another(
+    greedy: tuple[Any, TokenizerApp],
+) -> None:
+    _, app = greedy
+    first, *others = await given_to_a_stopped_process(app)
+    (worker,) = app.service.pool._workers
+    assert worker.timer is not None
+    worker.timer.cancel()
+    app.service.pool._overran(worker)  # as the timer does
+    with pytest.raises(ResourceExhausted) as raised:
+        await first
+    assert raised.value.reason == "TEMPLATE_TIME_LIMIT"
+    assert await asyncio.gather(*others) == ["1", "2"]
+
+
+async def test_what_a_process_was_given_when_it_died_is_rendered_by_another(greedy: tuple[Any, TokenizerApp]) -> None:
+    _, app = greedy
+    (pid,) = app.service.pool.pids
+    answers = await given_to_a_stopped_process(app)
     os.kill(pid, signal.SIGKILL)
-    rendered = [service.templates.result(r, await a) for r, a in zip(requests, answers, strict=True)]
-    assert [one.text for one in rendered] == ["0", "1", "2"]
+    assert await asyncio.gather(*answers) == ["0", "1", "2"]
 
 
 async def test_a_refusal_quotes_the_template_and_never_the_messages(greedy: tuple[Any, TokenizerApp]) -> None:
