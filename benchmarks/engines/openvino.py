@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,38 @@ GIB = 1 << 30
 
 
 def export(settings: Settings, out: Path) -> None:
-    """The checkpoint as OpenVINO's IR: 16-bit weights, or 8- or 4-bit ones with scales (nncf's weight compression)."""
+    """The checkpoint as OpenVINO's IR with 32- or 16-bit weights."""
     from optimum.exporters.openvino import main_export
     from optimum.intel.openvino import OVConfig
 
-    bits: dict[str, dict[str, Any]] = {"int8": {"bits": 8}, "int4": {"bits": 4, "sym": False, "group_size": 128}}
-    if settings.dtype in bits:
-        config = OVConfig(quantization_config=bits[settings.dtype])
-    else:
-        config = OVConfig(dtype="fp32" if settings.dtype == "fp32" else "fp16")
-    unfinished = out.with_name(out.name + ".part")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    main_export(settings.model, unfinished, task="text-generation-with-past", ov_config=config, convert_tokenizer=False)
-    unfinished.rename(out)
+    config = OVConfig(dtype="fp32" if settings.dtype == "fp32" else "fp16")
+    main_export(settings.model, out, task="text-generation-with-past", ov_config=config, convert_tokenizer=False)
+
+
+def compress(source: Path, out: Path, bits: int) -> None:
+    """The IR in `source` with 8- or 4-bit weights, by nncf (optimum silently left them as they were)."""
+    import nncf
+    import openvino
+
+    model = openvino.Core().read_model(source / "openvino_model.xml")
+    options = {8: {}, 4: {"group_size": 128}}[bits]
+    mode = nncf.CompressWeightsMode.INT8_ASYM if bits == 8 else nncf.CompressWeightsMode.INT4_ASYM
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("openvino_model.*"))
+    openvino.save_model(nncf.compress_weights(model, mode=mode, **options), out / "openvino_model.xml")
+
+
+def converted(settings: Settings) -> Path:
+    """The folder of the IR in the number format that is asked for, made on first use."""
+    bits = {"int8": 8, "int4": 4}.get(settings.dtype)
+    plain = settings.converted("openvino-fp32" if settings.dtype == "fp32" else "openvino-fp16")
+    folder = settings.converted(f"openvino-nncf-int{bits}") if bits else plain
+    for wanted, make in ((plain, partial(export, settings)), (folder, lambda out: compress(plain, out, bits or 8))):
+        if not wanted.is_dir():
+            unfinished = wanted.with_name(wanted.name + ".part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make(unfinished)
+            unfinished.rename(wanted)
+    return folder
 
 
 class OpenVino(Adapter):
@@ -38,9 +58,7 @@ class OpenVino(Adapter):
         import openvino_genai
 
         self._tensor, self._genai = openvino.Tensor, openvino_genai
-        self._folder = self.settings.converted("openvino-" + self.settings.dtype.replace("bf16", "fp16"))
-        if not self._folder.is_dir():
-            export(self.settings, self._folder)
+        self._folder = converted(self.settings)
 
     def load(self) -> None:
         """See Adapter."""
