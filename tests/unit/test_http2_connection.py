@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -138,6 +139,25 @@ async def test_data_after_the_end_of_a_request_resets_its_stream() -> None:
     assert call.is_over
     assert await peer.received(frames.RST_STREAM, 1) == [frames.STREAM_CLOSED.to_bytes(4, "big")]
     assert not peer.socket.is_closed
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda stream: frames.frame(frames.DATA, 0, stream, b"x"),
+        lambda stream: frames.window_update(stream, 0),
+        lambda stream: frames.window_update(stream, frames.MAX_WINDOW),
+    ],
+    ids=["data after the end", "no more window", "too much window"],
+)
+async def test_resets_that_a_client_provokes_have_the_budget_of_its_own(misuse: Callable[[int], bytes]) -> None:
+    peer = Peer()
+    for stream in range(1, 2000, 2):
+        peer.open(stream)
+        peer.data(stream, message(b"a"), end=True)
+        peer.send(misuse(stream))
+    assert peer.socket.is_closed
+    assert len(peer.calls) < 300
 
 
 async def test_calls_that_wait_are_woken_once_however_many_frames_make_room() -> None:

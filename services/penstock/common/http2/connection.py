@@ -280,8 +280,7 @@ class Connection(asyncio.Protocol):
                 raise frames.Violation(frames.PROTOCOL_ERROR, "data of no stream")
             return
         if call.request_ended:
-            self.send(_reset(stream, frames.STREAM_CLOSED))
-            call.gone()
+            self._break_off(call, frames.STREAM_CLOSED)
             return
         ended = bool(flags & frames.END_STREAM)
         if not payload and not ended:
@@ -311,9 +310,14 @@ class Connection(asyncio.Protocol):
         if call is not None:
             call.window += more
             if not more or call.window > frames.MAX_WINDOW:
-                self.send(_reset(stream, frames.FLOW_CONTROL_ERROR))
-                call.gone()
+                self._break_off(call, frames.FLOW_CONTROL_ERROR)
             call.wake()
+
+    def _break_off(self, call: Call, code: int) -> None:
+        """A call whose frames make no sense: a client that has us reset its calls is one that resets them."""
+        self._spend()
+        self.send(_reset(call.stream, code))
+        call.gone()
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
