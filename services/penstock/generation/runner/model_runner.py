@@ -106,7 +106,7 @@ class ModelRunner:
         """Most tokens of one prompt that pool and model have room for, and one more."""
         return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
 
-    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 4) -> None:
+    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 32) -> None:
         """Run prompts and a decode step, so that the first request finds memory, threads and kernels ready.
 
         Writes into the first blocks of the pool: only before the first request, or while the pool is unused.
