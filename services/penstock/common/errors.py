@@ -148,7 +148,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
         Internal,
     )
 }
-_CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def to_status(error: PenstockError) -> status_pb2.Status:
@@ -189,7 +189,7 @@ def from_status(status: status_pb2.Status) -> PenstockError:
             info_retry = error_details_pb2.RetryInfo()
             packed.Unpack(info_retry)
             retry = info_retry.retry_delay.ToNanoseconds() / 1e9
-    code = _CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
+    code = CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgument(field or "request", description or status.message, reason=reason)
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -18,7 +18,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.common.credentials import TokenFile
-from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted, Unauthenticated
+from penstock.common.errors import (
+    CODE_BY_NUMBER,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unauthenticated,
+)
 from penstock.common.errors import trailing_metadata as trailers_of
 from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics
@@ -29,8 +36,6 @@ Behavior = Callable[[Any, Context], Any]
 # Answered without credentials and whatever the load: a probe must tell "busy" from "broken".
 EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
 OVERLOAD_RETRY_SECONDS = 0.5
-# grpc.aio tells a status by its number. Looked up for every call: a walk over the enumeration takes 30 µs.
-_CODES: dict[Any, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 _log = get_logger("penstock.rpc")
 
@@ -208,7 +213,8 @@ def _set_code(context: Context) -> grpc.StatusCode:
     code: Any = context.code()
     if isinstance(code, grpc.StatusCode):
         return code
-    return _CODES.get(code, grpc.StatusCode.OK)
+    # grpc.aio tells a status by its number.
+    return CODE_BY_NUMBER.get(code, grpc.StatusCode.OK)
 
 
 def _as_penstock_error(raised: Exception, request_id: str) -> PenstockError:

@@ -92,18 +92,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     model_config = read_model_config(folder)
     context = _context(config.max_context, model_config)
     token_bytes = _token_bytes(folder, model_config)
-    defaults, ignored = load_defaults(
-        folder, model_config.eos_token_ids, model_config.vocab_size, model_config.num_layers
-    )
-    if ignored:
-        _log.warning("generation_config.json asks for what this release does not do", fields=list(ignored))
-    pad = model_config.pad_token_id if defaults.pad_token_id is None else defaults.pad_token_id
-    # A pad id outside the vocabulary is common, and is no token that a group of beams could count as.
-    defaults = replace(defaults, pad_token_id=pad if pad is not None and pad < model_config.vocab_size else None)
-    if defaults.stop_strings and token_bytes is None:
-        raise StartupError("generation_config.json has stop_strings, which need a tokenizer.json", flag="MODEL")
-    if defaults.options.token_healing and token_bytes is None:
-        raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
+    defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
     stages.end("tokenizer")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels)
@@ -147,6 +136,20 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     return LoadedModel(
         model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, batch, draft
     )
+
+
+def _defaults(folder: Path, model: ModelConfig, *, has_token_bytes: bool) -> ModelDefaults:
+    """generation_config.json's. Raises StartupError for what needs a tokenizer where there is none."""
+    defaults, ignored = load_defaults(folder, model.eos_token_ids, model.vocab_size, model.num_layers)
+    if ignored:
+        _log.warning("generation_config.json asks for what this release does not do", fields=list(ignored))
+    if defaults.stop_strings and not has_token_bytes:
+        raise StartupError("generation_config.json has stop_strings, which need a tokenizer.json", flag="MODEL")
+    if defaults.options.token_healing and not has_token_bytes:
+        raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
+    pad = model.pad_token_id if defaults.pad_token_id is None else defaults.pad_token_id
+    # A pad id outside the vocabulary is common, and is no token that a group of beams could count as.
+    return replace(defaults, pad_token_id=pad if pad is not None and pad < model.vocab_size else None)
 
 
 def _context(wanted: int | None, model: ModelConfig) -> int:

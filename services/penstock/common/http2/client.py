@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from hpack import Decoder, HPACKError
 
 from penstock.common.config import ChannelConfig
+from penstock.common.errors import CODE_BY_NUMBER
 from penstock.common.http2 import frames
 from penstock.common.http2.keepalive import KeepAlive
 from penstock.common.http2.metadata import Metadata, parse_metadata
@@ -27,8 +28,9 @@ RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 END: object = cast("Any", grpc.aio).EOF
 _STREAM = 1
-# What the peer may send before it is told to go on, and how much of that may be owed to it.
-_WINDOW, _OWED = 1 << 20, 1 << 18
+_CODES = {str(number): code for number, code in CODE_BY_NUMBER.items()}
+# Of both windows, the connection's as large as the stream's: what may be owed to the peer.
+_OWED = frames.STREAM_WINDOW // 4
 # Of messages that are parsed as one: bounds how long that takes.
 _JOINED_BYTES = 64 << 10
 # How an answer that is none of gRPC's reads (gRPC, "HTTP to gRPC Status Code Mapping"); all others are UNKNOWN.
@@ -147,8 +149,11 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             self._end(grpc.StatusCode.UNAVAILABLE, "the peer does not speak HTTP/2")
             return
-        settings = ((frames.INITIAL_WINDOW_SIZE, _WINDOW), (frames.MAX_HEADER_LIST_SIZE, MAX_METADATA_BYTES))
-        more = frames.window_update(0, _WINDOW - frames.DEFAULT_WINDOW)
+        settings = (
+            (frames.INITIAL_WINDOW_SIZE, frames.STREAM_WINDOW),
+            (frames.MAX_HEADER_LIST_SIZE, MAX_METADATA_BYTES),
+        )
+        more = frames.window_update(0, frames.STREAM_WINDOW - frames.DEFAULT_WINDOW)
         head = frames.header_frames(_STREAM, self._head, end=False, limit=frames.DEFAULT_FRAME_SIZE)
         transport.write(frames.PREFACE + frames.settings(settings) + more + head)
         self._keepalive.start()
@@ -215,7 +220,7 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
 
     def _take_data(self, flags: int, payload: bytes) -> None:
         self._owed += len(payload)
-        if self._owed > _WINDOW:
+        if self._owed > frames.STREAM_WINDOW:
             raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
         body = self._body
         body += frames.content(flags, payload, prioritised=False)
@@ -261,8 +266,7 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
             self._end_with(headers)
 
     def _end_with(self, trailers: dict[str, str]) -> None:
-        number = trailers.get("grpc-status", "")
-        code = next((one for one in grpc.StatusCode if str(one.value[0]) == number), grpc.StatusCode.UNKNOWN)
+        code = _CODES.get(trailers.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
         try:
             metadata = tuple(parse_metadata(trailers.items()))
         except ValueError:
@@ -304,7 +308,7 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
 
     def _give_back(self) -> None:
         """Let the peer send on, unless the reader is behind: it is told of many messages at once."""
-        if self._waiting_bytes > _WINDOW // 2 or self._owed < _OWED or self._status is not None:
+        if self._waiting_bytes > frames.STREAM_WINDOW // 2 or self._owed < _OWED or self._status is not None:
             return
         self._send(frames.window_update(0, self._owed) + frames.window_update(_STREAM, self._owed))
         self._owed = 0

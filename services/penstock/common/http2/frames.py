@@ -15,7 +15,7 @@ NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR = 
 REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 7, 8, 9, 11
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE, MAX_WINDOW = 65_535, 16_384, 2**31 - 1
 FRAME_HEAD, MESSAGE_HEAD = 9, 5
-# What a client may send on a stream before it is told to go on.
+# What the peer may send on a stream before it is told to go on.
 STREAM_WINDOW = 1 << 20
 
 # length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
