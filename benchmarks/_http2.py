@@ -52,7 +52,10 @@ class Connection(asyncio.Protocol):
         # Data of a stream that is no whole message yet.
         self._partial: dict[int, bytes] = {}
         self._transport: asyncio.Transport | None = None
-        self.settled = asyncio.get_running_loop().create_future()
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Done with what ended the connection.
+        self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._goodbye = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -62,8 +65,10 @@ class Connection(asyncio.Protocol):
         transport.write(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, window))
 
     def connection_lost(self, error: Exception | None) -> None:
+        reason = error or ConnectionError(self._goodbye or "the server hung up")
         if not self.settled.done():
-            self.settled.set_exception(error or ConnectionError("closed"))
+            self.settled.set_exception(reason)
+        self.lost.set_result(reason)
 
     def request(self, path: str, message: bytes) -> int:
         """Send a unary request (of less than 16 KiB); returns the number of its stream."""
@@ -121,7 +126,7 @@ class Connection(asyncio.Protocol):
         elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
             self._on_end(stream)
         elif kind == GOAWAY:
-            raise ConnectionError(f"the server said GOAWAY: {payload[8:].decode(errors='replace')}")
+            self._goodbye = f"the server said GOAWAY: {payload[8:].decode(errors='replace')}"
 
 
 async def connect(address: str, on_message: Callable[[int, bytes], None], on_end: Callable[[int], None]) -> Connection:

@@ -50,7 +50,10 @@ class Load:
         self._connection = await connect(address, self._on_message, self._on_end)
         for slot in self._left:
             self._next(slot)
-        await self._ended.wait()
+        ended = asyncio.ensure_future(self._ended.wait())
+        await asyncio.wait((ended, self._connection.lost), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            raise self._connection.lost.result()
         self._connection.close()
 
     def _next(self, slot: int) -> None:

@@ -24,8 +24,6 @@ async def resolve(targets: Iterable[str]) -> dict[str, set[BackendAddress]]:
 
 
 async def _addresses(target: str) -> list[str]:
-    if target.startswith("unix:"):
-        return [target]
     host, port = split_target(target, "--backend")
     if is_address(host):
         return [target]
