@@ -47,13 +47,18 @@ class TreeConfig:
 def tree_options() -> list[BoundOption]:
     """Every option of `penstock serve`: the tree's, those of all processes, and those that one service has alone."""
     common = [bound for bound in options_of(ROLES["router"].config_class()) if bound.name in _server_fields()]
-    own = [bound for role in ROLES for bound in options_of(ROLES[role].config_class()) if bound.name in _own(role)]
+    own = [bound for role in ROLES for bound in _options_of_own(role)]
     unique = {bound.name: bound for bound in [*own, *options_of(TreeConfig), *common]}
     return list(unique.values())
 
 
 def _server_fields() -> set[str]:
     return {field.name for field in fields(ServerConfig)}
+
+
+def _options_of_own(role: str) -> list[BoundOption]:
+    names = _own(role)
+    return [bound for bound in options_of(ROLES[role].config_class()) if bound.name in names]
 
 
 def _own(role: str) -> set[str]:

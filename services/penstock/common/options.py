@@ -7,6 +7,7 @@ variables and docs/configuration.md are generated from it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -187,14 +188,20 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def options_of(config: type) -> list[BoundOption]:
+def options_of(config: type) -> tuple[BoundOption, ...]:
     """Every option of a configuration class, in order of declaration (inherited ones first)."""
+    return _options_of(cast(Any, config))
+
+
+# Every command asks for those of every service, and reading a class's types takes a millisecond.
+@functools.cache
+def _options_of(config: Any) -> tuple[BoundOption, ...]:
     hints = get_type_hints(config)
-    return [
+    return tuple(
         BoundOption(field.name, hints[field.name], field.default, field.metadata["option"])
         for field in dataclasses.fields(config)
         if "option" in field.metadata
-    ]
+    )
 
 
 def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str, str]) -> C:
