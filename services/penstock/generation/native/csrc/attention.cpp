@@ -140,7 +140,7 @@ static void finish(const AttentionArgs& a, const AttentionTask& task, Work<V, NB
   for (int row = 0; row < task.count; ++row) {
     const int b = row / W, r = row % W;
     const int64_t query = (task.first + row) / G, head = task.kv_head * G + (task.first + row) % G;
-    T* to = (T*)a.out + ((a.query_start[task.seq] + query) * a.num_heads + head) * D;
+    T* to = (T*)a.out + (a.query_start[task.seq] + query) * a.out_stride + head * D;
     const float by = 1.0f / ((float*)w.sums[b][0])[r];
     for (int d = 0; d < D; ++d) store(to + d, w.o[b][d * W + r] * by);
   }

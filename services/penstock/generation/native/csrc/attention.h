@@ -8,7 +8,7 @@ namespace penstock {
 // The pool as one layer of it lies in memory: (blocks, block_size, K, D), with (blocks, block_size, K) scales for int8.
 struct AttentionArgs {
   const void* q;  // (T, H, D), row stride q_stride
-  void* out;      // (T, H, D), contiguous
+  void* out;      // (T, H, D), row stride out_stride
   const void* keys;
   const void* values;
   const float* key_scales;  // null: keys and values are of q's dtype
@@ -17,7 +17,7 @@ struct AttentionArgs {
   int64_t table_stride;
   const int32_t* query_start;
   const int32_t* context_lens;
-  int64_t q_stride;
+  int64_t q_stride, out_stride;
   int head_dim, num_heads, num_kv_heads, block_size;
   int64_t window;  // 0: none
   float scale;

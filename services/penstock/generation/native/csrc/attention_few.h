@@ -188,7 +188,7 @@ static void attend_few(const AttentionArgs& a, const AttentionTask& task, const 
   }
   for (int m = 0; m < M; ++m) {
     const int64_t query = (task.first + m) / G, head = task.kv_head * G + (task.first + m) % G;
-    T* to = (T*)a.out + ((first_row + query) * a.num_heads + head) * D;
+    T* to = (T*)a.out + (first_row + query) * a.out_stride + head * D;
     alignas(64) float sums[SUMS];
     std::memcpy(sums, &w.sums[m], sizeof(sums));
     for (int half = SUMS / 2; half; half /= 2)

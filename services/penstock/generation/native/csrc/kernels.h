@@ -10,7 +10,7 @@ struct NormArgs {
   const void* x;
   const void* weight;
   void* out;
-  int64_t width;
+  int64_t width, out_stride;  // of `out`'s rows; the others lie side by side
   float eps;
   bool is_bf16;
 };

@@ -197,7 +197,7 @@ template <typename T>
 static inline void store_row(const LinearArgs& a, const float* block, int64_t row, int64_t panel) {
   const int columns = a.gated ? PANEL / 2 : PANEL;
   const int64_t first = panel * columns;
-  T* out = (T*)a.out + row * a.width + first;
+  T* out = (T*)a.out + row * a.out_stride + first;
   const int count = int(std::min<int64_t>(columns, a.width - first));
   float values[PANEL];
   for (int c = 0; c < PANEL; c += L) {
@@ -252,15 +252,15 @@ static int32_t quantize_run(const T* x, int64_t n, int32_t zero, int8_t* out, fl
 
 template <typename T>
 static void quantize_row(const QuantizeArgs& a, int64_t row) {
-  const T* x = (const T*)a.x + row * a.width;
+  const T* x = (const T*)a.x + row * a.x_stride;
   int8_t* out = a.out + row * a.stride;
   if (!a.grouped) {
     quantize_run(x, a.width, 128, out, a.scale + row);
-    std::memset(out + a.width, 128, a.stride - a.width);
+    std::memset(out + a.width, 128, a.padded - a.width);
     return;
   }
-  const int64_t groups = a.stride / GROUP;
-  std::memset(out + a.width, 0, a.stride - a.width);
+  const int64_t groups = a.padded / GROUP;
+  std::memset(out + a.width, 0, a.padded - a.width);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
     a.sum[row * groups + g] = quantize_run(x + first, count, 0, out + first, a.scale + row * groups + g);

@@ -25,7 +25,7 @@ struct LinearArgs {
   const int32_t* column_sum;   // int8: (panels * 32)
   const int32_t* row_sum;      // int4: (rows, groups)
   void* out;                   // (rows, width)
-  int64_t width;
+  int64_t width, out_stride;   // in elements
   bool out_bf16;
   bool gated;  // a panel is 16 gates and the 16 values that they gate: out is silu(gate) * value, half as wide
 };
@@ -37,11 +37,12 @@ struct LinearTask {
 
 struct QuantizeArgs {
   const void* x;  // (rows, width)
-  int64_t width;
+  int64_t width, x_stride;
   bool is_bf16;
   bool grouped;    // int4's: signed, a scale and a sum for each group; else unsigned with 128 as 0, a scale a row
-  int8_t* out;     // (rows, stride)
-  int64_t stride;  // a multiple of a granule, of a group where grouped
+  int8_t* out;     // (rows, padded)
+  int64_t padded;  // a multiple of a granule, of a group where grouped
+  int64_t stride;
   float* scale;
   int32_t* sum;
 };

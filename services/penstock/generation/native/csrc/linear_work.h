@@ -15,6 +15,12 @@ inline int64_t granules_of(Format format, int64_t inputs) {
   return (inputs + unit - 1) / unit * unit / granule_inputs(format);
 }
 
+// Bytes from a row to the next where many are multiplied at once: an odd number of cache lines. A power of two would put the
+// rows of a tile on the same few lines of the first-level cache, which then holds none of them.
+inline int64_t spread(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+// Rows that still fit on such lines.
+constexpr int64_t CROWD = 8;
+
 // Tasks are blocks of rows times runs of panels, and a thread's share is a run of tasks: it reads the weight from end to end,
 // as the hardware's prefetch likes it, and only then helps others.
 struct LinearShare {

@@ -30,7 +30,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
   const AttentionArgs args{q.const_data_ptr(), out.data_ptr(), keys.const_data_ptr(), values.const_data_ptr(),
                            scale_data(key_scales), scale_data(value_scales), tables.const_data_ptr<int32_t>(),
                            tables.stride(0), query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
-                           q.stride(0), int(D), int(H), int(K), int(keys.size(1)), window, float(scale), is_bf16(q)};
+                           q.stride(0), H * D, int(D), int(H), int(K), int(keys.size(1)), window, float(scale), is_bf16(q)};
   const std::vector<AttentionTask> tasks = attention_tasks(args, S);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
   std::vector<Progress> progress(threads);

@@ -94,13 +94,13 @@ struct Decoder : torch::CustomClassHolder {
 
   Buffers buffers(int64_t rows, const at::TensorOptions& options) const {
     const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
-    const int64_t stride = granules_of(format, widest) * granule_inputs(format);
+    const int64_t padded = granules_of(format, widest) * granule_inputs(format), size = options.dtype().itemsize();
+    const auto inputs = [&](int64_t width) { return at::empty({rows, spread(width * size) / size}, options); };
     const bool quantised = format >= Format::INT8;
-    const int64_t groups = format == Format::INT4 ? stride / GROUP : 1;
-    return {at::empty({rows, hidden}, options), at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
-            at::empty({rows, heads}, options),  at::empty({rows, heads}, options),
-            at::empty({rows, inner}, options),  at::empty({rows, hidden}, options),
-            at::empty({quantised ? rows * stride : 0}, options.dtype(at::kChar)),
+    const int64_t groups = format == Format::INT4 ? padded / GROUP : 1;
+    return {inputs(hidden), at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
+            at::empty({rows, heads}, options), inputs(heads), inputs(inner), at::empty({rows, hidden}, options),
+            at::empty({quantised ? rows * spread(padded) : 0}, options.dtype(at::kChar)),
             at::empty({quantised ? rows * groups : 0}, options.dtype(at::kFloat)),
             at::empty({quantised ? rows * groups : 0}, options.dtype(at::kInt))};
   }
@@ -123,13 +123,13 @@ struct Decoder : torch::CustomClassHolder {
   // `then`: the next one.
   void linear(Step& step, Walk& walk, const Linear& layer, const at::Tensor& x, at::Tensor& out, const Linear* then) const {
     const bool bf16 = is_bf16(x);
-    const int64_t stride = layer.granules * granule_inputs(format);
+    const int64_t padded = layer.granules * granule_inputs(format), stride = spread(padded);
     Buffers& b = step.buffers;
-    LinearArgs args{format, x.const_data_ptr(), layer.granules, (const char*)layer.weight.const_data_ptr(), layer.granules,
+    LinearArgs args{format, x.const_data_ptr(), x.stride(0) / granule_inputs(format), (const char*)layer.weight.const_data_ptr(), layer.granules,
                     data<float>(layer.bias), b.scales.const_data_ptr<float>(), data<float>(layer.scale), data<int32_t>(layer.sum),
-                    b.sums.const_data_ptr<int32_t>(), out.data_ptr(), layer.width, bf16, layer.gated};
+                    b.sums.const_data_ptr<int32_t>(), out.data_ptr(), layer.width, out.stride(0), bf16, layer.gated};
     if (format >= Format::INT8) {
-      const QuantizeArgs quantization{x.const_data_ptr(), layer.inputs, bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr(), stride,
+      const QuantizeArgs quantization{x.const_data_ptr(), layer.inputs, x.stride(0), bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr(), padded, stride,
                                       b.scales.data_ptr<float>(), b.sums.data_ptr<int32_t>()};
       over_rows(step, walk, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(quantization, first, last); });
       args.x = b.bytes.const_data_ptr();
@@ -152,7 +152,7 @@ struct Decoder : torch::CustomClassHolder {
   void norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
     Buffers& b = step.buffers;
     const NormArgs args{step.hidden.data_ptr(), has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
-                        b.normed.data_ptr(), hidden, float(eps), is_bf16(step.hidden)};
+                        b.normed.data_ptr(), hidden, b.normed.stride(0), float(eps), is_bf16(step.hidden)};
     over_rows(step, walk, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
   }
 };
@@ -183,7 +183,7 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
     float* value_scales = scales ? key_scales + part / head_dim : nullptr;
     attention.push_back(AttentionArgs{b.q.const_data_ptr(), b.attended.data_ptr(), keys, values, key_scales, value_scales,
                          tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
-                         context_lens.const_data_ptr<int32_t>(), num_heads * head_dim, int(head_dim), int(num_heads),
+                         context_lens.const_data_ptr<int32_t>(), num_heads * head_dim, b.attended.stride(0), int(head_dim), int(num_heads),
                          int(num_kv_heads), int(pool.size(3)), layers[i].window, float(1 / std::sqrt(double(head_dim))), bf16});
     rope.push_back(RopeArgs{b.qkv.const_data_ptr(), b.qkv.size(1), cos.const_data_ptr(), sin.const_data_ptr(), data<char>(layers[i].q_norm),
                     data<char>(layers[i].k_norm), b.q.data_ptr(), keys, values, key_scales, value_scales,

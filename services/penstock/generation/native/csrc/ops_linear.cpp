@@ -18,10 +18,12 @@ void run(const LinearArgs& args, int64_t rows, int64_t panels) {
   });
 }
 
-// Inputs as granules: rows whose width is no multiple of one are padded with zeros.
+// Inputs as granules: rows whose width is no multiple of one are padded with zeros, and many rows are spread.
 at::Tensor whole_granules(const at::Tensor& x, int64_t inputs, int64_t padded) {
-  if (padded == inputs) return x.contiguous();
-  auto wide_rows = at::zeros({x.size(0), padded}, x.options());
+  const int64_t size = x.element_size(), stride = x.size(0) > CROWD ? spread(padded * size) / size : padded;
+  if (stride == inputs) return x.contiguous();
+  auto wide_rows = at::empty({x.size(0), stride}, x.options());
+  wide_rows.narrow(1, inputs, padded - inputs).zero_();
   wide_rows.narrow(1, 0, inputs).copy_(x);
   return wide_rows;
 }
@@ -45,16 +47,16 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
   if (rows == 0) return out;
   LinearArgs args{format, nullptr, granules, weight.const_data_ptr<uint8_t>() ? (const char*)weight.const_data_ptr<uint8_t>() : nullptr,
                   granules, pointer<float>(bias), nullptr, pointer<float>(column_scale), pointer<int32_t>(column_sum), nullptr,
-                  out.data_ptr(), width, out_bf16, gated};
+                  out.data_ptr(), width, width, out_bf16, gated};
   at::Tensor source, scale, sum;
   if (format >= Format::INT8) {
     const bool grouped = format == Format::INT4;
-    const int64_t stride = granules * granule_inputs(format), groups = grouped ? stride / GROUP : 1;
+    const int64_t padded = granules * granule_inputs(format), groups = grouped ? padded / GROUP : 1, stride = spread(padded);
     source = at::empty({rows, stride}, x.options().dtype(at::kChar));
     scale = at::empty({rows, groups}, x.options().dtype(at::kFloat));
     sum = at::empty({grouped ? rows : 0, groups}, x.options().dtype(at::kInt));
     const at::Tensor dense = x.contiguous();
-    const QuantizeArgs quantization{dense.const_data_ptr(), inputs, is_bf16(x), grouped, (int8_t*)source.data_ptr(), stride,
+    const QuantizeArgs quantization{dense.const_data_ptr(), inputs, inputs, is_bf16(x), grouped, (int8_t*)source.data_ptr(), padded, stride,
                                     scale.data_ptr<float>(), sum.data_ptr<int32_t>()};
     at::parallel_for(0, rows, grain(inputs), [&](int64_t first, int64_t last) { KERNEL(quantize)(quantization, first, last); });
     args.x_stride = stride / 4;
@@ -62,6 +64,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
     args.row_sum = sum.const_data_ptr<int32_t>();
   } else {
     source = whole_granules(x, inputs, granules * granule_inputs(format));
+    args.x_stride = source.size(1) / granule_inputs(format);
   }
   args.x = source.const_data_ptr();
   run(args, rows, panels);

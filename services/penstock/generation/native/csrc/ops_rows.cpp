@@ -9,7 +9,7 @@ at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tenso
   TORCH_CHECK(hidden.scalar_type() == x.scalar_type() && hidden.scalar_type() == weight.scalar_type());
   auto out = at::empty_like(hidden);
   const NormArgs args{hidden.data_ptr(), x.const_data_ptr(), weight.const_data_ptr(), out.data_ptr(), hidden.size(-1),
-                      float(eps), is_bf16(hidden)};
+                      hidden.size(-1), float(eps), is_bf16(hidden)};
   at::parallel_for(0, hidden.size(0), grain(args.width), [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
   return out;
 }
@@ -18,7 +18,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.scalar_type() == weight.scalar_type());
   auto out = at::empty_like(x);
   // Nothing is added, so x is only read.
-  const NormArgs args{const_cast<void*>(x.const_data_ptr()), nullptr, weight.const_data_ptr(), out.data_ptr(), x.size(-1), float(eps), is_bf16(x)};
+  const NormArgs args{const_cast<void*>(x.const_data_ptr()), nullptr, weight.const_data_ptr(), out.data_ptr(), x.size(-1), x.size(-1), float(eps), is_bf16(x)};
   at::parallel_for(0, x.size(0), grain(args.width), [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
   return out;
 }

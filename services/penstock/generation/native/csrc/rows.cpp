@@ -54,11 +54,11 @@ static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
 
 void add_norm(const NormArgs& a, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
-    int64_t at = row * a.width;
+    int64_t at = row * a.width, to = row * a.out_stride;
     if (a.is_bf16)
-      add_norm_row<bf16>((bf16*)a.hidden + at, a.x == nullptr ? nullptr : (const bf16*)a.x + at, (const bf16*)a.weight, (bf16*)a.out + at, a.width, a.eps);
+      add_norm_row<bf16>((bf16*)a.hidden + at, a.x == nullptr ? nullptr : (const bf16*)a.x + at, (const bf16*)a.weight, (bf16*)a.out + to, a.width, a.eps);
     else
-      add_norm_row<float>((float*)a.hidden + at, a.x == nullptr ? nullptr : (const float*)a.x + at, (const float*)a.weight, (float*)a.out + at, a.width, a.eps);
+      add_norm_row<float>((float*)a.hidden + at, a.x == nullptr ? nullptr : (const float*)a.x + at, (const float*)a.weight, (float*)a.out + to, a.width, a.eps);
   }
 }
 
