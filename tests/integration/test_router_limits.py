@@ -173,7 +173,7 @@ async def test_running_requests_are_not_in_a_backends_queue() -> None:
 
 
 async def test_more_sequences_than_the_tokenizer_decodes_are_shed() -> None:
-    async with backend(script=count_up(3), allowance=0) as one, running_router(one) as router:
+    async with backend(script=count_up(3), allowance=0) as one, running_router(one, detokenize="tokenizer") as router:
         config = config_pb2.GenerationConfig(num_return_sequences=64, do_sample=True)
         calls = [router.stub.Generate(generate(config=config)) for _ in range(4096 // 64 + 1)]
         answers = [asyncio.ensure_future(collect(call)) for call in calls]

@@ -98,7 +98,7 @@ async def test_what_was_lost_before_the_client_saw_any_of_it_is_unavailable() ->
     refusal = InvalidArgument("resumed_token_ids", "beam modes return whole sequences only")
     first, second = held(allowance=0), held(extra_load=100, refuse=refusal)
     async with first as one, second as two, TcpProxy(tokenizer_address()) as proxy:
-        async with running_router(one, two, tokenizer=proxy.address) as router:
+        async with running_router(one, two, tokenizer=proxy.address, detokenize="tokenizer") as router:
             failing = asyncio.ensure_future(status_of(router.stub.Generate(generate(output=WANT_IDS))))
             await one.until(lambda: one.running == 1)
             proxy.freeze()

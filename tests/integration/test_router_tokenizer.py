@@ -8,7 +8,7 @@ from factories.emitting_backend import count_up
 from factories.router import Answer, backend, chat, collect, generate, running_router, tokenizer_address, until
 from factories.tcp_proxy import TcpProxy
 from penstock.common.errors import from_rpc_error
-from penstock.v1 import config_pb2
+from penstock.v1 import config_pb2, generation_pb2
 
 TOKENS = 40
 IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
@@ -19,7 +19,7 @@ async def test_stream_survives_a_tokenizer_that_comes_back() -> None:
     async with (
         TcpProxy(tokenizer_address()) as proxy,
         backend(script=count_up(TOKENS), allowance=5) as one,
-        running_router(one, tokenizer=proxy.address) as router,
+        running_router(one, tokenizer=proxy.address, detokenize="tokenizer") as router,
     ):
 
         async def cut(answer: Answer) -> None:
@@ -39,7 +39,7 @@ async def test_half_a_character_survives_the_tokenizers_death() -> None:
     async with (
         TcpProxy(tokenizer_address()) as proxy,
         backend(allowance=1) as one,
-        running_router(one, tokenizer=proxy.address) as router,
+        running_router(one, tokenizer=proxy.address, detokenize="tokenizer") as router,
     ):
         pieces = await router.encode("a🦜🦜")
         one.script = lambda _: pieces
@@ -58,7 +58,7 @@ async def test_frozen_tokenizer_is_reconnected() -> None:
     async with (
         TcpProxy(tokenizer_address()) as proxy,
         backend(script=count_up(TOKENS), allowance=5) as one,
-        running_router(one, tokenizer=proxy.address, tokenizer_stall_seconds=0.2) as router,
+        running_router(one, tokenizer=proxy.address, detokenize="tokenizer", tokenizer_stall_seconds=0.2) as router,
     ):
         frozen = False
 
@@ -80,7 +80,7 @@ async def test_standby_tokenizer_takes_over() -> None:
     async with (
         TcpProxy(tokenizer_address()) as proxy,
         backend(script=count_up(TOKENS), allowance=5) as one,
-        running_router(one, tokenizer=(proxy.address, tokenizer_address())) as router,
+        running_router(one, tokenizer=(proxy.address, tokenizer_address()), detokenize="tokenizer") as router,
     ):
 
         async def cut(answer: Answer) -> None:
@@ -96,7 +96,7 @@ async def test_tokenizer_that_never_returns_ends_begun_streams_aborted_and_new_o
     async with (
         TcpProxy(tokenizer_address()) as proxy,
         backend(script=count_up(TOKENS), allowance=5) as one,
-        running_router(one, tokenizer=proxy.address, tokenizer_wait_seconds=0.2) as router,
+        running_router(one, tokenizer=proxy.address, detokenize="tokenizer", tokenizer_wait_seconds=0.2) as router,
     ):
 
         async def cut(_: Answer) -> None:
@@ -113,3 +113,35 @@ async def test_tokenizer_that_never_returns_ends_begun_streams_aborted_and_new_o
         await proxy.restore()
         await router.until("tokenizer_up", 1)
         assert (await collect(router.stub.Chat(chat()))).finished
+
+
+async def test_stream_decoded_by_the_router_ends_without_the_tokenizer() -> None:
+    async with (
+        TcpProxy(tokenizer_address()) as proxy,
+        backend(script=count_up(TOKENS), allowance=5) as one,
+        running_router(one, tokenizer=proxy.address) as router,
+    ):
+
+        async def cut(_: Answer) -> None:
+            await proxy.cut()
+            await router.until("tokenizer_up", 0)
+            await one.allow(None)
+
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), cut)
+        assert answer.ids() == IDS
+        await proxy.restore()
+        await router.until("tokenizer_up", 1)
+        assert answer.text() == await router.decode(IDS)
+
+
+async def test_id_outside_the_vocabulary_ends_its_stream_alone() -> None:
+    def script(request: generation_pb2.GenerateRequest) -> list[int]:
+        return [300] if request.config.seed == 1 else [300, 1 << 30, 301]
+
+    async with backend(script=script) as one, running_router(one) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as broken:
+            await collect(router.stub.Generate(generate()))
+        assert broken.value.code() is grpc.StatusCode.INTERNAL
+        assert from_rpc_error(broken.value).reason == "DETOKENIZE_FAILED"
+        config = config_pb2.GenerationConfig(seed=1)
+        assert (await collect(router.stub.Generate(generate(config=config, output=WANT_IDS)))).ids() == [300]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from factories.tokenizer_folders import bundle_of, conformance_data, detokenizers_of
 from penstock.common.errors import InvalidArgument
+from penstock.router import decode_table
+from penstock.tokenizer import convert
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation
 from penstock.tokenizer.template_process import Renderer, answer_to
 from penstock.tokenizer.tokenizer import EncodeOptions, TextTokenizer, Vocabulary
+from penstock.v1 import tokenizer_pb2
 
 pytestmark = pytest.mark.conformance
 TOKENIZERS = ["qwen2.5", "mistral-7b"]
@@ -107,6 +111,24 @@ def test_every_vector_is_exact(name: str) -> None:
         encoded = tokenizer.encode([vector["text"]], EncodeOptions(add_special_tokens=False))[0]
         assert encoded.ids == vector["ids"]
         assert tokenizer.decode([vector["ids"]], False) == [vector["decoded"]]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+async def test_the_routers_table_is_the_tokenizers(name: str) -> None:
+    sent = detokenizers_of(vocabulary(name)).table
+    assert sent is not None
+
+    async def parts() -> AsyncIterator[tokenizer_pb2.GetDecodeTableResponse]:
+        for part in convert.decode_table(sent):
+            yield part
+
+    came = await decode_table.fetch(parts())
+    assert came is not None
+    assert came.kind == sent.kind
+    for skip in (True, False):
+        for vector in vectors(name):
+            here, there = came.make(skip), sent.make(skip)
+            assert here.push(vector["ids"]) + here.finish() == there.push(vector["ids"]) + there.finish()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -110,12 +110,15 @@ def messages_of(answers: list[list[int]], widths: list[int]) -> list[SessionResp
 
 
 async def answer_of(
-    messages: Sequence[SessionResponse], plan: list[Turn], reader: Reader, spec: RequestSpec
+    messages: Sequence[SessionResponse], plan: list[Turn], reader: Reader, spec: RequestSpec, *, by_table: bool
 ) -> list[text_pb2.ChatResponse]:
     """What the client gets when messages come, texts come back and it reads as `plan` says."""
     metrics = RouterMetrics(CollectorRegistry())
     detokenizer, backend, tokenizer = Detokenizer(max_outstanding=10_000), Line(), Line()
     detokenizer.connected()
+    if by_table:
+        assert FACTORY.table is not None
+        detokenizer.use_table(FACTORY.table)
     decoding = DecodeSession(FACTORY, DecodeLimits(), serves=lambda model: model == "", id_limit=DEMO.bundle.id_limit)
     live = LiveRequest(spec, Timings(0.0), detokenizer, metrics, 1 << 30)
     session = BackendSession(backend, "backend", detokenizer, metrics, lambda: None)
@@ -162,7 +165,15 @@ TEXTS = st.text("ab é你👨‍👩\n<think></think>", min_size=1, max_size=30)
 CROWDED = [Turn(1, True, 8, 8), *[Turn(1, True, 0, 8), Turn(1, True, 0, 8), Turn(0, True, 2, 8)] * 8]
 
 
-@example(texts=["abé你" * 8], widths=[1], plan=CROWDED, room=[False, True], wants=(True, False), is_chat=False)
+@example(
+    texts=["abé你" * 8],
+    widths=[1],
+    plan=CROWDED,
+    room=[False, True],
+    wants=(True, False),
+    is_chat=False,
+    by_table=False,
+)
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=3),
@@ -171,9 +182,16 @@ CROWDED = [Turn(1, True, 8, 8), *[Turn(1, True, 0, 8), Turn(1, True, 0, 8), Turn
     room=st.lists(st.booleans(), max_size=5),
     wants=st.tuples(st.booleans(), st.booleans()),
     is_chat=st.booleans(),
+    by_table=st.booleans(),
 )
 def test_an_answer_does_not_depend_on_what_is_merged(
-    texts: list[str], widths: list[int], plan: list[Turn], room: list[bool], wants: tuple[bool, bool], is_chat: bool
+    texts: list[str],
+    widths: list[int],
+    plan: list[Turn],
+    room: list[bool],
+    wants: tuple[bool, bool],
+    is_chat: bool,
+    by_table: bool,
 ) -> None:
     answers: list[list[int]] = [DEMO.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     spec = RequestSpec(
@@ -185,7 +203,9 @@ def test_an_answer_does_not_depend_on_what_is_merged(
         wants_token_ids=wants[0],
         wants_logprobs=wants[1],
     )
-    run = answer_of(messages_of(answers, widths), plan, DirectReader(room) if room else Reader(), spec)
+    run = answer_of(
+        messages_of(answers, widths), plan, DirectReader(room) if room else Reader(), spec, by_table=by_table
+    )
     started, *between, finished = asyncio.run(run)
     assert started.HasField("started")
     deltas = [message.delta for message in between]

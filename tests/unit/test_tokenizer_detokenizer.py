@@ -16,8 +16,9 @@ from factories.tokenizer_folders import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.tokenizer.decoder_plan import Table, byte_level_bytes
-from penstock.tokenizer.detokenizer import ByteLevelDetokenizer, Detokenizer
+from penstock.common.detokenize.detokenizer import ByteLevelDetokenizer, Detokenizer
+from penstock.common.detokenize.table import Table
+from penstock.tokenizer.decoder_plan import byte_level_bytes
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
 
 MULTI_BYTE = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.common.config import (
     GENERATION_PORT,
@@ -142,6 +143,12 @@ class RouterConfig(ServerConfig, ChannelConfig):
         "log-probabilities that come in bursts (beams, stream_interval).",
         group=STREAMING,
         minimum=1024,
+    )
+    detokenize: Literal["auto", "tokenizer"] = option(
+        "auto",
+        "auto: ids become text in the router, by the tokenizer's table, where its decoder is one (byte-level BPE, byte "
+        "fallback); tokenizer: always in the tokenizer.",
+        group=STREAMING,
     )
     max_outstanding_messages: int = option(
         8192, "Messages that the tokenizer may leave unanswered.", group=STREAMING, minimum=16

@@ -1,8 +1,10 @@
-"""The router's one DecodeStream: ids of whole engine steps go out as one message, their text comes back in order.
+"""Ids of whole engine steps to text: by the tokenizer's table where its decoder is one, else by one DecodeStream.
 
-A message costs as much as tens of tokens, so few are on their way at a time, and steps that come meanwhile are put into
-one. When the tokenizer is lost, what it has not answered is kept; on the next connection every sequence is opened again
-with the ids whose text had already come back, and the rest is sent again. Nothing is lost and nothing comes twice.
+With a table (`use_table`) a step's text is there at once. Without it the ids of a step go out as one message, and their
+text comes back in order. A message costs as much as tens of tokens, so few are on their way at a time, and steps that
+come meanwhile are put into one. When the tokenizer is lost, what it has not answered is kept; on the next connection
+every sequence is opened again with the ids whose text had already come back, and the rest is sent again. Nothing is
+lost and nothing comes twice.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
+from penstock.common.detokenize.detokenizer import DecodeTable
+from penstock.common.detokenize.text_decoder import TextDecoder
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
 from penstock.router.end import END
 from penstock.router.sequence import ReturnedSequence
@@ -101,8 +105,13 @@ class Detokenizer:
         self._drops: list[int] = []
         self._wakeup = Wakeup()
         self._max_outstanding = max_outstanding
+        self._table: DecodeTable | None = None
         # Messages answered so far.
         self.answers = 0
+
+    def use_table(self, table: DecodeTable) -> None:
+        """Decode here from now on. To be called before the first batch."""
+        self._table = table
 
     def add(
         self,
@@ -127,7 +136,10 @@ class Detokenizer:
         live.undecoded += 1
 
     def send(self, batch: Batch) -> None:
-        """Queue a batch. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
+        """Queue a batch, or decode it. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
+        if self._table is not None:
+            self._decode(batch, self._table)
+            return
         if self._steps >= self._max_outstanding:
             error = Unavailable(
                 "the tokenizer does not keep up", reason="TOKENIZER_OVERLOADED", retry_after_seconds=1.0
@@ -143,6 +155,12 @@ class Detokenizer:
         self._outstanding.append(batch)
         self._unsent.append(batch)
         self._wakeup.set()
+
+    def _decode(self, batch: Batch, table: DecodeTable) -> None:
+        begin = time.monotonic()
+        texts = [_text_of(piece, table) for piece in batch.pieces]
+        now = time.monotonic()
+        self._deliver(batch, texts, now - begin, now)
 
     def drop(self, sequences: Iterable[ReturnedSequence]) -> None:
         """The tokenizer may forget sequences that nobody waits for any more."""
@@ -244,23 +262,26 @@ class Detokenizer:
         self._steps -= batch.steps
         if self._unsent or self._drops:
             self._wakeup.set()
-        now, seconds = time.monotonic(), response.detokenize_seconds
-        pieces, results = batch.pieces, response.results
-        if len(pieces) != len(results):
+        if len(batch.pieces) != len(response.results):
             raise Internal("the tokenizer did not answer every item of a message", reason="TOKENIZER_PROTOCOL")
-        for piece, result in zip(pieces, results, strict=True):
+        texts = [_refused(one.error) if one.HasField("error") else one.text for one in response.results]
+        self._deliver(batch, texts, response.detokenize_seconds, time.monotonic())
+
+    def _deliver(self, batch: Batch, texts: Iterable[str | PenstockError], seconds: float, now: float) -> None:
+        """Once a token. `texts` belong to the batch's pieces."""
+        for piece, text in zip(batch.pieces, texts, strict=True):
             sequence = piece.sequence
-            if result.HasField("error"):
-                sequence.stream_id = 0
-                sequence.live.undecoded -= 1
-                sequence.live.fail(_refused(result.error))
-            else:
+            live = sequence.live
+            if isinstance(text, str):
                 sequence.decoded += len(piece.token_ids)
-                live = sequence.live
                 if live.last_batch is not batch:
                     live.last_batch = batch
                     live.timings.detokenize += seconds
-                live.on_text(piece, result.text, now)
+                live.on_text(piece, text, now)
+            else:
+                sequence.stream_id = 0
+                live.undecoded -= 1
+                live.fail(text)
 
     def _fail(self, pieces: Iterable[Piece], error: PenstockError) -> None:
         for piece in pieces:
@@ -277,3 +298,24 @@ def _refused(error: str) -> PenstockError:
             retry_after_seconds=1.0,
         )
     return Internal("the answer could not be turned into text", reason="DETOKENIZE_FAILED")
+
+
+def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
+    """Once a token."""
+    piece.is_sent = True
+    sequence = piece.sequence
+    decoder = sequence.decoder
+    if decoder is None:
+        options = sequence.live.decode_options
+        skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
+        decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
+        decoder.replay(options.prefix_token_ids, ())
+        sequence.decoder = decoder
+    try:
+        text = decoder.push(piece.token_ids)
+    except IndexError:
+        return _refused("ID_OUTSIDE_VOCABULARY")
+    if piece.result is not None:
+        matched = piece.result.stop_string if piece.result.HasField("stop_string") else None
+        return decoder.finish(text, matched).text
+    return text if decoder.stops is None else decoder.stops.push(text).text

@@ -35,7 +35,7 @@ class RouterMetrics:
         self.template = seconds("template_seconds", "Rendering of a chat template.")
         self.tokenize = seconds("tokenize_seconds", "Encoding of a prompt.")
         self.route = seconds("route_seconds", "Admission and choice of a backend.")
-        self.detokenize = seconds("detokenize_seconds", "Time in DecodeStream, per request.")
+        self.detokenize = seconds("detokenize_seconds", "Turning ids into text, per request.")
         self.first_token = seconds("time_to_first_token_seconds", "Request received to first token.")
         self.end_to_end = seconds("e2e_request_latency_seconds", "Request received to Finished.")
         self.given = seconds("score_embed_seconds", "Score and Embed: request received to its answer.")

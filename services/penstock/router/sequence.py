@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.common.detokenize.text_decoder import TextDecoder
     from penstock.router.chat_output import ChatParser
     from penstock.router.detokenize import Piece
     from penstock.router.live import LiveRequest
@@ -16,6 +17,7 @@ class ReturnedSequence:
 
     __slots__ = (
         "decoded",
+        "decoder",
         "decoder_epoch",
         "index",
         "last_piece",
@@ -32,8 +34,10 @@ class ReturnedSequence:
         self.index = index
         # Everything backends emitted, over all attempts: what a move resumes from.
         self.token_ids: list[int] = []
-        # How many of them came back from the tokenizer.
+        # How many of them are text by now.
         self.decoded = 0
+        # Where the router decodes by itself.
+        self.decoder: TextDecoder | None = None
         # The DecodeStream connection that knows `stream_id`; another one needs the sequence opened again.
         self.decoder_epoch = 0
         self.stream_id = 0

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.channels import open_channel
 from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
+from penstock.router import decode_table
 from penstock.router.config import RouterConfig
 from penstock.router.detokenize import DecodeCall, Detokenizer
 from penstock.router.metrics import RouterMetrics
@@ -45,6 +46,8 @@ class TokenizerLink:
         self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
         self._ready = asyncio.Event()
         self._lost_at = time.monotonic()
+        # Settled by the first tokenizer: live sequences are decoded in one place.
+        self._is_decoding_settled = config.detokenize == "tokenizer"
 
     @property
     def is_ready(self) -> bool:
@@ -123,6 +126,7 @@ class TokenizerLink:
             request = tokenizer_pb2.GetTokenizerRequest()
             info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
             self._check(info, address)
+            await self._prepare_decoding(stub)
             call = await self._open_decode_stream(stub, address)
             self.info, self._stub = info, stub
             self._detokenizer.connected()
@@ -142,6 +146,15 @@ class TokenizerLink:
                 call.cancel()
         finally:
             await channel.close(None)
+
+    async def _prepare_decoding(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
+        if self._is_decoding_settled:
+            return
+        request = tokenizer_pb2.GetDecodeTableRequest()
+        table = await decode_table.fetch(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
+        if table is not None:
+            self._detokenizer.use_table(table)
+        self._is_decoding_settled = True
 
     async def _open_decode_stream(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> DecodeCall:
         config = self._config

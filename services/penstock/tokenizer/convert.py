@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from google.protobuf import struct_pb2
 
+from penstock.common.detokenize.detokenizer import DecodeTable
 from penstock.common.errors import InvalidArgument
 from penstock.tokenizer.chat_template import Conversation
 from penstock.tokenizer.tokenizer import Encoded, EncodeOptions, SideName
@@ -33,6 +35,8 @@ _SCHEMA_ORDER = (
     "properties",
     "required",
 )
+# Ids in one part of a decode table: a part takes less than a millisecond to make.
+_TABLE_PART = 2048
 _RANK = {name: rank for rank, name in enumerate(_SCHEMA_ORDER)}
 
 
@@ -137,3 +141,22 @@ def _known(values: Mapping[int, Any], number: int, field: str) -> Any:
     if number not in values:
         raise InvalidArgument(field, "is not a value this release knows")
     return values[number]
+
+
+def decode_table(table: DecodeTable | None) -> Iterator[pb.GetDecodeTableResponse]:
+    """A decoder in parts; a single empty one when it is no table."""
+    if table is None:
+        yield pb.GetDecodeTableResponse()
+        return
+    is_byte_level = table.kind == "byte_level"
+    yield pb.GetDecodeTableResponse(
+        kind=pb.DECODE_TABLE_KIND_BYTE_LEVEL if is_byte_level else pb.DECODE_TABLE_KIND_BYTE_FALLBACK,
+        strip=table.strip,
+        strip_count=table.strip_count,
+        special_token_ids=table.special_ids,
+        # With byte level a piece is bytes exactly if it is no text.
+        lone_byte_ids=() if is_byte_level else table.table.raw,
+    )
+    pieces = table.table.pieces()
+    while part := list(islice(pieces, _TABLE_PART)):
+        yield pb.GetDecodeTableResponse(pieces=part)

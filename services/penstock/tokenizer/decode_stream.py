@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.tokenizer.detokenizer import Detokenizer, DetokenizerFactory
-from penstock.tokenizer.stop_strings import Emission, StopStrings
+from penstock.common.detokenize.stop_strings import Emission
+from penstock.common.detokenize.text_decoder import TextDecoder
+from penstock.tokenizer.detokenizer import DetokenizerFactory
 from penstock.v1 import tokenizer_pb2 as pb
 
 
@@ -35,7 +36,7 @@ class DecodeSession:
         self._limits = limits
         self._serves = serves
         self._id_limit = id_limit
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, TextDecoder] = {}
         # Of the last message, for metrics.
         self.tokens = 0
         self.characters = 0
@@ -97,7 +98,7 @@ class DecodeSession:
             return sequence.finish(text, matched)
         return Emission(text) if sequence.stops is None else sequence.stops.push(text)
 
-    def _open(self, stream_id: int, item: pb.DecodeStreamItem) -> _Sequence:
+    def _open(self, stream_id: int, item: pb.DecodeStreamItem) -> TextDecoder:
         if stream_id in self._sequences:
             raise SequenceError("STREAM_ID_IN_USE: open is allowed in the first item only")
         if not item.HasField("open"):
@@ -109,7 +110,7 @@ class DecodeSession:
             raise SequenceError("MODEL_NOT_FOUND: this tokenizer serves another model")
         self._check_stops(options)
         skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
-        sequence = _Sequence(self._factory.make(skip), options.stop_strings, options.include_stop_string_in_output)
+        sequence = TextDecoder(self._factory.make(skip), options.stop_strings, options.include_stop_string_in_output)
         sequence.replay(options.prefix_token_ids, options.resumed_token_ids)
         self._sequences[stream_id] = sequence
         return sequence
@@ -125,33 +126,3 @@ class DecodeSession:
         if isinstance(error, IndexError):
             return f"ID_OUTSIDE_VOCABULARY: ids must be below {self._id_limit}"
         return str(error)
-
-
-class _Sequence:
-    """One sequence: ids to text, then text past its stop strings."""
-
-    __slots__ = ("_detokenizer", "_include_stop", "push", "stops")
-
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], include_stop: bool) -> None:
-        self._detokenizer = detokenizer
-        self._include_stop = include_stop
-        # Ids to text; raises IndexError for ids outside the vocabulary.
-        self.push = detokenizer.push
-        # Most sequences have none: their text passes as it is.
-        self.stops = StopStrings(stop_strings, include_stop) if stop_strings else None
-
-    def replay(self, prefix: Sequence[int], resumed: Sequence[int]) -> None:
-        """Take the state that a sequence has after `prefix` (context only) and `resumed` (text sent already)."""
-        self.push(prefix)
-        text = self.push(resumed)
-        if self.stops is not None:
-            self.stops.push(text)
-
-    def finish(self, text: str, matched: str | None) -> Emission:
-        """Whatever is held back, after `text`; `matched` as in StopStrings.finish."""
-        text += self._detokenizer.finish()
-        if self.stops is None:
-            if matched is None:
-                return Emission(text)
-            self.stops = StopStrings((), self._include_stop)
-        return self.stops.finish(text, matched)

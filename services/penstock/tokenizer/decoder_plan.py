@@ -8,51 +8,34 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-
-@dataclass(frozen=True)
-class Table:
-    """What each id contributes. Exactly one of the two is set."""
-
-    # Text of an id that stands for whole characters, else None.
-    text: list[str | None]
-    # Bytes of an id that holds part of a character.
-    raw: dict[int, bytes]
-
-    def without(self, ids: Sequence[int]) -> Table:
-        """With `ids` contributing nothing: what skip_special_tokens does."""
-        text = list(self.text)
-        for index in ids:
-            text[index] = ""
-        return Table(text, {index: raw for index, raw in self.raw.items() if text[index] is None})
+from penstock.common.detokenize.detokenizer import DecodeTable, TableKind
+from penstock.common.detokenize.table import Table
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a decoder's work is split into a table and what is left to do between ids."""
 
-    kind: str
+    kind: TableKind
     replacements: tuple[tuple[str, str], ...] = ()
     strip: str = ""
     strip_count: int = 0
 
-    def table(self, tokenizer: Tokenizer, limit: int) -> Table:
-        """Ids without an entry, up to `limit`, contribute nothing."""
-        text: list[str | None] = [""] * limit
-        raw: dict[int, bytes] = {}
+    def table(self, tokenizer: Tokenizer, limit: int, special_ids: Sequence[int]) -> DecodeTable:
+        """Ids without an entry, up to `limit`, contribute nothing; nor do `special_ids` where they are skipped."""
+        pieces = [b""] * limit
+        lone: set[int] = set()
         contribution = byte_level_bytes if self.kind == "byte_level" else self._piece_bytes
         for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
             piece = contribution(token)
             if isinstance(piece, str):
-                text[index] = piece
+                pieces[index] = piece.encode()
                 continue
-            try:
+            pieces[index] = piece
+            if self.kind == "byte_fallback":
                 # A lone byte stays a byte even in ASCII: runs of them are decoded as a whole.
-                text[index] = piece.decode() if self.kind == "byte_level" else None
-            except UnicodeDecodeError:
-                text[index] = None
-            if text[index] is None:
-                raw[index] = piece
-        return Table(text, raw)
+                lone.add(index)
+        return DecodeTable(self.kind, Table.of(pieces, lone), special_ids, self.strip, self.strip_count)
 
     def _piece_bytes(self, token: str) -> str | bytes:
         for old, new in self.replacements:

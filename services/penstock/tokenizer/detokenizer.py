@@ -1,121 +1,16 @@
-"""Ids to text, a few at a time. What `push` and `finish` return, put together, is the one-shot decode of all ids.
-
-Two families of tokenizers decode token by token from a table: byte-level BPE (GPT-2, Llama 3, Qwen), and pieces with
-byte fallback (Llama 2, Mistral, Gemma). Any other decoder is run again over a short window of ids.
+"""Ids to text, a few at a time, for any tokenizer: by its table if its decoder has one (common/detokenize), else by
+running the decoder again over a short window of ids.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
 
 from tokenizers import Tokenizer
 
-from penstock.tokenizer.decoder_plan import Table, plan_of
-
-REPLACEMENT = "\ufffd"
-
-
-class Detokenizer(Protocol):
-    """State of one sequence."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that has become certain. Raises IndexError for an id at or above the table's limit."""
-
-    def finish(self) -> str:
-        """What was held back; incomplete characters are U+FFFD, as in the one-shot decode."""
-
-
-class ByteLevelDetokenizer:
-    """Bytes of consecutive ids are one UTF-8 text; invalid bytes become U+FFFD as Rust's from_utf8_lossy does it."""
-
-    __slots__ = ("_pending", "_raw", "_text")
-
-    def __init__(self, table: Table) -> None:
-        self._text = table.text
-        self._raw = table.raw
-        self._pending = b""
-
-    def push(self, ids: Sequence[int]) -> str:
-        texts, pending = self._text, self._pending
-        if not pending:
-            if len(ids) == 1:  # the common step
-                text = texts[ids[0]]
-                if text is not None:
-                    return text
-            else:
-                whole = [texts[index] for index in ids]
-                if None not in whole:
-                    return "".join(cast("list[str]", whole))
-        out: list[str] = []
-        for index in ids:
-            text = texts[index]
-            if text is not None and not pending:
-                out.append(text)
-                continue
-            pending += self._raw[index] if text is None else text.encode()
-            text, used = codecs.utf_8_decode(pending, "replace", False)
-            pending = pending[used:]
-            out.append(text)
-        self._pending = pending
-        return "".join(out)
-
-    def finish(self) -> str:
-        text = self._pending.decode("utf-8", "replace")
-        self._pending = b""
-        return text
-
-
-class ByteFallbackDetokenizer:
-    """Pieces of text, and runs of single bytes.
-
-    tokenizers decodes a run of bytes as a whole: one invalid byte turns every byte of the run into U+FFFD. So a run is
-    held back until a piece ends it, or its text could be taken back.
-    """
-
-    __slots__ = ("_raw", "_run", "_strip", "_strip_left", "_text")
-
-    def __init__(self, table: Table, strip: str = "", strip_count: int = 0) -> None:
-        """Up to `strip_count` of `strip` are dropped from the beginning of the whole text."""
-        self._text = table.text
-        self._raw = table.raw
-        self._run = b""
-        self._strip = strip
-        self._strip_left = strip_count
-
-    def push(self, ids: Sequence[int]) -> str:
-        out: list[str] = []
-        for index in ids:
-            text = self._text[index]
-            if text is None:
-                self._run += self._raw[index]
-            elif text:
-                if self._run:
-                    out.append(self._take_run())
-                out.append(text)
-        joined = "".join(out)
-        return self._stripped(joined) if self._strip_left and joined else joined
-
-    def finish(self) -> str:
-        return self._stripped(self._take_run())
-
-    def _take_run(self) -> str:
-        run, self._run = self._run, b""
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return REPLACEMENT * len(run)
-
-    def _stripped(self, text: str) -> str:
-        while self._strip_left and text:
-            if text[0] != self._strip:
-                self._strip_left = 0
-                break
-            text = text[1:]
-            self._strip_left -= 1
-        return text
+from penstock.common.detokenize.detokenizer import REPLACEMENT, DecodeTable, Detokenizer
+from penstock.tokenizer.decoder_plan import plan_of
 
 
 class WindowDetokenizer:
@@ -193,16 +88,18 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         self._id_limit = id_limit
         self._clean_up = clean_up
-        self._plan = plan_of(json.loads(tokenizer.to_str())["decoder"])
-        self._tables: dict[bool, Table] = {}
-        if self._plan is not None:
-            table = self._plan.table(tokenizer, id_limit)
-            self._tables = {False: table, True: table.without(special_ids)}
+        plan = plan_of(json.loads(tokenizer.to_str())["decoder"])
+        self._table = None if plan is None else plan.table(tokenizer, id_limit, special_ids)
 
     @property
     def kind(self) -> str:
         """ "byte_level", "byte_fallback" or "window"."""
-        return "window" if self._plan is None else self._plan.kind
+        return "window" if self._table is None else self._table.kind
+
+    @property
+    def table(self) -> DecodeTable | None:
+        """All there is to decoding, if it is a table."""
+        return self._table if self._clean_up is None else None
 
     def make(self, skip_special_tokens: bool) -> Detokenizer:
         """A detokenizer for one sequence."""
@@ -210,12 +107,9 @@ class DetokenizerFactory:
         return plain if self._clean_up is None else CleanedUpDetokenizer(plain, self._clean_up)
 
     def _make_plain(self, skip_special_tokens: bool) -> Detokenizer:
-        if self._plan is None:
-            tokenizer = self._tokenizer
-            return WindowDetokenizer(
-                lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), self._id_limit
-            )
-        table = self._tables[skip_special_tokens]
-        if self._plan.kind == "byte_level":
-            return ByteLevelDetokenizer(table)
-        return ByteFallbackDetokenizer(table, self._plan.strip, self._plan.strip_count)
+        if self._table is not None:
+            return self._table.make(skip_special_tokens)
+        tokenizer = self._tokenizer
+        return WindowDetokenizer(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), self._id_limit
+        )

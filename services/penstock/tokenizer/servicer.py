@@ -123,6 +123,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             self._metrics.streams.dec()
             self._live(-live)
 
+    async def GetDecodeTable(
+        self, request: pb.GetDecodeTableRequest, context: Context
+    ) -> AsyncIterator[pb.GetDecodeTableResponse]:
+        for part in convert.decode_table(self._ready(request.model).detokenizers.table):
+            yield part
+
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
         service = self._ready(request.model)
         vocabulary = service.vocabulary

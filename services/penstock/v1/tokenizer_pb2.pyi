@@ -61,6 +61,30 @@ PADDING_STRATEGY_MAX_LENGTH: PaddingStrategy.ValueType  # 2
 """To EncodeRequest.max_length."""
 Global___PaddingStrategy: _TypeAlias = PaddingStrategy  # noqa: Y015
 
+class _DecodeTableKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecodeTableKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecodeTableKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECODE_TABLE_KIND_UNSPECIFIED: _DecodeTableKind.ValueType  # 0
+    """This tokenizer's decoder is no table: use DecodeStream."""
+    DECODE_TABLE_KIND_BYTE_LEVEL: _DecodeTableKind.ValueType  # 1
+    """All bytes are one UTF-8 text; what is invalid becomes U+FFFD (maximal subparts, Unicode 3.9)."""
+    DECODE_TABLE_KIND_BYTE_FALLBACK: _DecodeTableKind.ValueType  # 2
+    """A run of ids in lone_byte_ids is one UTF-8 text, or as many U+FFFD as it has bytes; all others are text."""
+
+class DecodeTableKind(_DecodeTableKind, metaclass=_DecodeTableKindEnumTypeWrapper):
+    """How the bytes of a table's ids become text."""
+
+DECODE_TABLE_KIND_UNSPECIFIED: DecodeTableKind.ValueType  # 0
+"""This tokenizer's decoder is no table: use DecodeStream."""
+DECODE_TABLE_KIND_BYTE_LEVEL: DecodeTableKind.ValueType  # 1
+"""All bytes are one UTF-8 text; what is invalid becomes U+FFFD (maximal subparts, Unicode 3.9)."""
+DECODE_TABLE_KIND_BYTE_FALLBACK: DecodeTableKind.ValueType  # 2
+"""A run of ids in lone_byte_ids is one UTF-8 text, or as many U+FFFD as it has bytes; all others are text."""
+Global___DecodeTableKind: _TypeAlias = DecodeTableKind  # noqa: Y015
+
 @_typing.final
 class EncodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -639,6 +663,71 @@ class DecodeStreamResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_stop_string) -> _WhichOneofReturnType__matched_stop_string | None: ...
 
 Global___DecodeStreamResult: _TypeAlias = DecodeStreamResult  # noqa: Y015
+
+@_typing.final
+class GetDecodeTableRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDecodeTableRequest: _TypeAlias = GetDecodeTableRequest  # noqa: Y015
+
+@_typing.final
+class GetDecodeTableResponse(_message.Message):
+    """One part of the table. The first one says what it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    STRIP_FIELD_NUMBER: _builtins.int
+    STRIP_COUNT_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    LONE_BYTE_IDS_FIELD_NUMBER: _builtins.int
+    kind: Global___DecodeTableKind.ValueType
+    strip: _builtins.str
+    """Dropped from the beginning of the whole text, strip_count times at most."""
+    strip_count: _builtins.int
+    @_builtins.property
+    def special_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids that contribute nothing with skip_special_tokens."""
+
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """What ids contribute, in order; those of a part follow those of the part before."""
+
+    @_builtins.property
+    def lone_byte_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of all ids, those that are single bytes of a run."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___DecodeTableKind.ValueType = ...,
+        strip: _builtins.str = ...,
+        strip_count: _builtins.int = ...,
+        special_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        pieces: _abc.Iterable[_builtins.bytes] | None = ...,
+        lone_byte_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lone_byte_ids", b"lone_byte_ids", "pieces", b"pieces", "special_token_ids", b"special_token_ids", "strip", b"strip", "strip_count", b"strip_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDecodeTableResponse: _TypeAlias = GetDecodeTableResponse  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):

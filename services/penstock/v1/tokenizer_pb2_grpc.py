@@ -55,6 +55,11 @@ class TokenizerServiceStub:
                 request_serializer=penstock_dot_v1_dot_tokenizer__pb2.DecodeStreamRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_tokenizer__pb2.DecodeStreamResponse.FromString,
                 _registered_method=True)
+        self.GetDecodeTable = channel.unary_stream(
+                '/penstock.v1.TokenizerService/GetDecodeTable',
+                request_serializer=penstock_dot_v1_dot_tokenizer__pb2.GetDecodeTableRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_tokenizer__pb2.GetDecodeTableResponse.FromString,
+                _registered_method=True)
         self.GetTokenizer = channel.unary_unary(
                 '/penstock.v1.TokenizerService/GetTokenizer',
                 request_serializer=penstock_dot_v1_dot_tokenizer__pb2.GetTokenizerRequest.SerializeToString,
@@ -94,6 +99,13 @@ class TokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDecodeTable(self, request, context):
+        """The decoder as a table, in parts, for callers that turn ids into text themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTokenizer(self, request, context):
         """What this tokenizer is.
         """
@@ -123,6 +135,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.DecodeStream,
                     request_deserializer=penstock_dot_v1_dot_tokenizer__pb2.DecodeStreamRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_tokenizer__pb2.DecodeStreamResponse.SerializeToString,
+            ),
+            'GetDecodeTable': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetDecodeTable,
+                    request_deserializer=penstock_dot_v1_dot_tokenizer__pb2.GetDecodeTableRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_tokenizer__pb2.GetDecodeTableResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTokenizer,
@@ -239,6 +256,33 @@ class TokenizerService:
             '/penstock.v1.TokenizerService/DecodeStream',
             penstock_dot_v1_dot_tokenizer__pb2.DecodeStreamRequest.SerializeToString,
             penstock_dot_v1_dot_tokenizer__pb2.DecodeStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDecodeTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.TokenizerService/GetDecodeTable',
+            penstock_dot_v1_dot_tokenizer__pb2.GetDecodeTableRequest.SerializeToString,
+            penstock_dot_v1_dot_tokenizer__pb2.GetDecodeTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class TokenizerServiceStub:
     """Renders messages and encodes the result in one hop."""
     DecodeStream: _grpc.StreamStreamMultiCallable[_tokenizer_pb2.DecodeStreamRequest, _tokenizer_pb2.DecodeStreamResponse]
     """Incremental detokenisation of many sequences on one stream. One response per request message, in order."""
+    GetDecodeTable: _grpc.UnaryStreamMultiCallable[_tokenizer_pb2.GetDecodeTableRequest, _tokenizer_pb2.GetDecodeTableResponse]
+    """The decoder as a table, in parts, for callers that turn ids into text themselves."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerRequest, _tokenizer_pb2.GetTokenizerResponse]
     """What this tokenizer is."""
 
@@ -57,6 +59,8 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     """Renders messages and encodes the result in one hop."""
     DecodeStream: _aio.StreamStreamMultiCallable[_tokenizer_pb2.DecodeStreamRequest, _tokenizer_pb2.DecodeStreamResponse]  # type: ignore[assignment]
     """Incremental detokenisation of many sequences on one stream. One response per request message, in order."""
+    GetDecodeTable: _aio.UnaryStreamMultiCallable[_tokenizer_pb2.GetDecodeTableRequest, _tokenizer_pb2.GetDecodeTableResponse]  # type: ignore[assignment]
+    """The decoder as a table, in parts, for callers that turn ids into text themselves."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerRequest, _tokenizer_pb2.GetTokenizerResponse]  # type: ignore[assignment]
     """What this tokenizer is."""
 
@@ -94,6 +98,14 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tokenizer_pb2.DecodeStreamResponse], _abc.AsyncIterator[_tokenizer_pb2.DecodeStreamResponse]]:
         """Incremental detokenisation of many sequences on one stream. One response per request message, in order."""
+
+    @_abc_1.abstractmethod
+    def GetDecodeTable(
+        self,
+        request: _tokenizer_pb2.GetDecodeTableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_tokenizer_pb2.GetDecodeTableResponse], _abc.AsyncIterator[_tokenizer_pb2.GetDecodeTableResponse]]:
+        """The decoder as a table, in parts, for callers that turn ids into text themselves."""
 
     @_abc_1.abstractmethod
     def GetTokenizer(
