@@ -26,6 +26,13 @@ class Role:
     name: str
     config_path: str
     app_path: str
+    # A light function of the configuration, called before the application is imported; what it returns is the
+    # application's third argument.
+    early_path: str | None = None
+
+    def begin(self, config: ServerConfig) -> tuple[Any, ...]:
+        """Begin what goes on while the application is imported; what it is given of that."""
+        return () if self.early_path is None else (_load(self.early_path)(config),)
 
     def config_class(self) -> type[ServerConfig]:
         """The configuration dataclass (light to import)."""
@@ -48,7 +55,10 @@ ROLES = {
     for role in (
         Role("tokenizer", "penstock.tokenizer.config:TokenizerConfig", "penstock.tokenizer.app:TokenizerApp"),
         Role(
-            "generation", "penstock.generation.config:GenerationServiceConfig", "penstock.generation.app:GenerationApp"
+            "generation",
+            "penstock.generation.config:GenerationServiceConfig",
+            "penstock.generation.app:GenerationApp",
+            early_path="penstock.generation.early:begin",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
     )
@@ -110,6 +120,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
     began = time.monotonic()
     if not reporter.is_heard:
         say(f"{role.name}: loading")
+    begun = role.begin(config)
     app_class = role.app_class()
 
     async def run() -> int:
@@ -118,7 +129,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
         from penstock.common.server import BoundAddresses, run_until_stopped
 
         registry = CollectorRegistry()
-        service = app_class(config, registry)
+        service = app_class(config, registry, *begun)
 
         def on_ready(bound: BoundAddresses) -> None:
             # Modules, tables and the model live as long as the process: without this, every full collection would look

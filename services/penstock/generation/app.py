@@ -21,6 +21,7 @@ from penstock.common.logging import get_logger
 from penstock.generation.admin import AdminServicer
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core import GenerationCore, Lifecycle, ModelState
+from penstock.generation.devices.arena import Arena
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.request import RequestOutput
@@ -51,10 +52,13 @@ class GenerationApp:
         "penstock.v1.GenerationAdminService",
     )
 
-    def __init__(self, config: GenerationServiceConfig, registry: CollectorRegistry) -> None:
-        """To be made on the event loop."""
+    def __init__(
+        self, config: GenerationServiceConfig, registry: CollectorRegistry, arena: Arena | None = None
+    ) -> None:
+        """To be made on the event loop. `arena`: what `early.begin` returned, if it was called."""
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._config = config
+        self._arena = arena
         self._lifecycle = Lifecycle(config.served_model_name or model_name(config.model))
         self._metrics = GenerationMetrics(registry, self._lifecycle.model_name)
         self._cancelled = threading.Event()
@@ -78,7 +82,9 @@ class GenerationApp:
     async def start(self) -> None:
         """Load and warm up. Raises StartupError."""
         try:
-            loaded = await asyncio.to_thread(load, self._config, self._lifecycle.model_name, self._progress)
+            loaded = await asyncio.to_thread(
+                load, self._config, self._lifecycle.model_name, self._progress, self._arena
+            )
         except asyncio.CancelledError:
             self._cancelled.set()
             raise

@@ -74,6 +74,13 @@ class GenerationServiceConfig(ServerConfig):
         group=MODEL,
     )
 
+    prefault_weights: bool = option(
+        True,
+        "Take the memory of the weights from the system while libraries are imported, instead of when it is written "
+        "(Linux, C++ kernels, MODEL a folder): a faster start.",
+        group=MODEL,
+    )
+
     assistant_model: str | None = option(
         None, "Folder or hub id of a draft model, for requests that ask for assisted generation by it.", group=MODEL
     )

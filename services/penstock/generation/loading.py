@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from penstock.common.token_prefixes import TokenPrefixes
 from penstock.generation.batch_tuning import LARGEST_SIZE, BatchTuning, smallest_budget, tune_batch_tokens
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.defaults import load_defaults
+from penstock.generation.devices.arena import Arena
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.memory import format_memory, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.devices.registry import open_device
@@ -81,11 +83,27 @@ class LoadedModel:
         ]
 
 
-def load(config: GenerationServiceConfig, name: str, progress: Callable[[float], None]) -> LoadedModel:
+def load(
+    config: GenerationServiceConfig, name: str, progress: Callable[[float], None], arena: Arena | None = None
+) -> LoadedModel:
     """Load `config.model`, size the KV pool by what is left, and run the model once.
 
-    `progress` gets percentages and may raise to give up. Raises StartupError naming the flag to change.
+    `progress` gets percentages and may raise to give up. Weights go into `arena` while it lasts; it is closed when they
+    are loaded, or cannot be. Raises StartupError naming the flag to change.
     """
+    with contextlib.ExitStack() as after_weights:
+        if arena is not None:
+            after_weights.callback(arena.close)
+        return _load(config, name, progress, arena, after_weights.close)
+
+
+def _load(
+    config: GenerationServiceConfig,
+    name: str,
+    progress: Callable[[float], None],
+    arena: Arena | None,
+    weights_are_loaded: Callable[[], None],
+) -> LoadedModel:
     stages = Stages()
     kv_memory = parse_memory(config.kv_memory)
     folder = resolve_model(config.model)
@@ -95,8 +113,8 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
     stages.end("tokenizer")
     device = open_device(config.device)
-    device.start(num_threads=config.threads, kernels=config.kernels)
-    _check_memory(folder, model_config, config.quantization, device)
+    device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
+    _check_memory(folder, model_config, config.quantization, device, 0 if arena is None else arena.num_touched)
     share = 1.0 if config.assistant_model is None else 0.5
     model = load_model(
         folder,
@@ -107,6 +125,7 @@ def load(config: GenerationServiceConfig, name: str, progress: Callable[[float],
     )
     # The KV pool takes a share of what both leave.
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
+    weights_are_loaded()
     stages.end("weights")
     kv = _kv_pool(config, kv_memory, model, device, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
@@ -177,12 +196,12 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
     return table
 
 
-def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device) -> None:
-    """Refuse before the operating system kills: the weights alone must fit."""
+def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device, at_hand: int) -> None:
+    """Refuse before the operating system kills: the weights alone must fit. `at_hand` bytes are taken for them."""
     # A link whose file is gone, as a cleaned-up hub cache leaves them, is the loader's to report.
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
     weights = _loaded_bytes(stored, model, quantization)
-    available = device.memory().available
+    available = device.memory().available + at_hand
     if weights > available:
         raise StartupError(
             f"the weights take {format_memory(weights)} and {format_memory(available)} of memory is free: "

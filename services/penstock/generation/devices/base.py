@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
+    from penstock.generation.devices.arena import Arena
     from penstock.generation.models.kernels import LayerKernels
     from penstock.generation.quantization.base import LinearMethod
     from penstock.generation.sampling.kernels import SamplingKernels
@@ -34,10 +35,11 @@ class Device(ABC):
         """Where tensors live."""
 
     @abstractmethod
-    def start(self, *, num_threads: int | None = None, kernels: str = "auto") -> None:
+    def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
         """Claim the device for this process; `num_threads` are those of host-side kernels (None: all cores allowed).
 
         `kernels`: "native" insists on the C++ kernels, "auto" takes them where they are built, "torch" does without.
+        `arena`: memory that weights may be put in; a device that has no use for it closes it.
 
         Raises StartupError naming the flag when it cannot be had.
         """
@@ -59,6 +61,10 @@ class Device(ABC):
 
         Raises StartupError naming --quantization when this device or dtype cannot.
         """
+
+    def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Room for a large weight that is kept as it is, not initialised."""
+        return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     @abstractmethod
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from penstock.common.logging import get_logger
 from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.devices.arena import Arena
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.memory import host_memory
 from penstock.generation.models.kernels import LayerKernels, NativeKernels
@@ -42,13 +44,14 @@ class CPUDevice(Device):
     def __init__(self) -> None:
         # Of the native kernels; None while torch's operators are used.
         self.instruction_set: str | None = None
+        self._arena: Arena | None = None
 
     @property
     def torch_device(self) -> torch.device:
         """See Device."""
         return torch.device("cpu")
 
-    def start(self, *, num_threads: int | None = None, kernels: str = "auto") -> None:
+    def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
         """See Device. Raises StartupError naming --threads or --kernels."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_threads is not None and num_threads < 1:
@@ -57,6 +60,11 @@ class CPUDevice(Device):
             _log.warning("--threads is more than the cores that this process may use", threads=num_threads, cores=cores)
         torch.set_num_threads(num_threads or cores)
         self.instruction_set = _native_kernels(kernels)
+        if self.instruction_set is not None:
+            self._arena = arena
+        elif arena is not None:
+            # oneDNN allocates what it packs into.
+            arena.close()
 
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
         """See Device. "auto" turns float16 into bfloat16 on a CPU that has no float16 arithmetic: same size, and fast;
@@ -76,7 +84,14 @@ class CPUDevice(Device):
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
         """See Device."""
-        return cpu_method(dtype, quantization, native=self._uses_native(dtype))
+        return cpu_method(dtype, quantization, native=self._uses_native(dtype), arena=self._arena)
+
+    def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See Device."""
+        memory = None if self._arena is None else self._arena.take(math.prod(shape) * dtype.itemsize)
+        if not memory:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""

@@ -17,13 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.common.errors import StartupError
-from penstock.generation.models.config import read_json
 from penstock.generation.models.read_ahead import ReadAhead
+from penstock.generation.models.shards import IGNORED_SUFFIX, INDEX_FILE, SINGLE_FILE, indexed_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-# Buffers that old checkpoints carry and nobody reads.
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What is read of a mapping stays resident until the mapping goes.
 RELEASE_BYTES = 2**25
@@ -45,7 +41,7 @@ class Checkpoint:
         self._progress = progress
         self._taken_bytes = 0
         self._resident_bytes = 0
-        listed = _files(folder)
+        listed = indexed_files(folder)
         for name in dict.fromkeys(listed.values()) if listed else (SINGLE_FILE,):
             self._open(name)
         for tensor, name in listed.items():
@@ -162,21 +158,6 @@ class Checkpoint:
     def _size(self, tensor: str) -> int:
         _, shape, dtype = self._tensors[tensor]
         return math.prod(shape) * _DTYPES.get(dtype, torch.float32).itemsize
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """tensor -> file of a sharded checkpoint; {} for a single file. Raises StartupError when there is neither."""
-    if (folder / SINGLE_FILE).is_file():
-        return {}
-    if not (folder / INDEX_FILE).is_file():
-        raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", flag="MODEL")
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise StartupError(f"{folder / INDEX_FILE} has no weight_map", flag="MODEL")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is no plain file name", flag="MODEL")
-    return {tensor: name for tensor, name in weight_map.items() if not tensor.endswith(IGNORED_SUFFIX)}
 
 
 def _some(names: list[str]) -> str:

@@ -118,7 +118,9 @@ class Loader:
 
     def _table(self, name: str) -> Rows:
         """An embedding in memory of its own."""
-        return partial(F.embedding, weight=self._counted_tensor(self._weight([name]).joined()))
+        stored = self._weight([name])
+        table = stored.copied(self._device.weight_memory(stored.shape, stored.dtype))
+        return partial(F.embedding, weight=self._counted_tensor(table))
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}."

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
+
+from penstock.generation.models.shards import StoredTensor, read_header
 
 # Read beyond what is touched now. Tensors lie nearly in the order in which they are wanted.
 AHEAD_BYTES = 2**26
@@ -17,19 +17,20 @@ class ReadAhead:
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
-        # File -> tensor -> (rows, first byte, last byte); and up to where the disk was asked.
-        self._places: dict[str, dict[str, tuple[int, int, int]]] = {}
+        # File -> its tensors; and up to where the disk was asked.
+        self._tensors: dict[str, dict[str, StoredTensor]] = {}
         self._asked: dict[str, tuple[int, int]] = {}
 
     def advise(self, file: str, tensor: str, first: int, last: int) -> None:
         """Rows from `first` to `last` are touched next, and then what follows them. Raises OSError."""
         if not hasattr(os, "posix_fadvise"):
             return
-        if file not in self._places:
-            self._places[file] = _places(self._paths[file])
-        rows, begin, end = self._places[file][tensor]
-        each = (end - begin) // max(rows, 1)
-        start, stop = begin + each * first, begin + each * last
+        if file not in self._tensors:
+            self._tensors[file] = read_header(self._paths[file])
+        stored = self._tensors[file][tensor]
+        rows = stored.shape[0] if stored.shape else 1
+        each = (stored.end - stored.begin) // max(rows, 1)
+        start, stop = stored.begin + each * first, stored.begin + each * last
         low, high = self._asked.get(file, (0, 0))
         if low <= start and stop + AHEAD_BYTES // 2 <= high:
             return
@@ -39,15 +40,3 @@ class ReadAhead:
             os.posix_fadvise(descriptor, start, stop + AHEAD_BYTES - start, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
-
-
-def _places(path: Path) -> dict[str, tuple[int, int, int]]:
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    found = {}
-    for tensor, entry in header.items():
-        if tensor != "__metadata__":
-            begin, end = (8 + size + offset for offset in entry["data_offsets"])
-            found[tensor] = (entry["shape"][0] if entry["shape"] else 1, begin, end)
-    return found

@@ -33,7 +33,10 @@ class StoredWeight:
 
     def joined(self) -> Tensor:
         """See Weight."""
-        whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        return self.copied(torch.empty(self.shape, dtype=self.dtype, device=self._device))
+
+    def copied(self, whole: Tensor) -> Tensor:
+        """All of it, into `whole`, which is of its shape and dtype."""
         first = 0
         for piece in self.pieces():
             whole[first : first + piece.shape[0]] = piece

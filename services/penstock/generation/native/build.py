@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.generation.native import LIBRARY
 
 SOURCES = Path(__file__).parent / "csrc"
-LIBRARY = "penstock_native"
 # Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time.
 _INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),

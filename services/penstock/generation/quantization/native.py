@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.generation.quantization.base import Linear, LinearMethod, NotFinite, Rows, Weight
 
 if TYPE_CHECKING:
+    from penstock.generation.devices.arena import Arena
     from penstock.generation.models.kernels import LayerKernels
 
 PANEL = 32
@@ -37,11 +38,16 @@ class Format(IntEnum):
 class Slabs:
     """Memory for packed weights in large pages, many of them in one piece: 64-byte aligned, never given back singly."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena | None = None) -> None:
+        """From `arena` while it lasts."""
+        self._arena = arena
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
         """(num_bytes,) uint8, not initialised."""
+        memory = None if self._arena is None else self._arena.take(num_bytes)
+        if memory:
+            return torch.frombuffer(memory, dtype=torch.uint8)
         size = -(-num_bytes // 64) * 64
         if size > self._left.numel():
             slab = torch.empty(max(size, _SLAB_BYTES), dtype=torch.uint8)
@@ -129,12 +135,12 @@ class NativeLinear(Linear):
 class NativeLinearMethod(LinearMethod):
     """Packs for the C++ kernels, which must be loaded."""
 
-    def __init__(self, format: Format, head: Format | None = None) -> None:
-        """`head`: the format of the last layer, where it is another."""
+    def __init__(self, format: Format, head: Format | None = None, *, arena: Arena | None = None) -> None:
+        """`head`: the format of the last layer, where it is another; `arena`: where weights go while it lasts."""
         self.name = f"native {format.name.lower()}"
         self._format = format
         self._head = format if head is None else head
-        self._slabs = Slabs()
+        self._slabs = Slabs(arena)
 
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
         """See LinearMethod: packed as it is read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.generation.devices.arena import Arena
 from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import cpu_linear_method
 from penstock.generation.quantization.int4 import Int4LinearMethod
@@ -14,15 +15,19 @@ from penstock.generation.quantization.native import Format, NativeLinearMethod
 QUANTIZATIONS = ("none", "int8", "int4")
 
 
-def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool) -> LinearMethod:
-    """`native`: the C++ kernels are loaded and work in `dtype`. Raises StartupError naming --quantization."""
+def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Arena | None = None) -> LinearMethod:
+    """`native`: the C++ kernels are loaded and work in `dtype`; these put weights into `arena` while it lasts.
+
+    Raises StartupError naming --quantization.
+    """
     if quantization not in QUANTIZATIONS:
         raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
     if quantization == "none":
         dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
-        return NativeLinearMethod(dense) if native else cpu_linear_method(dtype)
+        return NativeLinearMethod(dense, arena=arena) if native else cpu_linear_method(dtype)
     if dtype not in (torch.bfloat16, torch.float32):
         raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float32", flag="--quantization")
     if native:
-        return NativeLinearMethod(Format.INT8 if quantization == "int8" else Format.INT4, head=Format.INT8)
+        layers = Format.INT8 if quantization == "int8" else Format.INT4
+        return NativeLinearMethod(layers, head=Format.INT8, arena=arena)
     return Int8LinearMethod() if quantization == "int8" else Int4LinearMethod()
