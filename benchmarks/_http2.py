@@ -28,13 +28,13 @@ def _literal(name: str, value: str) -> bytes:
     return b"\x00" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
 
 
-def _header_block(authority: str, path: str) -> bytes:
+def _header_block(authority: str, path: str, content_type: str) -> bytes:
     fields = (
         (":method", "POST"),
         (":scheme", "http"),
         (":path", path),
         (":authority", authority),
-        ("content-type", "application/grpc"),
+        ("content-type", content_type),
         ("te", "trailers"),
     )
     return b"".join(_literal(name, value) for name, value in fields)
@@ -42,6 +42,8 @@ def _header_block(authority: str, path: str) -> bytes:
 
 class Connection(asyncio.Protocol):
     """One connection; `on_message(stream, bytes)` for each message, `on_end(stream)` when the stream is over."""
+
+    content_type = "application/grpc"
 
     def __init__(self, authority: str, on_message: Callable[[int, bytes], None], on_end: Callable[[int], None]) -> None:
         self._authority = authority
@@ -74,10 +76,12 @@ class Connection(asyncio.Protocol):
         """Send a unary request (of less than 16 KiB); returns the number of its stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         assert self._transport is not None
-        body = b"\x00" + struct.pack(">I", len(message)) + message
-        head = frame(HEADERS, END_HEADERS, stream, _header_block(self._authority, path))
-        self._transport.write(head + frame(DATA, END_STREAM, stream, body))
+        head = frame(HEADERS, END_HEADERS, stream, _header_block(self._authority, path, self.content_type))
+        self._transport.write(head + frame(DATA, END_STREAM, stream, self._body(message)))
         return stream
+
+    def _body(self, message: bytes) -> bytes:
+        return b"\x00" + struct.pack(">I", len(message)) + message
 
     def close(self) -> None:
         """Hang up."""
@@ -96,6 +100,8 @@ class Connection(asyncio.Protocol):
             stream = ((data[at + 5] & 0x7F) << 24) | (data[at + 6] << 16) | (data[at + 7] << 8) | data[at + 8]
             if kind == DATA:
                 self._take_data(stream, data[at + 9 : end])
+                if flags & END_STREAM:
+                    self._on_end(stream)
             else:
                 self._take_control(kind, flags, stream, data[at + 9 : end])
             at = end
@@ -129,10 +135,15 @@ class Connection(asyncio.Protocol):
             self._goodbye = f"the server said GOAWAY: {payload[8:].decode(errors='replace')}"
 
 
-async def connect(address: str, on_message: Callable[[int, bytes], None], on_end: Callable[[int], None]) -> Connection:
+async def connect(
+    address: str,
+    on_message: Callable[[int, bytes], None],
+    on_end: Callable[[int], None],
+    kind: type[Connection] = Connection,
+) -> Connection:
     """A connection to `host:port` that has exchanged settings."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(lambda: Connection(address, on_message, on_end), host, int(port))
+    _, connection = await loop.create_connection(lambda: kind(address, on_message, on_end), host, int(port))
     await connection.settled
     return connection

@@ -33,21 +33,10 @@ from penstock.v1 import (
     model_pb2_grpc,
 )
 
+from benchmarks._wire_pace import Pace, add_pace_flags
+from benchmarks._wire_proto import block
+
 MODEL = "penstock-demo"
-# How long to wait for the client when every request has its window full.
-_POLL_SECONDS = 0.00005
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*out, value))
-
-
-def _field(number: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
 
 
 @dataclass(slots=True)
@@ -64,19 +53,19 @@ class Running:
 class Emitter:
     """Makes the messages of one Session."""
 
-    def __init__(self, ids: list[int], received: memoryview, window: int, interval: int) -> None:
-        """`received[slot]` counts tokens at the client; `window` 0 does not look. `interval`: tokens of a delta."""
-        parts = [ids[at : at + interval] for at in range(0, len(ids), interval)]
-        self._interval, self._tokens = interval, len(ids)
+    def __init__(self, ids: list[int], received: memoryview, pace: Pace) -> None:
+        """`received[slot]` counts tokens at the client."""
+        parts = [ids[at : at + pace.interval] for at in range(0, len(ids), pace.interval)]
+        self._tokens = len(ids)
         self._deltas = [
-            _field(4, generation_pb2.TokenDelta(seq=seq, token_ids=part).SerializeToString())
+            block(4, generation_pb2.TokenDelta(seq=seq, token_ids=part).SerializeToString())
             for seq, part in enumerate(parts[:-1])
         ]
         reason: Any = common_pb2.FINISH_REASON_LENGTH
         self._result = common_pb2.SequenceResult(finish_reason=reason, token_count=len(ids))
         last = generation_pb2.TokenDelta(seq=len(parts) - 1, token_ids=parts[-1], finished=self._result)
-        self._deltas.append(_field(4, last.SerializeToString()))
-        self._received, self._window = received, window
+        self._deltas.append(block(4, last.SerializeToString()))
+        self._received, self._pace = received, pace
         self.running: dict[str, Running] = {}
         self.wakeup = asyncio.Event()
 
@@ -89,16 +78,17 @@ class Emitter:
     def step(self) -> bytes:
         """A SessionResponse with the next token of every request that may have one; empty when none may."""
         events: list[bytes] = []
+        pace = self._pace
         for running in list(self.running.values()):
             position = running.position
-            if self._window and position * self._interval - self._received[running.slot] >= self._window:
+            if pace.window and position * pace.interval - self._received[running.slot] >= pace.window:
                 continue
             if not position:
-                events.append(_field(1, running.head + _field(3, self._started(running))))
-            events.append(_field(1, running.head + self._deltas[position]))
+                events.append(block(1, running.head + block(3, self._started(running))))
+            events.append(block(1, running.head + self._deltas[position]))
             running.position = position + 1
             if running.position == len(self._deltas):
-                events.append(_field(1, running.head + _field(5, self._finished(running))))
+                events.append(block(1, running.head + block(5, self._finished(running))))
                 del self.running[running.request.request_id]
         return b"".join(events)
 
@@ -146,8 +136,8 @@ class Servicer:
         await asyncio.Event().wait()
 
     async def Session(self, commands: AsyncIterator[generation_pb2.SessionRequest], context: Any) -> None:
-        arguments = self._arguments
-        emitter = Emitter(arguments.ids, self._received, arguments.window, arguments.interval)
+        pace = Pace.of(self._arguments)
+        emitter = Emitter(self._arguments.ids, self._received, pace)
         reader = asyncio.ensure_future(_read(commands, emitter))
         try:
             while True:
@@ -155,9 +145,9 @@ class Servicer:
                 message = emitter.step()
                 if message:
                     await context.write(message)
-                    await asyncio.sleep(arguments.step_seconds)
+                    await asyncio.sleep(pace.step_seconds)
                 elif emitter.running:
-                    await asyncio.sleep(_POLL_SECONDS)
+                    await asyncio.sleep(pace.poll_seconds)
                 else:
                     await emitter.wakeup.wait()
         finally:
@@ -213,9 +203,7 @@ def main() -> None:
     parser.add_argument("--counters", type=Path, required=True, help="file of a 64-bit counter for each slot")
     parser.add_argument("--ids", type=json.loads, required=True, help="the answer: a JSON list")
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
-    parser.add_argument("--window", type=int, default=0, help="tokens on their way to the client; 0: any number")
-    parser.add_argument("--interval", type=int, default=1, help="tokens of a delta, as with stream_interval")
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="least time between steps")
+    add_pace_flags(parser)
     asyncio.run(_serve(parser.parse_args()))
 
 

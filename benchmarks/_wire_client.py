@@ -1,7 +1,7 @@
 """The load of benchmarks/wire.py: so many chats at once over some connections, each slot one after the other.
 
-Waits for a line of JSON on stdin, `{"address": …, "streams": 64, "requests": 8, "connections": 1}`, does it, and
-answers with a line of JSON.
+Waits for a line of JSON on stdin, `{"address": …, "protocol": "grpc", "streams": 64, "requests": 8, "connections": 1,
+"texts": false}`, does it, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
-from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
-
 from benchmarks._http2 import connect
 from benchmarks._report import percentile
-
-_PATH = "/penstock.v1.TextService/Chat"
-# The first byte of a ChatResponse says which event it holds.
-_DELTA, _FINISHED = 0x12, 0x1A
+from benchmarks._wire_protocols import PROTOCOLS, Protocol
 
 
 class Load:
     """One connection of a round: `requests` chats in each of `slots`."""
 
-    def __init__(self, received: memoryview, token_chars: int, slots: range, requests: int) -> None:
-        """Every token of an answer is `token_chars` characters."""
+    def __init__(
+        self, protocol: Protocol, received: memoryview, token_chars: int, slots: range, requests: int, *, texts: bool
+    ) -> None:
+        """Every token of an answer is `token_chars` characters. `texts`: keep what was read."""
+        self._protocol = protocol
         self._received = received
         self._token_chars = token_chars
         self._left = dict.fromkeys(slots, requests)
@@ -40,14 +38,16 @@ class Load:
         self._begun: dict[int, float] = {}
         self._finished: set[int] = set()
         self._ended = asyncio.Event()
+        self._texts: dict[int, str] | None = {} if texts else None
+        self.whole: set[str] = set()
         self.first: list[float] = []
         self.between: list[float] = []
         self.tokens = 0
         self.failed = 0
 
     async def run(self, address: str) -> None:
-        """Do it."""
-        self._connection = await connect(address, self._on_message, self._on_end)
+        """Do it. Raises ConnectionError when the server hangs up."""
+        self._connection = await connect(address, self._on_message, self._on_end, self._protocol.connection)
         for slot in self._left:
             self._next(slot)
         ended = asyncio.ensure_future(self._ended.wait())
@@ -59,15 +59,13 @@ class Load:
     def _next(self, slot: int) -> None:
         self._left[slot] -= 1
         self._received[slot] = 0
-        prompt = tokenizer_pb2.Message(role="user", content=f"Tell me about Penstock, number {slot}.")
-        request = text_pb2.ChatRequest(messages=[prompt], config=config_pb2.GenerationConfig(seed=slot))
-        stream = self._connection.request(_PATH, request.SerializeToString())
+        stream = self._connection.request(self._protocol.path, self._protocol.request(slot))
         self._slot[stream] = slot
         self._begun[stream] = time.perf_counter()
 
     def _on_message(self, stream: int, message: bytes) -> None:
-        kind = message[0]
-        if kind == _DELTA:
+        text = self._protocol.text(message)
+        if text:
             now = time.perf_counter()
             last = self._last.get(stream)
             if last is None:
@@ -75,16 +73,20 @@ class Load:
             else:
                 self.between.append(now - last)
             self._last[stream] = now
-            tokens = len(text_pb2.ChatResponse.FromString(message).delta.text) // self._token_chars
+            tokens = len(text) // self._token_chars
             self._received[self._slot[stream]] += tokens
             self.tokens += tokens
-        elif kind == _FINISHED:
+            if self._texts is not None:
+                self._texts[stream] = self._texts.get(stream, "") + text
+        elif text is None and self._protocol.is_end(message):
             self._finished.add(stream)
 
     def _on_end(self, stream: int) -> None:
         slot = self._slot.pop(stream)
         self._last.pop(stream, None)
         self.failed += stream not in self._finished
+        if self._texts is not None:
+            self.whole.add(self._texts.pop(stream, ""))
         if self._left[slot]:
             self._next(slot)
         elif not self._slot:
@@ -93,9 +95,10 @@ class Load:
 
 async def run(received: memoryview, token_chars: int, task: dict[str, Any]) -> dict[str, Any]:
     """Do a task and say how it went; times in seconds."""
-    connections = min(task["connections"], task["streams"])
+    protocol, texts = PROTOCOLS[task["protocol"]], task["texts"]
+    connections = max(min(task["connections"], task["streams"]), -(-task["streams"] // protocol.max_streams))
     slots = [range(first, task["streams"], connections) for first in range(connections)]
-    loads = [Load(received, token_chars, some, task["requests"]) for some in slots]
+    loads = [Load(protocol, received, token_chars, some, task["requests"], texts=texts) for some in slots]
     begin, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*(load.run(task["address"]) for load in loads))
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
@@ -107,7 +110,8 @@ async def run(received: memoryview, token_chars: int, task: dict[str, Any]) -> d
         "tokens": sum(load.tokens for load in loads),
         "messages": len(first) + len(between),
         "failed": sum(load.failed for load in loads),
-        "ttft": [percentile(first, share) for share in (0.5, 0.99)],
+        "texts": sorted(set().union(*(load.whole for load in loads))),
+        "ttft": [percentile(first or [0.0], share) for share in (0.5, 0.99)],
         "itl": [percentile(between or [0.0], share) for share in (0.5, 0.9, 0.99)],
     }
 

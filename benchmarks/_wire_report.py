@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 _HEAD = (
-    "| variant | load | streams | tok/s | merged | TTFT p50 / p99 ms | between p50 / p99 ms | "
-    "router + tokenizer µs a token | backend, client µs | RSS MB | failed |"
+    "| variant | load | window | streams | tok/s | merged | TTFT p50 / p99 ms | between p50 / p99 ms | "
+    "router + tokenizer (or gateway) µs a token | backend, client µs | RSS MB | failed |"
 )
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8540", "#8a5fbf", "#c77d0a", "#5c6770")
 _WIDTH, _HEIGHT, _LEFT, _TOP = 380, 240, 60, 40
@@ -23,30 +23,40 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         cells = (
             row["variant"],
             row["mode"],
+            row["window"] or "free",
             row["streams"],
             f"{row['tokens_per_second']:.0f}",
             f"{row['merged_share']:.1%}",
             f"{row['ttft_p50_ms']:.1f} / {row['ttft_p99_ms']:.1f}",
             f"{row['itl_p50_ms']:.2f} / {row['itl_p99_ms']:.2f}",
-            f"{cpu['router']:.1f} + {cpu['tokenizer']:.1f} = {cpu['router'] + cpu['tokenizer']:.1f}",
+            _sum(_serving(row)),
             f"{cpu['backend']:.1f}, {cpu['client']:.1f}",
-            f"{row['rss_mb']['router']:.0f} + {row['rss_mb']['tokenizer']:.0f}",
+            " + ".join(f"{value:.0f}" for value in row["rss_mb"].values()),
             row["failed"],
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
+def _serving(row: dict[str, Any]) -> list[float]:
+    """µs a token of each process between backend and client."""
+    return [float(spent) for name, spent in row["cpu_us_per_token"].items() if name not in ("backend", "client")]
+
+
+def _sum(parts: list[float]) -> str:
+    text = " + ".join(f"{part:.1f}" for part in parts)
+    return text if len(parts) == 1 else f"{text} = {sum(parts):.1f}"
+
+
 def _cost(row: dict[str, Any]) -> float:
-    cpu = row["cpu_us_per_token"]
-    return float(cpu["router"] + cpu["tokenizer"])
+    return sum(_serving(row))
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
     """An SVG: tokens a second, processor time a token and time to first token over the number of streams."""
     panels: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
         ("tokens a second", lambda row: float(row["tokens_per_second"])),
-        ("µs of router and tokenizer a token", _cost),
+        ("µs of router and tokenizer (or gateway) a token", _cost),
         ("time to first token, p50 ms", lambda row: float(row["ttft_p50_ms"])),
     ]
     series = sorted({(str(row["mode"]), str(row["variant"])) for row in rows})

@@ -15,7 +15,8 @@ The backend steps like an engine, at most every `--step-seconds`, with one messa
 
 Variants take turns, round by round. A variant is `NAME=FLAGS` (flags of `penstock serve router`, and behind `//` of the
 tokenizer) or `NAME=@DIR` (the services of another checkout); CPU time is that of a process and its children, from
-/proc/PID/stat.
+/proc/PID/stat. `--smg` adds the smg gateway (`make peers`) before a worker that emits the same ids in the same steps by
+the same window, read by the same client as server-sent events. Every variant's text is compared with the answer first.
 """
 
 from __future__ import annotations
@@ -23,176 +24,75 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import shlex
-import subprocess
+import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import grpc
-import psutil
-
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "tests")]
-from factories import stack
-from penstock.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-
+from benchmarks import _wire_smg
 from benchmarks._report import write
 from benchmarks._wire_profile import flamegraphs
 from benchmarks._wire_report import markdown, plot
-
-MODES = ("uncoalesced", "coalesced")
-SLOTS = 4096
-_TOKEN_CHARS = 4
-
-
-@dataclass
-class Variant:
-    """A router and a tokenizer of their own, before each of the backends."""
-
-    name: str
-    tokenizer: stack.Process
-    routers: dict[str, stack.Process]
-
-    @property
-    def processes(self) -> list[stack.Process]:
-        return [self.tokenizer, *self.routers.values()]
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its children."""
-    process = psutil.Process(pid)
-    total = 0.0
-    for one in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def memory_mb(pid: int) -> float:
-    """RSS of a process and its children, MB of 10^6 bytes."""
-    process = psutil.Process(pid)
-    return sum(one.memory_info().rss for one in [process, *process.children(recursive=True)]) / 1e6
-
-
-def answer_ids(address: str, tokens: int) -> tuple[list[int], str]:
-    """Ids whose text is four ASCII characters each, so that text tells how many tokens came; and the fingerprint."""
-    with grpc.insecure_channel(address) as channel:
-        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        info = stub.GetTokenizer(tokenizer_pb2.GetTokenizerRequest())
-        found: list[int] = []
-        for begin in range(0, min(info.vocab_size, 8192), 256):
-            ids = range(begin, min(begin + 256, info.vocab_size))
-            request = tokenizer_pb2.DecodeRequest(sequences=[common_pb2.TokenIds(ids=[one]) for one in ids])
-            texts = stub.Decode(request).texts
-            found += [one for one, text in zip(ids, texts, strict=True) if len(text) == _TOKEN_CHARS and text.isascii()]
-    if not found:
-        raise SystemExit("the tokenizer has no token of four ASCII characters")
-    return [found[place % len(found)] for place in range(tokens)], str(info.tokenizer_fingerprint)
+from benchmarks._wire_stack import MODES, SLOTS, Processes, Side, Variant, cpu_seconds, memory_mb
 
 
 class Bench:
-    """The running processes."""
+    """The running processes, and rounds of load on them."""
 
     def __init__(self, arguments: argparse.Namespace, exits: contextlib.ExitStack) -> None:
         self._arguments = arguments
-        self._exits = exits
-        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="penstock-wire-")))
-        self._counters = folder / "received"
-        self._counters.write_bytes(bytes(8 * SLOTS))
-        self.backends: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
-        self._client = self._start_client()
-        self.variants = [self._start_variant(text) for text in ["now=", *arguments.variant]]
+        self.processes = Processes(arguments, exits)
+        self._client = self.processes.client()
+        self.variants = [self.processes.variant(text) for text in ["now=", *arguments.variant]]
+        if arguments.smg:
+            self.variants.append(self.processes.smg())
 
-    def _script(self, name: str, *flags: str, **settings: Any) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(_ROOT / "benchmarks" / name), "--counters", str(self._counters), *flags]
-        process = subprocess.Popen(command, **settings)
-        self._exits.callback(process.wait)
-        self._exits.callback(process.kill)
-        return process
+    def check(self, variant: Variant, mode: str, streams: int) -> None:
+        """A chat of each stream. Raises SystemExit when one is not the answer, or not all of it."""
+        found = self._load(variant.sides[mode], streams, 1, texts=True)
+        if found["texts"] != [self.processes.answer.text] or found["failed"]:
+            raise SystemExit(f"{variant.name}, {mode}, {streams} streams: other text than the backend sent")
 
-    def _start_client(self) -> subprocess.Popen[bytes]:
-        return self._script(
-            "_wire_client.py", "--token-chars", str(_TOKEN_CHARS), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-
-    def _start_backends(self, tokenizer: str) -> None:
-        ids, fingerprint = answer_ids(tokenizer, self._arguments.tokens)
-        for mode in MODES:
-            port = stack.free_port()
-            flags = ["--port", str(port), "--ids", json.dumps(ids), "--fingerprint", fingerprint]
-            window = self._arguments.window if mode == "uncoalesced" else self._arguments.coalesced_window
-            flags += ["--window", str(window), "--step-seconds", str(self._arguments.step_seconds)]
-            if mode == "coalesced":
-                flags += ["--interval", str(self._arguments.interval)]
-            self.backends[mode] = (self._script("_wire_backend.py", *flags), f"127.0.0.1:{port}")
-
-    def _start_variant(self, text: str) -> Variant:
-        name, _, flags = text.partition("=")
-        other = flags.removeprefix("@") if flags.startswith("@") else ""
-        folder = Path(other) if other else _ROOT
-        environment = {"PYTHONPATH": os.pathsep.join(str(folder / part) for part in ("services", "clients/python"))}
-        flags, _, more = ("", "", "") if other else flags.partition("//")
-        given = shlex.split(f"{self._arguments.tokenizer_flags} {more}")
-        tokenizer = self._service("tokenizer", *given, environment=environment)
-        if not self.backends:
-            self._start_backends(tokenizer.address)
-        routers = {
-            mode: self._service(
-                *("router", "--tokenizer", tokenizer.address, "--backend", backend),
-                *shlex.split(flags),
-                environment=environment,
-            )
-            for mode, (_, backend) in self.backends.items()
-        }
-        return Variant(name, tokenizer, routers)
-
-    def _service(self, role: str, *flags: str, environment: dict[str, str]) -> stack.Process:
-        process = stack.start(role, *flags, environment=environment)
-        self._exits.callback(process.log.unlink, missing_ok=True)
-        self._exits.callback(process.kill)
-        process.wait_ready()
-        return process
-
-    def round(self, variant: Variant, mode: str, streams: int, requests: int) -> dict[str, Any]:
-        """One round of load, with the processor time of everyone."""
-        pids = {
-            "router": variant.routers[mode].popen.pid,
-            "tokenizer": variant.tokenizer.popen.pid,
-            "backend": self.backends[mode][0].pid,
-        }
-        before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-        task = {
-            "address": variant.routers[mode].address,
-            "streams": streams,
-            "requests": requests,
-            "connections": self._arguments.connections,
-        }
+    def _load(self, side: Side, streams: int, requests: int, *, texts: bool = False) -> dict[str, Any]:
+        task = {"address": side.address, "protocol": side.protocol, "streams": streams, "requests": requests}
+        task |= {"connections": self._arguments.connections, "texts": texts}
         assert self._client.stdin is not None
         assert self._client.stdout is not None
         self._client.stdin.write(json.dumps(task).encode() + b"\n")
         self._client.stdin.flush()
-        result: dict[str, Any] = json.loads(self._client.stdout.readline())
-        cpu = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
+        line = self._client.stdout.readline()
+        if not line:
+            raise SystemExit(f"the client gave up on {side.address}; its reason is above")
+        result: dict[str, Any] = json.loads(line)
+        expected = streams * requests * self._arguments.tokens
+        if not result["failed"] and result["tokens"] != expected:
+            raise SystemExit(f"{side.address}: {result['tokens']} tokens came of {expected}")
+        return result
+
+    def round(self, variant: Variant, mode: str, streams: int, requests: int) -> dict[str, Any]:
+        """One round of load, with the processor time of everyone."""
+        side = variant.sides[mode]
+        before = {name: cpu_seconds(pid) for name, pid in side.pids.items()}
+        result = self._load(side, streams, requests)
+        cpu = {name: cpu_seconds(pid) - before[name] for name, pid in side.pids.items()}
         cpu["client"] = result.pop("cpu_seconds")
         result["cpu_us_per_token"] = {name: spent / result["tokens"] * 1e6 for name, spent in cpu.items()}
-        result["rss_mb"] = {name: memory_mb(pids[name]) for name in ("router", "tokenizer")}
+        result["rss_mb"] = {name: memory_mb(pid) for name, pid in side.pids.items() if name != "backend"}
         return result
 
 
 def profile(bench: Bench, folder: Path, mode: str, streams: int, requests: int) -> None:
-    """Flame graphs of the processes of each variant under this load."""
+    """Flame graphs of the processes of each variant under this load; smg is no Python."""
     for variant in bench.variants:
-        pids = {"router": variant.routers[mode].popen.pid, "tokenizer": variant.tokenizer.popen.pid}
-        pids["backend"] = bench.backends[mode][0].pid
-        with flamegraphs(folder, f"{variant.name}-{mode}-{streams}", pids) as seconds:
+        side = variant.sides[mode]
+        if side.protocol != "grpc":
+            continue
+        with flamegraphs(folder, f"{variant.name}-{mode}-{streams}", side.pids) as seconds:
             until = time.monotonic() + seconds
             while time.monotonic() < until:
                 bench.round(variant, mode, streams, requests)
@@ -231,14 +131,15 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             requests = max(2, min(48, arguments.round_tokens // (streams * arguments.tokens)))
             rounds: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in bench.variants}
             for variant in bench.variants:
-                bench.round(variant, mode, streams, 1)
+                bench.check(variant, mode, streams)
             for _ in range(arguments.rounds):
                 for variant in bench.variants:
                     rounds[variant.name].append(bench.round(variant, mode, streams, requests))
             if arguments.flamegraphs is not None:
                 profile(bench, arguments.flamegraphs, mode, streams, requests)
             for name, found in rounds.items():
-                rows.append({"variant": name, "mode": mode, "streams": streams, **summary(found)})
+                settings = {"variant": name, "mode": mode, "streams": streams, "window": bench.processes.window(mode)}
+                rows.append({**settings, **summary(found)})
                 print(markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -250,13 +151,15 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each variant; medians are shown")
-    parser.add_argument("--window", type=int, default=1, help="uncoalesced: tokens of a stream on their way")
+    parser.add_argument("--window", type=int, default=1, help="uncoalesced: tokens of a stream on their way; 0: any")
     parser.add_argument("--coalesced-window", type=int, default=64, help="coalesced: the same")
     parser.add_argument("--interval", type=int, default=1, help="coalesced: tokens of a delta, as with stream_interval")
     parser.add_argument("--step-seconds", type=float, default=0.0005, help="least time of a backend's step")
     parser.add_argument("--round-tokens", type=int, default=80_000, help="about; 2 to 48 requests of each stream")
     parser.add_argument("--connections", type=int, default=1, help="connections that the streams are spread over")
     parser.add_argument("--variant", action="append", default=[], help="see above; may be repeated")
+    parser.add_argument("--smg", action="store_true", help="the smg gateway as a variant, if `make peers` installed it")
+    parser.add_argument("--smg-flags", default="", help="more flags of `smg launch`")
     parser.add_argument("--tokenizer-flags", default="", help="flags of `penstock serve tokenizer`")
     parser.add_argument("--flamegraphs", type=Path, help="folder for flame graphs of one more round (needs py-spy)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -264,6 +167,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if max(arguments.streams) > SLOTS:
         parser.error(f"--streams: at most {SLOTS}")
+    if arguments.smg and not _wire_smg.PROGRAM.is_file():
+        print(f"smg is left out: there is no {_wire_smg.PROGRAM}; `make peers` makes it", file=sys.stderr)
+        arguments.smg = False
+    # So that `timeout` leaves no process behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = run(arguments)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot", "flamegraphs")}
     write("wire", {"settings": settings, "rows": rows}, arguments.out)
