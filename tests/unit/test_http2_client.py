@@ -256,3 +256,45 @@ async def test_pings_and_settings_are_acknowledged_and_cancelling_resets() -> No
     peer.call.cancel()
     assert peer.received(frames.RST_STREAM) == [frames.CANCEL.to_bytes(4, "big")]
     assert peer.socket.is_closed
+
+
+async def test_messages_are_handed_on_as_they_arrive_and_the_status_behind_them() -> None:
+    peer, taken = Peer(), []
+    peer.data(message(step(0, 1).SerializeToString()))
+    running = asyncio.ensure_future(peer.call.run(lambda one: taken.append(len(one.events[0].request_id))))
+    await asyncio.sleep(0)
+    assert taken == [1]
+    peer.data(message(step(1, 2).SerializeToString()) + message(step(2, 3).SerializeToString()))
+    assert taken == [1, 2, 3], "in the turn that they arrived in"
+    peer.data(b"".join(message(step(place, 60_000).SerializeToString()) for place in range(4)))
+    peer.headers(("grpc-status", "14"))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+    assert taken == [1, 2, 3, *[60_000] * 4], "large ones take several turns"
+
+
+async def test_what_the_taker_raises_ends_the_run_as_does_what_nobody_can_parse() -> None:
+    def refuse(_: SessionResponse) -> None:
+        raise ValueError("no")
+
+    peer = Peer()
+    running = asyncio.ensure_future(peer.call.run(refuse))
+    await asyncio.sleep(0)
+    peer.data(message(step(0).SerializeToString()) * 2)
+    with pytest.raises(ValueError, match="no"):
+        await running
+    assert not running.cancelled()
+    peer = Peer()
+    running = asyncio.ensure_future(peer.call.run(refuse))
+    await asyncio.sleep(0)
+    peer.data(message(b"\xff"))
+    assert await running is None
+
+
+async def test_several_messages_leave_together() -> None:
+    peer = Peer()
+    writes: list[Any] = []
+    peer.socket.write = writes.append  # type: ignore[method-assign]
+    await peer.call.write_all([SessionRequest()] * 5)
+    assert len(writes) == 1
+    assert [payload for _, _, _, payload in frames_of(writes[0])] == [message(b"")] * 5

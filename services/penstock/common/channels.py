@@ -38,6 +38,12 @@ def call_metadata(config: ChannelConfig) -> Metadata:
     return _added((), _tokens(config))
 
 
+def added_metadata(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
+    """Puts to a call's metadata what a channel adds. Raises StartupError when the token file cannot be read."""
+    tokens = _tokens(config)
+    return lambda given: _added(given, tokens)
+
+
 def _tokens(config: ChannelConfig) -> TokenFile | None:
     return TokenFile(config.channel_token_file, "--channel-token-file") if config.channel_token_file else None
 

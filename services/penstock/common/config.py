@@ -73,7 +73,8 @@ class ServerConfig(TransportConfig):
     transport: Literal["grpc", "asyncio"] = option(
         "grpc",
         "grpc.aio, or Penstock's own HTTP/2 on asyncio (experimental): a fraction of the processor time where messages "
-        "are many and small. With it the router's streams to tokenizer and backends are of that kind, too.",
+        "are many and small. With it the router's calls of the tokenizer and its streams to backends are of that kind, "
+        "too.",
         group=NETWORK,
     )
     min_ping_interval_seconds: float = option(

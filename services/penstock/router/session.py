@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, cast
 
 from google.rpc import status_pb2
 
@@ -114,22 +114,33 @@ class BackendSession:
 
     async def run_writer(self) -> None:
         """Send commands until the stream breaks."""
+        write_all: Callable[[Sequence[Any]], Awaitable[None]] | None = getattr(self._call, "write_all", None)
         while True:
+            if write_all is not None and len(self._commands) > 1:
+                # Of requests that came together: one system call.
+                commands = list(self._commands)
+                self._commands.clear()
+                await write_all(commands)
             while self._commands:
                 await self._call.write(self._commands.popleft())
             await self._wakeup.wait()
 
     async def run_reader(self) -> None:
         """Take messages until the stream ends, which with a live backend it never does."""
+        run: Callable[[Callable[[Any], None]], Awaitable[None]] | None = getattr(self._call, "run", None)
+        if run is not None:
+            # Of a transport that need not wake this task for a message.
+            await run(self._take)
+            return
         while True:
             message = await self._call.read()
             # None: grpc could not parse it, and said so in the log.
             if message is END or message is None:
                 return
-            self._on_frame()
             self._take(cast("generation_pb2.SessionResponse", message))
 
     def _take(self, message: generation_pb2.SessionResponse) -> None:
+        self._on_frame()
         now = time.monotonic()
         batch = Batch()
         attempts = self._attempts

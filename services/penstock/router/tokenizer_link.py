@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar, cast
 
 import grpc
@@ -121,31 +122,53 @@ class TokenizerLink:
     async def _connect_and_serve(self, address: str) -> None:
         channel = open_channel(address, self._config)
         try:
-            stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-            await self._wait_until_serving(channel)
-            request = tokenizer_pb2.GetTokenizerRequest()
-            info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
-            self._check(info, address)
-            await self._prepare_decoding(stub)
-            call = await self._open_decode_stream(stub, address)
-            self.info, self._stub = info, stub
-            self._detokenizer.connected()
-            self._ready.set()
-            self._metrics.tokenizer_up.set(1)
-            self._on_change()
-            _log.info("tokenizer connected", tokenizer=address, fingerprint=info.tokenizer_fingerprint[:12])
-            try:
-                await until_first(
-                    self._detokenizer.run_reader(call),
-                    self._detokenizer.run_writer(call),
-                    self._watch_health(channel),
-                    self._watch_silence(),
-                )
-                raise _Lost("a stream ended")
-            finally:
-                call.cancel()
+            with self._open_stub(channel, address) as stub:
+                await self._serve(channel, stub, address)
         finally:
             await channel.close(None)
+
+    async def _serve(
+        self, channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str
+    ) -> None:
+        await self._wait_until_serving(channel)
+        request = tokenizer_pb2.GetTokenizerRequest()
+        info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
+        self._check(info, address)
+        await self._prepare_decoding(stub)
+        call = await self._open_decode_stream(stub, address)
+        self.info, self._stub = info, stub
+        self._detokenizer.connected()
+        self._ready.set()
+        self._metrics.tokenizer_up.set(1)
+        self._on_change()
+        _log.info("tokenizer connected", tokenizer=address, fingerprint=info.tokenizer_fingerprint[:12])
+        try:
+            await until_first(
+                self._detokenizer.run_reader(call),
+                self._detokenizer.run_writer(call),
+                self._watch_health(channel),
+                self._watch_silence(),
+            )
+            raise _Lost("a stream ended")
+        finally:
+            call.cancel()
+
+    @contextlib.contextmanager
+    def _open_stub(
+        self, channel: grpc.aio.Channel, address: str
+    ) -> Iterator[tokenizer_pb2_grpc.TokenizerServiceAsyncStub]:
+        """Of the transport that is configured; its calls end with the block."""
+        config = self._config
+        if not config.is_asyncio:
+            yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+            return
+        from penstock.common.http2.dialing import UnaryChannel
+
+        unary = UnaryChannel(channel, address, config, timeout=config.connect_timeout_seconds)
+        try:
+            yield tokenizer_pb2_grpc.TokenizerServiceStub(cast("grpc.aio.Channel", unary))
+        finally:
+            unary.close()
 
     async def _prepare_decoding(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
         if self._is_decoding_settled:

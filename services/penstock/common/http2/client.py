@@ -6,50 +6,28 @@ For streams that live long and carry many small messages: grpc.aio pays system c
 from __future__ import annotations
 
 import asyncio
-import ssl
-import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from hpack import Decoder, HPACKError
 
 from penstock.common.config import ChannelConfig
-from penstock.common.errors import CODE_BY_NUMBER
 from penstock.common.http2 import frames
-from penstock.common.http2.keepalive import KeepAlive
-from penstock.common.http2.metadata import Metadata, parse_metadata
-from penstock.common.transport import MAX_METADATA_BYTES
+from penstock.common.http2.client_connection import ClientConnection, rpc_error, wake
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 END: object = cast("Any", grpc.aio).EOF
 _STREAM = 1
-_CODES = {str(number): code for number, code in CODE_BY_NUMBER.items()}
 # Of both windows, the connection's as large as the stream's: what may be owed to the peer.
 _OWED = frames.STREAM_WINDOW // 4
-# Of messages that are parsed as one: bounds how long that takes.
+# Of messages that are parsed as one, and that are taken in one turn of the event loop: bounds how long that takes.
 _JOINED_BYTES = 64 << 10
-# How an answer that is none of gRPC's reads (gRPC, "HTTP to gRPC Status Code Mapping"); all others are UNKNOWN.
-_HTTP_ERRORS = {
-    "400": grpc.StatusCode.INTERNAL,
-    "401": grpc.StatusCode.UNAUTHENTICATED,
-    "403": grpc.StatusCode.PERMISSION_DENIED,
-    "404": grpc.StatusCode.UNIMPLEMENTED,
-    **dict.fromkeys(("429", "502", "503", "504"), grpc.StatusCode.UNAVAILABLE),
-}
-# How the end of a stream without a status reads (gRPC over HTTP/2, "HTTP2 Transport Mapping").
-_RESETS = {
-    frames.REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
-    frames.CANCEL: grpc.StatusCode.CANCELLED,
-    frames.ENHANCE_YOUR_CALM: grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
 
 
-class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
+class StreamCall(ClientConnection, Generic[RequestT, ResponseT]):
     """What is used of a grpc.aio.StreamStreamCall. Used on one event loop; one task reads and one writes."""
 
     def __init__(
@@ -57,31 +35,25 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
     ) -> None:
         """`head`: the header block of the request. `joins`: messages that wait are read as one, merged as protobuf
         merges a message with the bytes of another one behind it."""
+        super().__init__(config)
         self._head = head
         self._parse = parse
-        self._config = config
         self._joins = joins
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._decoder = Decoder(max_header_list_size=MAX_METADATA_BYTES)
-        self._received = b""
         self._body = bytearray()
-        # A header block that CONTINUATION goes on with, and whether it ends the stream.
-        self._header_block: bytes | None = None
-        self._is_last = False
         self._messages: deque[bytes] = deque()
         self._waiting_bytes = 0
         # Of both windows, the stream's and the connection's: not given back to the peer yet.
         self._owed = 0
-        self._initial_window = self._window = self._connection_window = frames.DEFAULT_WINDOW
-        self._is_paused = False
+        self._window = frames.DEFAULT_WINDOW
         # Set once the call is over: AioRpcError has the status, OK included.
         self._status: grpc.aio.AioRpcError | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._has_waited = True
-        wait, patience = config.keepalive_seconds, config.keepalive_timeout_seconds
-        self._keepalive = KeepAlive(wait, patience, self._ping, self._give_up)
+        # While `run` runs: who gets the messages, whether a later turn goes on with them, and what ended it.
+        self._sink: Callable[[ResponseT], None] | None = None
+        self._goes_on = False
+        self._failure: Exception | None = None
 
     # What callers use of it.
 
@@ -93,32 +65,182 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
         self._has_waited = False
         while not self._messages:
             if self._status is not None:
-                if self._status.code() is grpc.StatusCode.OK:
-                    return END
-                raise self._status
+                return self._end()
             self._reader = self._loop.create_future()
             await self._reader
             self._has_waited = True
-        data = self._next()
-        self._waiting_bytes -= len(data)
-        self._give_back()
         try:
-            return self._parse(data)
+            return self._parse(self._next())
         except DecodeError:
             return None
+
+    async def run(self, take: Callable[[ResponseT], None]) -> None:
+        """Hand every message to `take` in the turn of the event loop that it arrives in, until OK.
+
+        In place of `read`: a message wakes no task. Returns, too, when one cannot be parsed. Raises
+        grpc.aio.AioRpcError, and what `take` raises.
+        """
+        self._sink = take
+        try:
+            self._deliver()
+            while self._sink is not None and (self._status is None or self._messages):
+                self._reader = self._loop.create_future()
+                await self._reader
+        finally:
+            has_ended, self._sink = self._sink is not None, None
+        if self._failure is not None:
+            raise self._failure
+        if has_ended:
+            self._end()
 
     async def write(self, request: RequestT) -> None:
         """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over.
 
         Cancelled amid a message it cancels the call: nothing could follow half of one.
         """
-        data = request.SerializeToString()
-        size = len(data) + frames.MESSAGE_HEAD
-        if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
-            self._spend(size)
-            self._send(frames.message_frame(_STREAM, data))
+        await self.write_all((request,))
+
+    async def write_all(self, requests: Iterable[RequestT]) -> None:
+        """The same for several, which leave together as far as there is room."""
+        out: list[bytes] = []
+        for request in requests:
+            data = request.SerializeToString()
+            size = len(data) + frames.MESSAGE_HEAD
+            if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
+                self._spend(size)
+                out.append(frames.message_frame(_STREAM, data))
+                continue
+            self._send(b"".join(out))
+            out.clear()
+            await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
+        self._send(b"".join(out))
+
+    def cancel(self) -> None:
+        """Give the call up, and its connection."""
+        if self._status is None:
+            self._send(frames.frame(frames.RST_STREAM, 0, _STREAM, frames.CANCEL.to_bytes(4, "big")))
+            self._end_all(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
+
+    # What its connection calls.
+
+    def _greeting(self) -> bytes:
+        return frames.header_frames(_STREAM, self._head, end=False, limit=frames.DEFAULT_FRAME_SIZE)
+
+    def _take_data(self, stream: int, flags: int, payload: bytes) -> None:
+        if stream != _STREAM:
             return
-        data = bytes((0,)) + len(data).to_bytes(4, "big") + data
+        self._owed += len(payload)
+        if self._owed > frames.STREAM_WINDOW:
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
+        body = self._body
+        body += frames.content(flags, payload, prioritised=False)
+        at = 0
+        while at + frames.MESSAGE_HEAD <= len(body):
+            length = int.from_bytes(body[at + 1 : at + frames.MESSAGE_HEAD], "big")
+            if length > self._config.max_message_bytes:
+                what = f"Received message larger than max ({length} vs. {self._config.max_message_bytes})"
+                self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
+                return
+            if body[at]:
+                raise frames.Violation(frames.PROTOCOL_ERROR, "a message is compressed, which nobody asked for")
+            begin = at + frames.MESSAGE_HEAD
+            if begin + length > len(body):
+                break
+            self._messages.append(bytes(body[begin : begin + length]))
+            self._waiting_bytes += length
+            at = begin + length
+        if at:
+            del body[:at]
+        self._give_back()
+        if flags & frames.END_STREAM:
+            raise frames.Violation(frames.PROTOCOL_ERROR, "a call ended without a status")
+
+    def _take_status(self, stream: int, error: grpc.aio.AioRpcError) -> None:
+        if stream == _STREAM:
+            self._end_all(error)
+
+    def _take_room(self, stream: int, more: int) -> None:
+        if stream == _STREAM:
+            self._window += more
+            if self._window > frames.MAX_WINDOW:
+                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+        wake(self._writer)
+
+    def _resize_windows(self, change: int) -> None:
+        self._window += change
+
+    def _take_goaway(self, last_stream: int) -> None:
+        # A later GOAWAY leaves this stream alone: it ends by itself or with the connection.
+        if last_stream < _STREAM:
+            self._fail(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls")
+
+    def _taken(self) -> None:
+        if self._sink is None:
+            if self._messages:
+                wake(self._reader)
+        elif not self._goes_on:
+            self._deliver()
+
+    def _end_all(self, error: grpc.aio.AioRpcError) -> None:
+        """The call is over, once; what came before can still be read."""
+        if self._status is not None:
+            return
+        self._status = error
+        self._hang_up()
+        wake(self._reader)
+        wake(self._writer)
+
+    # The rest.
+
+    def _end(self) -> object:
+        """END after OK. Raises any other status."""
+        if self._status is not None and self._status.code() is not grpc.StatusCode.OK:
+            raise self._status
+        return END
+
+    def _deliver(self) -> None:
+        """Hand on what has arrived, so much of it in one turn of the event loop."""
+        self._goes_on = False
+        done = 0
+        while self._messages and self._sink is not None:
+            if done >= _JOINED_BYTES:
+                self._goes_on = True
+                self._loop.call_soon(self._deliver)
+                return
+            data = self._next()
+            done += len(data)
+            try:
+                self._sink(self._parse(data))
+            except DecodeError:
+                self._sink = None
+            except Exception as error:
+                # Whoever awaits `run` hears of it, as of what a task would have raised.
+                self._sink, self._failure = None, error
+        if self._sink is None or self._status is not None:
+            wake(self._reader)
+
+    def _next(self) -> bytes:
+        messages = self._messages
+        data = messages.popleft()
+        if self._joins and messages:
+            parts = [data]
+            size = len(data)
+            while messages and size < _JOINED_BYTES:
+                parts.append(messages.popleft())
+                size += len(parts[-1])
+            data = b"".join(parts)
+        self._waiting_bytes -= len(data)
+        self._give_back()
+        return data
+
+    def _give_back(self) -> None:
+        """Let the peer send on, unless the reader is behind: it is told of many messages at once."""
+        if self._waiting_bytes > frames.STREAM_WINDOW // 2 or self._owed < _OWED or self._status is not None:
+            return
+        self._send(frames.window_update(0, self._owed) + frames.window_update(_STREAM, self._owed))
+        self._owed = 0
+
+    async def _write_in_parts(self, data: bytes) -> None:
         at = 0
         while at < len(data):
             room = min(self._room(), frames.DEFAULT_FRAME_SIZE, len(data) - at)
@@ -135,184 +257,6 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
             self._send(frames.frame(frames.DATA, 0, _STREAM, data[at : at + room]))
             at += room
 
-    def cancel(self) -> None:
-        """Give the call up, and its connection."""
-        if self._status is None:
-            self._send(frames.frame(frames.RST_STREAM, 0, _STREAM, frames.CANCEL.to_bytes(4, "big")))
-            self._end(grpc.StatusCode.CANCELLED, "cancelled here")
-
-    # What asyncio calls.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast("asyncio.Transport", transport)
-        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
-        if tls is not None and tls.selected_alpn_protocol() != "h2":
-            self._end(grpc.StatusCode.UNAVAILABLE, "the peer does not speak HTTP/2")
-            return
-        settings = (
-            (frames.INITIAL_WINDOW_SIZE, frames.STREAM_WINDOW),
-            (frames.MAX_HEADER_LIST_SIZE, MAX_METADATA_BYTES),
-        )
-        more = frames.window_update(0, frames.STREAM_WINDOW - frames.DEFAULT_WINDOW)
-        head = frames.header_frames(_STREAM, self._head, end=False, limit=frames.DEFAULT_FRAME_SIZE)
-        transport.write(frames.PREFACE + frames.settings(settings) + more + head)
-        self._keepalive.start()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self._end(grpc.StatusCode.UNAVAILABLE, f"the connection was lost: {error}" if error else "hung up on")
-
-    def pause_writing(self) -> None:
-        self._is_paused = True
-
-    def resume_writing(self) -> None:
-        self._is_paused = False
-        _wake(self._writer)
-
-    def data_received(self, data: bytes) -> None:
-        if self._status is not None:
-            return
-        self._keepalive.heard()
-        data = self._received + data if self._received else data
-        at, size = 0, len(data)
-        try:
-            while at + frames.FRAME_HEAD <= size:
-                length = int.from_bytes(data[at : at + 3], "big")
-                if length > frames.DEFAULT_FRAME_SIZE:
-                    raise frames.Violation(frames.PROTOCOL_ERROR, "a frame is too large")
-                begin = at + frames.FRAME_HEAD
-                if begin + length > size:
-                    break
-                stream = int.from_bytes(data[at + 5 : begin], "big") & frames.MAX_WINDOW
-                self._take(data[at + 3], data[at + 4], stream, data[begin : begin + length])
-                at = begin + length
-        except frames.Violation as broken:
-            self._end(grpc.StatusCode.INTERNAL, str(broken))
-        self._received = data[at:]
-        if self._messages:
-            _wake(self._reader)
-
-    # Frames.
-
-    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if (self._header_block is not None) != (kind == frames.CONTINUATION):
-            raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
-        if kind == frames.DATA and stream == _STREAM:
-            self._take_data(flags, payload)
-        elif kind == frames.HEADERS and stream == _STREAM:
-            self._take_headers(flags, frames.content(flags, payload, prioritised=True))
-        elif kind == frames.CONTINUATION:
-            self._take_headers(flags, (self._header_block or b"") + payload)
-        elif kind == frames.WINDOW_UPDATE:
-            self._take_window(stream, payload)
-        elif kind == frames.SETTINGS and not flags & frames.ACK:
-            self._take_settings(payload)
-        elif kind == frames.PING and not flags & frames.ACK:
-            self._send(frames.frame(frames.PING, frames.ACK, 0, payload))
-        elif kind == frames.RST_STREAM and stream == _STREAM:
-            code = int.from_bytes(payload[:4], "big")
-            self._end(_RESETS.get(code, grpc.StatusCode.INTERNAL), f"the stream was reset ({code})")
-        elif kind == frames.GOAWAY and int.from_bytes(payload[:4], "big") & frames.MAX_WINDOW < _STREAM:
-            # A later GOAWAY leaves this stream alone: it ends by itself or with the connection.
-            self._end(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls")
-        elif kind == frames.PUSH_PROMISE:
-            raise frames.Violation(frames.PROTOCOL_ERROR, "nothing may be pushed")
-
-    def _take_data(self, flags: int, payload: bytes) -> None:
-        self._owed += len(payload)
-        if self._owed > frames.STREAM_WINDOW:
-            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
-        body = self._body
-        body += frames.content(flags, payload, prioritised=False)
-        at = 0
-        while at + frames.MESSAGE_HEAD <= len(body):
-            length = int.from_bytes(body[at + 1 : at + frames.MESSAGE_HEAD], "big")
-            if length > self._config.max_message_bytes:
-                what = f"Received message larger than max ({length} vs. {self._config.max_message_bytes})"
-                self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
-                return
-            if body[at]:
-                raise frames.Violation(frames.PROTOCOL_ERROR, "a message is compressed, which nobody asked for")
-            begin = at + frames.MESSAGE_HEAD
-            if begin + length > len(body):
-                break
-            self._messages.append(bytes(body[begin : begin + length]))
-            self._waiting_bytes += length
-            at = begin + length
-        if at:
-            del body[:at]
-        self._give_back()
-        if flags & frames.END_STREAM:
-            raise frames.Violation(frames.PROTOCOL_ERROR, "a call ended without a status")
-
-    def _take_headers(self, flags: int, block: bytes) -> None:
-        if len(block) > 2 * MAX_METADATA_BYTES:
-            raise frames.Violation(frames.PROTOCOL_ERROR, "headers are too large")
-        if self._header_block is None:
-            self._is_last = bool(flags & frames.END_STREAM)
-        self._header_block = None
-        if not flags & frames.END_HEADERS:
-            self._header_block = block
-            return
-        try:
-            headers = {str(name): str(value) for name, value in self._decoder.decode(block)}
-        except (HPACKError, UnicodeDecodeError):
-            raise frames.Violation(frames.PROTOCOL_ERROR, "headers cannot be decoded") from None
-        status = headers.get(":status", "200")
-        if status != "200" and "grpc-status" not in headers:
-            if self._is_last or not status.startswith("1"):
-                self._end(_HTTP_ERRORS.get(status, grpc.StatusCode.UNKNOWN), f"HTTP status {status}")
-        elif self._is_last:
-            self._end_with(headers)
-
-    def _end_with(self, trailers: dict[str, str]) -> None:
-        code = _CODES.get(trailers.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
-        try:
-            metadata = tuple(parse_metadata(trailers.items()))
-        except ValueError:
-            metadata = ()
-        self._end(code, unquote(trailers.get("grpc-message", "")), metadata)
-
-    def _take_window(self, stream: int, payload: bytes) -> None:
-        more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
-        if stream == 0:
-            self._connection_window += more
-        elif stream == _STREAM:
-            self._window += more
-        if max(self._connection_window, self._window) > frames.MAX_WINDOW:
-            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
-        _wake(self._writer)
-
-    def _take_settings(self, payload: bytes) -> None:
-        if len(payload) % 6:
-            raise frames.Violation(frames.PROTOCOL_ERROR, "settings have six bytes each")
-        for key, value in struct.iter_unpack(">HI", payload):
-            if key == frames.INITIAL_WINDOW_SIZE:
-                self._window += value - self._initial_window
-                self._initial_window = value
-        self._send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        _wake(self._writer)
-
-    # The rest.
-
-    def _next(self) -> bytes:
-        messages = self._messages
-        if not self._joins or len(messages) == 1:
-            return messages.popleft()
-        parts = [messages.popleft()]
-        size = len(parts[0])
-        while messages and size < _JOINED_BYTES:
-            parts.append(messages.popleft())
-            size += len(parts[-1])
-        return b"".join(parts)
-
-    def _give_back(self) -> None:
-        """Let the peer send on, unless the reader is behind: it is told of many messages at once."""
-        if self._waiting_bytes > frames.STREAM_WINDOW // 2 or self._owed < _OWED or self._status is not None:
-            return
-        self._send(frames.window_update(0, self._owed) + frames.window_update(_STREAM, self._owed))
-        self._owed = 0
-
     def _room(self) -> int:
         if self._status is not None:
             raise asyncio.InvalidStateError(self._status.details())
@@ -321,35 +265,3 @@ class StreamCall(asyncio.Protocol, Generic[RequestT, ResponseT]):
     def _spend(self, size: int) -> None:
         self._window -= size
         self._connection_window -= size
-
-    def _send(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def _end(self, code: grpc.StatusCode, details: str, trailers: Metadata = ()) -> None:
-        """The call is over, once; what came before can still be read."""
-        if self._status is not None:
-            return
-        none = grpc.aio.Metadata()
-        self._status = grpc.aio.AioRpcError(code, none, grpc.aio.Metadata(*trailers), details, None)
-        self._keepalive.stop()
-        if self._transport is not None and self._transport.get_write_buffer_size():
-            # Of a peer that does not read: a close would wait for it, and nobody asks any more whether it lives.
-            self._transport.abort()
-        elif self._transport is not None:
-            self._transport.close()
-        _wake(self._reader)
-        _wake(self._writer)
-
-    def _ping(self) -> None:
-        self._send(frames.frame(frames.PING, 0, 0, b"penstock"))
-
-    def _give_up(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        self._end(grpc.StatusCode.UNAVAILABLE, "a ping was not answered")
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)

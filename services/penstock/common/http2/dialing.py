@@ -1,17 +1,67 @@
-"""Opens the streams of common.http2.client."""
+"""Opens the connections of common.http2.client and common.http2.unary."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from penstock.common.channels import call_metadata
+from penstock.common.channels import added_metadata, call_metadata
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import channel_tls_context
 from penstock.common.http2 import frames
 from penstock.common.http2.client import RequestT, ResponseT, StreamCall
+from penstock.common.http2.client_connection import rpc_error
+from penstock.common.http2.metadata import Metadata
+from penstock.common.http2.unary import UnaryConnection
+
+ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
+
+
+class Peer:
+    """An address with what is needed to call it."""
+
+    def __init__(self, address: str, config: ChannelConfig) -> None:
+        """`address`: host:port. Raises StartupError when a TLS file cannot be read."""
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._tls: ssl.SSLContext | None = channel_tls_context(config)
+        self._name = config.channel_tls_server_name or self._host if self._tls is not None else None
+        self._authority = address if self._name in (None, self._host) else str(self._name)
+        self._heads: dict[str, bytes] = {}
+
+    def head(self, method: str, metadata: Metadata) -> bytes:
+        """The header block of a call of `method`; all but the metadata is made once."""
+        head = self._heads.get(method)
+        if head is None:
+            head = self._heads[method] = frames.request_headers(
+                (
+                    (":method", "POST"),
+                    (":scheme", "http" if self._tls is None else "https"),
+                    (":path", method),
+                    (":authority", self._authority),
+                    ("te", "trailers"),
+                    ("content-type", "application/grpc"),
+                    ("user-agent", "penstock"),
+                )
+            )
+        return head + frames.request_headers(metadata)
+
+    async def connect(self, make: Callable[[], ProtocolT], timeout: float | None) -> ProtocolT:
+        """A connection. Raises grpc.aio.AioRpcError (UNAVAILABLE) when nobody answers within `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout):
+                _, protocol = await loop.create_connection(
+                    make, self._host, self._port, ssl=self._tls, server_hostname=self._name
+                )
+        except (OSError, TimeoutError) as error:
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, f"no connection: {error}") from error
+        return protocol
 
 
 async def open_stream(
@@ -28,32 +78,97 @@ async def open_stream(
     `parse` and `joins` as in StreamCall. Raises grpc.aio.AioRpcError (UNAVAILABLE) when nobody answers within `timeout`
     seconds, StartupError when a TLS or token file cannot be read.
     """
-    host, _, port = address.rpartition(":")
-    host, tls = host.strip("[]"), channel_tls_context(config)
-    name = config.channel_tls_server_name or host if tls is not None else None
-    head = frames.request_headers(
-        (
-            (":method", "POST"),
-            (":scheme", "http" if tls is None else "https"),
-            (":path", method),
-            (":authority", address if name in (None, host) else name),
-            ("te", "trailers"),
-            ("content-type", "application/grpc"),
-            ("user-agent", "penstock"),
-            *call_metadata(config),
-        )
-    )
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(timeout):
-            _, call = await loop.create_connection(
-                lambda: StreamCall[RequestT, ResponseT](head, parse, config, joins=joins),
-                host,
-                int(port),
-                ssl=tls,
-                server_hostname=name,
-            )
-    except (OSError, TimeoutError) as error:
-        none = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, f"no connection: {error}", None) from error
-    return call
+    peer = Peer(address, config)
+    head = peer.head(method, call_metadata(config))
+    return await peer.connect(lambda: StreamCall[RequestT, ResponseT](head, parse, config, joins=joins), timeout)
+
+
+class UnaryChannel:
+    """What generated stubs use of a grpc.aio.Channel: unary calls by this transport, all others by grpc.aio's.
+
+    Connects when first used, and again when the connection was lost. Used on one event loop.
+    """
+
+    def __init__(self, inner: grpc.aio.Channel, address: str, config: ChannelConfig, *, timeout: float) -> None:
+        """A call waits for a connection `timeout` seconds, or until its own deadline.
+
+        Raises StartupError when a TLS or token file cannot be read.
+        """
+        self._inner = inner
+        self._config = config
+        self._timeout = timeout
+        self._peer = Peer(address, config)
+        self._added = added_metadata(config)
+        self._connection: UnaryConnection | None = None
+        self._dialing: asyncio.Task[UnaryConnection] | None = None
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """See grpc.aio.Channel."""
+
+        async def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Any:
+            data = request_serializer(request)
+            if timeout is None:
+                answer = await self._call(method, data, self._added(metadata))
+            else:
+                answer = await self._call_within(timeout, method, data, metadata)
+            try:
+                return response_deserializer(answer)
+            except DecodeError:
+                raise rpc_error(grpc.StatusCode.INTERNAL, "Exception deserializing response!") from None
+
+        return call
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """See grpc.aio.Channel."""
+        return self._inner.unary_stream(*args, **kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """See grpc.aio.Channel."""
+        return self._inner.stream_unary(*args, **kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """See grpc.aio.Channel."""
+        return self._inner.stream_stream(*args, **kwargs)
+
+    def close(self) -> None:
+        """End all calls (UNAVAILABLE) and hang up; the channel within is its owner's."""
+        if self._dialing is not None:
+            self._dialing.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _call_within(self, timeout: float, method: str, data: bytes, metadata: Metadata) -> bytes:
+        late = rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        if timeout <= 0:
+            raise late
+        added = (("grpc-timeout", frames.timeout(timeout)), *self._added(metadata))
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._call(method, data, added)
+        except TimeoutError:
+            raise late from None
+
+    async def _call(self, method: str, data: bytes, metadata: Metadata) -> bytes:
+        connection = self._connection
+        if connection is None or not connection.is_usable:
+            connection = await self._connect()
+        return await connection.call(self._peer.head(method, metadata), data)
+
+    async def _connect(self) -> UnaryConnection:
+        """One attempt for all who wait; that one of them gives up is no reason for it to end."""
+        if self._dialing is None or self._dialing.done():
+            self._dialing = asyncio.ensure_future(self._dial())
+        return await asyncio.shield(self._dialing)
+
+    async def _dial(self) -> UnaryConnection:
+        old, config = self._connection, self._config
+        self._connection = await self._peer.connect(lambda: UnaryConnection(config), self._timeout)
+        if old is not None:
+            old.leave()
+        return self._connection

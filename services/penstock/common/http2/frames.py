@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 from collections.abc import Iterable
 from urllib.parse import quote
@@ -71,6 +72,15 @@ def window_update(stream: int, more: int) -> bytes:
 def request_headers(fields: Iterable[tuple[str, str | bytes]]) -> bytes:
     """The header block that begins a call; binary metadata (`-bin`) is encoded here."""
     return b"".join(_field(name, value) for name, value in fields)
+
+
+def timeout(seconds: float) -> str:
+    """The value of grpc-timeout: at most eight digits, rounded up."""
+    for unit, per_second in (("u", 1e6), ("m", 1e3), ("S", 1)):
+        value = math.ceil(seconds * per_second)
+        if value < 10**8:
+            return f"{value}{unit}"
+    return f"{min(math.ceil(seconds / 3600), 10**8 - 1)}H"
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:

@@ -1,0 +1,145 @@
+"""Unary calls of the asyncio transport to real servers: grpc.aio's and our own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from factories.tiny_service import TinyService, tiny
+from penstock.common.channels import open_channel
+from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.errors import InvalidArgument, from_rpc_error
+from penstock.common.http2.dialing import UnaryChannel
+from penstock.common.server import RunningServer
+from penstock.v1 import tokenizer_pb2 as pb
+from penstock.v1 import tokenizer_pb2_grpc
+
+TRANSPORTS: Any = pytest.mark.parametrize("transport", ["grpc", "asyncio"])
+
+
+@contextlib.asynccontextmanager
+async def channel_to(address: str, config: ChannelConfig | None = None) -> AsyncIterator[tuple[Any, UnaryChannel]]:
+    """A stub and the channel that it calls by."""
+    config = config or ChannelConfig()
+    async with open_channel(address, config) as inner:
+        channel: Any = UnaryChannel(inner, address, config, timeout=10.0)
+        yield tokenizer_pb2_grpc.TokenizerServiceStub(channel), channel
+        channel.close()
+
+
+@contextlib.asynccontextmanager
+async def served(
+    config: ServerConfig, channel: ChannelConfig | None = None
+) -> AsyncIterator[tuple[TinyService, RunningServer, Any, UnaryChannel]]:
+    async with tiny(config) as (service, running, _), channel_to(running.address, channel) as (stub, opened):
+        yield service, running, stub, opened
+
+
+def ask(model: str) -> pb.GetTokenizerRequest:
+    return pb.GetTokenizerRequest(model=model)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
+@TRANSPORTS
+async def test_each_of_many_calls_gets_its_own_answer(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+        names = [f"model {place}" * (1 + place % 7) for place in range(300)]
+        answers = await asyncio.gather(*(stub.GetTokenizer(ask(name)) for name in names))
+        assert [answer.model for answer in answers] == names
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("size", [0, 16_379, 16_380, 100_000, 3_000_000])
+async def test_messages_of_every_size_go_there_and_back(transport: Any, size: int) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+        answers = await asyncio.gather(*(stub.GetTokenizer(ask("x" * size), timeout=60) for _ in range(3)))
+        assert [len(answer.model) for answer in answers] == [size] * 3
+
+
+@TRANSPORTS
+async def test_a_status_comes_with_its_details(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetTokenizer(ask("refuse"))
+        failure = from_rpc_error(caught.value)
+        assert isinstance(failure, InvalidArgument)
+        assert failure.field == "model"
+        assert (await stub.GetTokenizer(ask("next"))).model == "next"
+
+
+@TRANSPORTS
+async def test_the_deadline_ends_a_call_here_and_there(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, running, stub, _):
+        assert await code_of(stub.GetTokenizer(ask("wait"), timeout=0.05)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await running.calls.wait_idle()
+        assert await code_of(stub.GetTokenizer(ask("late"), timeout=0.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@TRANSPORTS
+async def test_a_cancelled_call_is_cancelled_at_the_server(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (service, running, stub, _):
+        call = asyncio.ensure_future(stub.GetTokenizer(ask("wait")))
+        await service.servicer.entered.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await running.calls.wait_idle()
+        assert (await stub.GetTokenizer(ask("next"))).model == "next"
+
+
+@TRANSPORTS
+async def test_a_lost_connection_fails_its_calls_and_the_next_one_dials_again(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (service, _, stub, channel):
+        call = asyncio.ensure_future(stub.GetTokenizer(ask("wait")))
+        await service.servicer.entered.wait()
+        connection: Any = channel._connection
+        connection._transport.abort()
+        assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+        answers = await asyncio.gather(*(stub.GetTokenizer(ask("next")) for _ in range(5)))
+        assert {answer.model for answer in answers} == {"next"}
+        assert channel._connection is not connection
+
+
+@TRANSPORTS
+async def test_closing_ends_what_is_under_way(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (service, running, stub, channel):
+        call = asyncio.ensure_future(stub.GetTokenizer(ask("wait")))
+        await service.servicer.entered.wait()
+        channel.close()
+        assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+        await running.calls.wait_idle()
+
+
+@TRANSPORTS
+async def test_an_answer_that_is_too_large_is_refused(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport), ChannelConfig(max_message_bytes=100_000)) as (_, _, stub, _):
+        assert await code_of(stub.GetTokenizer(ask("x" * 200_000))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.GetTokenizer(ask("next"))).model == "next"
+
+
+@TRANSPORTS
+async def test_every_call_carries_the_token(transport: Any, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    config = ServerConfig(transport=transport, auth_token_file=str(tmp_path / "token"))
+    async with served(config, ChannelConfig(channel_token_file=str(tmp_path / "token"))) as (_, running, stub, _):
+        assert (await stub.GetTokenizer(ask("known"))).model == "known"
+        async with channel_to(running.address) as (stranger, _):
+            assert await code_of(stranger.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with channel_to(f"127.0.0.1:{taken.getsockname()[1]}") as (stub, _):
+            assert await code_of(stub.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAVAILABLE
