@@ -9,11 +9,13 @@ imported torch only.
 
 Memory that a virtual machine has not used before is dear the first time, for whoever asks first. So a process of its
 own writes as much memory before each start and ends: `first_touch` is the longest that this took, `touch` the shortest.
+Some hosts take freed memory back after seconds: --idle 10 shows starts after that, without it most memory is at hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -30,6 +32,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 
 from benchmarks._report import write
 
+# Model, --quantization, and whether the weights' memory is taken early ("on", "off").
+Cell = tuple[Path, str, str]
 _FIELDS = ("VmRSS", "RssAnon", "RssFile")
 _MIB = 2**20
 # What a start may take beyond weights and pool, as a share of the weights.
@@ -98,10 +102,12 @@ class Start:
     pool: int = 0
 
 
-def start(model: Path, quantization: str, arguments: argparse.Namespace) -> Start:
+def start(cell: Cell, arguments: argparse.Namespace) -> Start:
     """Start, wait until it is ready, stop."""
+    model, quantization, prefault = cell
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "generation", "--model", str(model)]
     command += ["--quantization", quantization, "--kv-memory", arguments.kv_memory, "--kernels", arguments.kernels]
+    command += ["--prefault-weights" if prefault == "on" else "--no-prefault-weights"]
     command += ["--port", "0", "--metrics-port", "0", "--log-format", "json"]
     result, began, done = Start(), time.perf_counter(), threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -143,7 +149,7 @@ def _follow(process: subprocess.Popen[str], result: Start, began: float) -> None
     raise RuntimeError("it ended before it was ready:\n" + "".join(lines[-20:]))
 
 
-def row(cell: tuple[Path, str], starts: list[Start], reads: list[float], touches: list[float]) -> dict[str, Any]:
+def row(cell: Cell, starts: list[Start], reads: list[float], touches: list[float]) -> dict[str, Any]:
     """The fastest start of all rounds, and the largest peak."""
     fastest = min(starts, key=lambda one: one.seconds["ready"])
     peak = {name: max(one.peak[name] for one in starts) / _MIB for name in _FIELDS}
@@ -151,6 +157,7 @@ def row(cell: tuple[Path, str], starts: list[Start], reads: list[float], touches
     return {
         "model": cell[0].name,
         "quantization": cell[1],
+        "prefault": cell[2],
         "seconds": {name: round(value, 2) for name, value in fastest.seconds.items()},
         "ready_median": round(statistics.median(one.seconds["ready"] for one in starts), 2),
         "cpu_seconds": round(min(one.cpu_seconds for one in starts), 2),
@@ -168,17 +175,18 @@ def row(cell: tuple[Path, str], starts: list[Start], reads: list[float], touches
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All models and formats, in turns."""
-    cells = [(model, quantization) for model in arguments.models for quantization in arguments.quantization]
-    starts: dict[tuple[Path, str], list[Start]] = {cell: [] for cell in cells}
-    reads: dict[tuple[Path, str], list[float]] = {cell: [] for cell in cells}
-    touches: dict[tuple[Path, str], list[float]] = {cell: [] for cell in cells}
+    cells: list[Cell] = list(itertools.product(arguments.models, arguments.quantization, arguments.prefault))
+    starts: dict[Cell, list[Start]] = {cell: [] for cell in cells}
+    reads: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    touches: dict[Cell, list[float]] = {cell: [] for cell in cells}
     for _ in range(arguments.rounds):
         for cell in cells:
             touches[cell].append(touch(sum(path.stat().st_size for path in files(cell[0]))))
             _prepare(cell[0], arguments)
             reads[cell].append(read(cell[0]))
             _prepare(cell[0], arguments)
-            starts[cell].append(start(*cell, arguments))
+            time.sleep(arguments.idle)
+            starts[cell].append(start(cell, arguments))
     return [row(cell, starts[cell], reads[cell], touches[cell]) for cell in cells]
 
 
@@ -194,6 +202,10 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="+", default=["none", "int8"])
     parser.add_argument("--kv-memory", default="256MiB")
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument(
+        "--prefault", nargs="+", choices=("on", "off"), default=["on"], help="--prefault-weights or not"
+    )
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds to wait before each start")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
     parser.add_argument("--json", type=Path, dest="out", help="file to write")

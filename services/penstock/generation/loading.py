@@ -111,6 +111,8 @@ def _load(
     context = _context(config.max_context, model_config)
     token_bytes = _token_bytes(folder, model_config)
     defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
+    # tokenizer.json as objects, many times what the table takes.
+    trim_heap()
     stages.end("tokenizer")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)

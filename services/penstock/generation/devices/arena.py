@@ -21,7 +21,8 @@ _SPARE = 1 / 8
 
 
 class Arena:
-    """One private mapping in large pages, handed out from its beginning and touched ahead of that by a thread.
+    """One private mapping in large pages, handed out from its beginning and touched ahead of that by a thread, which
+    ends when it is no longer ahead.
 
     What was handed out lives as long as something refers to it. Methods may be called from any thread.
     """
@@ -36,6 +37,7 @@ class Arena:
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._end = num_bytes
+        self._is_closed = False
         # Before `_taken` it is handed out; from there to `_touched` in memory, and from there to `_touching` being
         # written: nobody's yet.
         self._taken = self._touched = self._touching = 0
@@ -60,10 +62,13 @@ class Arena:
         with self._changed:
             first = -(-self._taken // ALIGNMENT) * ALIGNMENT
             last = first + num_bytes
-            if self._end < 0 or last > len(self._memory):
+            if self._is_closed or last > len(self._memory):
                 return None
-            # The thread writes zeros, which must not meet what the taker writes.
             self._taken = last
+            if last > self._touched:
+                # The takers have caught up: they are as many as there are cores, and touch faster than one thread.
+                self._end = min(self._end, self._touching)
+            # The thread writes zeros, which must not meet what the taker writes.
             while self._touched < min(last, self._touching):
                 self._changed.wait()
         return memoryview(self._memory)[first:last]
@@ -71,7 +76,7 @@ class Arena:
     def close(self) -> None:
         """Hand out no more, and give back what nobody took. Returns when the thread has ended."""
         with self._changed:
-            self._end = -1
+            self._is_closed, self._end = True, 0
         self._thread.join()
         first = -(-self._taken // mmap.PAGESIZE) * mmap.PAGESIZE
         if first < len(self._memory):
