@@ -15,6 +15,9 @@ from penstock.generation.native import LIBRARY
 
 # What the process takes besides, and must be free, too: the weights come only after it.
 _BESIDE_BYTES = 2**28
+# What reading the tokenizer takes for a moment. The weights' memory must not be whole before that is over, or the peak
+# of the process would be higher than without all this.
+UNTOUCHED_BYTES = 2**26
 
 
 def begin(config: GenerationServiceConfig) -> Arena | None:
@@ -28,7 +31,7 @@ def begin(config: GenerationServiceConfig) -> Arena | None:
         return None
     num_bytes = least_weight_bytes(folder, config.dtype, config.quantization)
     _, available = host_memory()
-    return open_arena(num_bytes) if num_bytes + _BESIDE_BYTES <= available else None
+    return open_arena(num_bytes, UNTOUCHED_BYTES) if num_bytes + _BESIDE_BYTES <= available else None
 
 
 def _may_have_kernels(wanted: str) -> bool:

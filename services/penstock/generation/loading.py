@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -91,10 +92,10 @@ def load(
     `progress` gets percentages and may raise to give up. Weights go into `arena` while it lasts; it is closed when they
     are loaded, or cannot be. Raises StartupError naming the flag to change.
     """
-    with contextlib.ExitStack() as after_weights:
+    with contextlib.ExitStack() as after_weights, ThreadPoolExecutor(1, "tables") as beside:
         if arena is not None:
             after_weights.callback(arena.close)
-        return _load(config, name, progress, arena, after_weights.close)
+        return _load(config, name, progress, arena, after_weights.close, beside)
 
 
 def _load(
@@ -103,6 +104,7 @@ def _load(
     progress: Callable[[float], None],
     arena: Arena | None,
     weights_are_loaded: Callable[[], None],
+    beside: Executor,
 ) -> LoadedModel:
     stages = Stages()
     kv_memory = parse_memory(config.kv_memory)
@@ -114,6 +116,8 @@ def _load(
     # tokenizer.json as objects, many times what the table takes.
     trim_heap()
     stages.end("tokenizer")
+    # Packing needs the interpreter for moments only.
+    prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
     _check_memory(folder, model_config, config.quantization, device, 0 if arena is None else arena.num_touched)
@@ -128,6 +132,9 @@ def _load(
     # The KV pool takes a share of what both leave.
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
     weights_are_loaded()
+    if prefixes is not None:
+        # Nothing else is to run while steps are measured.
+        wait([prefixes])
     stages.end("weights")
     kv = _kv_pool(config, kv_memory, model, device, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
@@ -149,13 +156,13 @@ def _load(
         assistant_model="" if draft is None else draft.name,
         max_output_tokens=partial(most_output_tokens, engine_config),
     )
-    prefixes = None if token_bytes is None else TokenPrefixes(token_bytes)
     # What reading and packing needed for a moment.
     trim_heap()
     stages.end("rest")
     _log.info("loaded", seconds=stages.seconds, weights_bytes=model.num_bytes, kv_bytes=kv.num_bytes)
+    found = None if prefixes is None else prefixes.result()
     return LoadedModel(
-        model, kv, runner, device, engine_config, served, defaults, token_bytes, prefixes, folder, batch, draft
+        model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft
     )
 
 

@@ -27,8 +27,9 @@ class Arena:
     What was handed out lives as long as something refers to it. Methods may be called from any thread.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        """Touch `num_bytes` of it, from now on. Raises OSError where the system gives none."""
+    def __init__(self, num_bytes: int, untouched: int = 0) -> None:
+        """For `num_bytes`, all but the last `untouched` of them touched from now on. Raises OSError where the system
+        gives none."""
         size = int(num_bytes * (1 + _SPARE)) + PIECE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size // mmap.PAGESIZE * mmap.PAGESIZE, flags=flags)
@@ -36,7 +37,7 @@ class Arena:
             # Refused by kernels without large pages.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._end = num_bytes
+        self._end = num_bytes - untouched
         self._is_closed = False
         # Before `_taken` it is handed out; from there to `_touched` in memory, and from there to `_touching` being
         # written: nobody's yet.
@@ -101,10 +102,10 @@ class Arena:
             return (first, last) if first < last else None
 
 
-def open_arena(num_bytes: int) -> Arena | None:
-    """One of so many bytes; None where that is none, or no gain is known of, or the system refuses."""
-    if sys.platform != "linux" or num_bytes < PIECE_BYTES:
+def open_arena(num_bytes: int, untouched: int = 0) -> Arena | None:
+    """As Arena; None where there is little to touch, or no gain is known of, or the system refuses."""
+    if sys.platform != "linux" or num_bytes - untouched < PIECE_BYTES:
         return None
     with contextlib.suppress(OSError):
-        return Arena(num_bytes)
+        return Arena(num_bytes, untouched)
     return None
