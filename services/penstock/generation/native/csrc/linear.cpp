@@ -193,26 +193,29 @@ static Tile pick(Format format, int rows) {
   }
 }
 
-template <typename T>
-static inline void store_row(const LinearArgs& a, const float* block, int64_t row, int64_t panel) {
-  const int columns = a.gated ? PANEL / 2 : PANEL;
-  const int64_t first = panel * columns;
+// What a panel's sums become; `bias` and the widths are the same for all rows.
+template <typename T, bool GATED>
+static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows, int64_t panel) {
+  constexpr int COLUMNS = GATED ? PANEL / 2 : PANEL, N = COLUMNS / L;
+  const int64_t first = panel * COLUMNS;
+  const int count = int(std::min<int64_t>(COLUMNS, a.width - first));
+  vf bias[V] = {};
+  if (a.bias != nullptr)
+    for (int v = 0; v < V; ++v) bias[v] = load(a.bias + panel * PANEL + v * L);
   T* out = (T*)a.out + row * a.out_stride + first;
-  const int count = int(std::min<int64_t>(columns, a.width - first));
-  float values[PANEL];
-  for (int c = 0; c < PANEL; c += L) {
-    vf value = load(block + c);
-    if (a.bias != nullptr) value += load(a.bias + panel * PANEL + c);
-    store_all(values + c, value);
-  }
-  if (a.gated)
-    for (int c = 0; c < columns; c += L) {
-      vf gate = rounded(load(values + c), out), up = rounded(load(values + columns + c), out);
-      store_all(values + c, rounded(silu(gate), out) * up);
+  for (int64_t r = 0; r < rows; ++r, out += a.out_stride) {
+    vf value[V];
+    for (int v = 0; v < V; ++v) value[v] = load(block[r] + v * L) + bias[v];
+    if constexpr (GATED)
+      for (int v = 0; v < N; ++v) value[v] = rounded(silu(rounded(value[v], out)), out) * rounded(value[v + N], out);
+    if (count == COLUMNS) {
+      for (int v = 0; v < N; ++v) store_all(out + v * L, value[v]);
+    } else {
+      float values[COLUMNS];
+      for (int v = 0; v < N; ++v) store_all(values + v * L, value[v]);
+      for (int c = 0; c < count; ++c) store(out + c, values[c]);
     }
-  int c = 0;
-  for (; c + L <= count; c += L) store_all(out + c, load(values + c));
-  for (; c < count; ++c) store(out + c, values[c]);
+  }
 }
 
 void multiply(const LinearArgs& a, const LinearTask& task) {
@@ -229,8 +232,9 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
         const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
         pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
-        for (int64_t row = first; row < last; ++row)
-          a.out_bf16 ? store_row<bf16>(a, blocks[row], task.first_row + row, panel) : store_row<float>(a, blocks[row], task.first_row + row, panel);
+        const auto put = a.out_bf16 ? (a.gated ? store_rows<bf16, true> : store_rows<bf16, false>)
+                                    : (a.gated ? store_rows<float, true> : store_rows<float, false>);
+        put(a, blocks + first, task.first_row + first, last - first, panel);
       }
     }
 }
