@@ -9,11 +9,12 @@ from typing import cast
 from urllib.parse import unquote
 
 import grpc
-from hpack import Decoder, HPACKError
+from hpack import HPACKError
 
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import CODE_BY_NUMBER
 from penstock.common.http2 import frames
+from penstock.common.http2.headers import HeaderDecoder
 from penstock.common.http2.keepalive import KeepAlive
 from penstock.common.http2.metadata import parse_metadata
 from penstock.common.transport import MAX_METADATA_BYTES
@@ -49,7 +50,7 @@ class ClientConnection(asyncio.Protocol):
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._decoder = Decoder(max_header_list_size=MAX_METADATA_BYTES)
+        self._decoder = HeaderDecoder(MAX_METADATA_BYTES)
         self._received = b""
         # A header block that CONTINUATION goes on with: its stream, whether it ends the stream, and the bytes.
         self._open_block: tuple[int, bool, bytes] | None = None
@@ -182,7 +183,7 @@ class ClientConnection(asyncio.Protocol):
         if block == frames.RESPONSE_HEADERS and not is_last:
             return  # of an answer by this transport
         try:
-            headers = {str(name): str(value) for name, value in self._decoder.decode(block)}
+            headers = self._decoder.decode(block)
         except (HPACKError, UnicodeDecodeError):
             raise frames.Violation(frames.PROTOCOL_ERROR, "headers cannot be decoded") from None
         status = headers.get(":status", "200")

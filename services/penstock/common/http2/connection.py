@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from hpack import Decoder, HPACKError
+from hpack import HPACKError
 
 from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
+from penstock.common.http2.headers import HeaderDecoder
 from penstock.common.http2.keepalive import KeepAlive
 
 # A request's headers, compressed; also what CONTINUATION may add up to.
@@ -62,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._on_call, self._on_open, self._on_lost = on_call, on_open, on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._decoder = Decoder(max_header_list_size=limits.max_header_list_bytes)
+        self._decoder = HeaderDecoder(limits.max_header_list_bytes)
         self._received = b""
         self._needs_preface = True
         self._out: list[bytes] = []
@@ -236,7 +237,7 @@ class Connection(asyncio.Protocol):
             return
         self._open_block = None
         try:
-            headers = {str(name): str(value) for name, value in self._decoder.decode(block)}
+            headers = self._decoder.decode(block)
         except (HPACKError, UnicodeDecodeError):
             raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
         known = self.calls.get(stream)

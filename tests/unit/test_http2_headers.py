@@ -1,0 +1,60 @@
+"""Header blocks: what is read here is what hpack reads."""
+
+from __future__ import annotations
+
+import pytest
+from hpack import Decoder, Encoder, HPACKError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.common.http2 import frames
+from penstock.common.http2.headers import HeaderDecoder
+
+NAMES = st.sampled_from([":path", ":method", "te", "x-request-id", "grpc-timeout", "content-type", "y" * 130])
+FIELDS = st.lists(st.tuples(NAMES, st.text("a/é0", max_size=140)), max_size=8)
+LIMIT = 1 << 14
+
+
+def by_hpack(decoder: Decoder, block: bytes) -> dict[str, str] | None:
+    try:
+        return {str(name): str(value) for name, value in decoder.decode(block)}
+    except (HPACKError, UnicodeDecodeError):
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(FIELDS, st.sampled_from(["plain", "hpack", "huffman"])), max_size=6))
+def test_blocks_of_every_kind_on_one_connection(blocks: list[tuple[list[tuple[str, str]], str]]) -> None:
+    encoder, decoder = Encoder(), HeaderDecoder(LIMIT)
+    for fields, kind in blocks:
+        is_plain = kind == "plain"
+        block = frames.request_headers(fields) if is_plain else encoder.encode(fields, huffman=kind == "huffman")
+        assert decoder.decode(block) == dict(fields)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=40), st.integers(0, 120))
+def test_any_bytes_are_read_as_hpack_reads_them(block: bytes, limit: int) -> None:
+    ours = HeaderDecoder(limit)
+    expected = by_hpack(Decoder(max_header_list_size=limit), block)
+    if expected is None:
+        with pytest.raises((HPACKError, UnicodeDecodeError)):
+            ours.decode(block)
+    else:
+        assert ours.decode(block) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(FIELDS, st.data())
+def test_a_block_that_was_cut_or_changed_is_read_as_hpack_reads_it(
+    fields: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    block = bytearray(frames.RESPONSE_HEADERS + frames.request_headers(fields))
+    place = data.draw(st.integers(0, len(block) - 1))
+    block[place] = data.draw(st.integers(0, 255))
+    cut = bytes(block[: data.draw(st.integers(0, len(block)))])
+    expected = by_hpack(Decoder(max_header_list_size=LIMIT), cut)
+    if expected is None:
+        with pytest.raises((HPACKError, UnicodeDecodeError)):
+            HeaderDecoder(LIMIT).decode(cut)
+    else:
+        assert HeaderDecoder(LIMIT).decode(cut) == expected
