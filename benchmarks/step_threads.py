@@ -6,6 +6,9 @@ Starts `penstock serve generation` and runs requests on one Session, as the rout
 steps (with the forward pass, of which the kernels' own threads share the work), `event_loop` that of gRPC's handlers,
 which turns every step's outputs into one message; both hold the GIL while they run Python. `rest` are all the others.
 The engine's own parts of a step (schedule, update, execute) come from its metrics, by the clock.
+
+`--flamegraph FILE` records the process under the same load once more, with py-spy; `--services DIR` runs the services
+of another checkout.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from penstock.v1 import config_pb2, generation_pb2, generation_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks._report import write
+from benchmarks._wire_profile import record
 
 TICK = 100.0
 
@@ -68,10 +72,20 @@ def run_round(stub: generation_pb2_grpc.GenerationServiceStub, options: argparse
     return sum(1 for _ in call)
 
 
+def profile(process: Process, stub: generation_pb2_grpc.GenerationServiceStub, options: argparse.Namespace) -> None:
+    """A flame graph of so many seconds of these rounds; only the main and the engine's thread run Python."""
+    with record({options.flamegraph: process.popen.pid}, options.flamegraph_seconds):
+        until, number = time.monotonic() + options.flamegraph_seconds, 0
+        while time.monotonic() < until:
+            run_round(stub, options, f"profile-{number}")
+            number += 1
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One round to warm up, then those that count."""
     flags = [*([options.model] if options.model else []), "--threads", str(options.threads), *options.flag]
-    process = start("generation", *flags)
+    path = {"PYTHONPATH": str(options.services / "services")} if options.services is not None else {}
+    process = start("generation", *flags, environment=path)
     try:
         process.wait_ready()
         with grpc.insecure_channel(process.address) as channel:
@@ -81,6 +95,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             messages = sum(run_round(stub, options, f"round-{number}") for number in range(options.rounds))
             wall = time.perf_counter() - started
             after, now = thread_seconds(process), metrics(process)
+            if options.flamegraph is not None:
+                profile(process, stub, options)
     finally:
         process.terminate()
     return summary(process.popen.pid, before, after, {key: now[key] - counted.get(key, 0.0) for key in now}, wall) | {
@@ -122,6 +138,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--flag", action="append", default=[], help="a further flag of the service, such as --flag=...")
+    parser.add_argument("--services", type=Path, help="another checkout, whose services run")
+    parser.add_argument("--flamegraph", type=Path, help="SVG file to record (needs py-spy)")
+    parser.add_argument("--flamegraph-seconds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="also write the result there")
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in ("model", "streams", "prompt", "tokens", "threads")}
