@@ -27,7 +27,7 @@ class Load:
     def __init__(
         self, protocol: Protocol, received: memoryview, token_chars: int, slots: range, requests: int, *, texts: bool
     ) -> None:
-        """Every token of an answer is `token_chars` characters. `texts`: keep what was read."""
+        """Every token of an answer is `token_chars` characters. `texts`: keep what whole answers were."""
         self._protocol = protocol
         self._received = received
         self._token_chars = token_chars
@@ -85,7 +85,7 @@ class Load:
         slot = self._slot.pop(stream)
         self._last.pop(stream, None)
         self.failed += stream not in self._finished
-        if self._texts is not None:
+        if self._texts is not None and stream in self._finished:
             self.whole.add(self._texts.pop(stream, ""))
         if self._left[slot]:
             self._next(slot)
