@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,7 +14,8 @@ from factories.http2 import Socket, frames_of, message
 from hpack import Decoder, Encoder
 from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
-from penstock.common.http2.connection import Connection, Limits
+from penstock.common.http2.connection import Connection
+from penstock.common.http2.limits import Limits
 
 LIMITS = Limits(
     max_message_bytes=4 << 20,
@@ -22,16 +24,21 @@ LIMITS = Limits(
     keepalive_seconds=60.0,
     keepalive_timeout_seconds=20.0,
     min_ping_interval_seconds=10.0,
+    stream_window_bytes=frames.STREAM_WINDOW,
+    connection_window_bytes=4 << 20,
+    write_buffer_bytes=256 << 10,
+    idle_frames=200,
+    idle_frames_per_second=0.0,
 )
 
 
 class Peer:
     """A client; the server's handlers are the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.calls: list[Call] = []
         self.socket = Socket()
-        self.connection = Connection(LIMITS, self.calls.append, lambda _: None, lambda _: None)
+        self.connection = Connection(limits, self.calls.append, lambda _: None, lambda _: None)
         self.connection.connection_made(self.socket)
         self.send(frames.PREFACE + frames.settings(()))
 
@@ -158,6 +165,14 @@ async def test_resets_that_a_client_provokes_have_the_budget_of_its_own(misuse: 
         peer.send(misuse(stream))
     assert peer.socket.is_closed
     assert len(peer.calls) < 300
+
+
+async def test_cancelled_calls_that_nobody_answered_are_forgiven_with_time() -> None:
+    patient = replace(LIMITS, idle_frames_per_second=1e9)
+    peer = Peer(patient)
+    for number in range(2000):
+        peer.reset(peer.open(2 * number + 1).stream)
+    assert not peer.socket.is_closed
 
 
 async def test_calls_that_wait_are_woken_once_however_many_frames_make_room() -> None:

@@ -81,6 +81,32 @@ class ServerConfig(TransportConfig):
         1.0, "Clients that ping a silent connection more often than this are cut off.", group=NETWORK, minimum=0.01
     )
     max_concurrent_rpcs: int = option(4096, "Calls in flight; more are refused at once.", group=LIMITS, minimum=1)
+    stream_window_bytes: int = option(
+        1 << 20,
+        "What a caller may have on its way in one call (asyncio transport).",
+        group=LIMITS,
+        minimum=65535,
+        maximum=2**31 - 1,
+    )
+    connection_window_bytes: int = option(
+        4 << 20, "The same of all calls of a connection.", group=LIMITS, minimum=65536, maximum=2**31 - 1
+    )
+    write_buffer_bytes: int = option(
+        256 << 10,
+        "Answers that wait for a connection that is not read (asyncio transport).",
+        group=LIMITS,
+        minimum=1024,
+    )
+    idle_frames: int = option(
+        2000,
+        "Frames that ask for work without doing any (resets, pings, settings): a connection that sends more at once is "
+        "cut off (asyncio transport).",
+        group=LIMITS,
+        minimum=16,
+    )
+    idle_frames_per_second: float = option(
+        100.0, "How fast there may be more of them; every call that is answered allows four.", group=LIMITS, minimum=0.0
+    )
     drain_grace_seconds: float = option(
         30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0
     )

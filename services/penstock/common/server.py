@@ -209,7 +209,7 @@ def _make_server(config: ServerConfig, calls: CallInterceptor, *, shares_port: b
             options=server_options(config, shares_port=shares_port),
             maximum_concurrent_rpcs=max_calls,
         )
-    from penstock.common.http2.connection import Limits
+    from penstock.common.http2.limits import Limits
     from penstock.common.http2.server import Http2Server
 
     limits = Limits(
@@ -219,6 +219,11 @@ def _make_server(config: ServerConfig, calls: CallInterceptor, *, shares_port: b
         keepalive_seconds=config.keepalive_seconds,
         keepalive_timeout_seconds=config.keepalive_timeout_seconds,
         min_ping_interval_seconds=config.min_ping_interval_seconds,
+        stream_window_bytes=config.stream_window_bytes,
+        connection_window_bytes=config.connection_window_bytes,
+        write_buffer_bytes=config.write_buffer_bytes,
+        idle_frames=config.idle_frames,
+        idle_frames_per_second=config.idle_frames_per_second,
     )
     return cast("grpc.aio.Server", Http2Server(limits, interceptor=calls, max_calls=max_calls))
 

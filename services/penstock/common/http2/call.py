@@ -16,11 +16,10 @@ from penstock.common.http2.metadata import Metadata, parse_metadata
 
 if TYPE_CHECKING:
     from penstock.common.http2.connection import Connection
+    from penstock.common.http2.limits import Limits
 
-# Messages of a request stream that its handler has not taken; beyond so many bytes its client has to wait.
-_MAX_WAITING, _MAX_WAITING_BYTES = 1024, 1 << 20
-# Of a stream's window: what its client waits to get back.
-_OWED_BYTES = frames.STREAM_WINDOW // 4
+# The window bounds how many messages of this size wait for their handler; of smaller ones there may be no more.
+_SMALL_MESSAGE_BYTES = 64
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -36,7 +35,7 @@ class Refused(Exception):
 class Call:
     """Used on the event loop of its connection. Writes wait while the client's window or the connection is full."""
 
-    def __init__(self, connection: Connection, stream: int, headers: dict[str, str], max_message_bytes: int) -> None:
+    def __init__(self, connection: Connection, stream: int, headers: dict[str, str], limits: Limits) -> None:
         """Raises Refused for headers that make no call."""
         self.stream = stream
         self.method = headers.get(":path", "")
@@ -47,7 +46,8 @@ class Call:
         self.serializer: Callable[[Any], bytes] | None = None
         self.request_ended = False
         self._connection = connection
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes = limits.max_message_bytes
+        self._window_bytes = limits.stream_window_bytes
         self._metadata: Metadata = _metadata(headers)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
@@ -169,7 +169,7 @@ class Call:
             self._messages.append((bool(self._body[0]), message))
             self._waiting_bytes += size
             del self._body[: frames.MESSAGE_HEAD + size]
-            if len(self._messages) > _MAX_WAITING:
+            if len(self._messages) > self._window_bytes // _SMALL_MESSAGE_BYTES:
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many messages are waiting")
         if ended:
             self.request_ended = True
@@ -213,7 +213,7 @@ class Call:
 
     def _give_back(self) -> None:
         """Let the client send on, unless the handler is behind: it is told of many messages at once."""
-        if self._owed >= _OWED_BYTES and self._waiting_bytes <= _MAX_WAITING_BYTES and not self.is_over:
+        if self._owed >= self._window_bytes // 4 and self._waiting_bytes <= self._window_bytes and not self.is_over:
             self._connection.give_back(self.stream, self._owed)
             self._owed = 0
 

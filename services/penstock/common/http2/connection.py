@@ -6,7 +6,6 @@ import asyncio
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 from hpack import HPACKError
@@ -15,30 +14,11 @@ from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
 from penstock.common.http2.headers import HeaderDecoder
 from penstock.common.http2.keepalive import KeepAlive
+from penstock.common.http2.limits import IdleFrames, Limits
 
 # A request's headers, compressed; also what CONTINUATION may add up to.
 MAX_HEADER_BYTES = 64 << 10
-# Bytes of answers that may wait in the process for a connection that is not read.
-_BUFFER_BYTES = 256 << 10
-# The same where what waits are answers to frames: a client that sends and does not read is not read either.
-_UNREAD_BYTES = 1 << 20
-# Frames that ask for work without doing any (resets, pings, settings): a budget, refilled by calls that are answered.
-_CONTROL_BUDGET, _CONTROL_MAX = 200, 2000
 _PING_STRIKES = 3
-# What a client may send on all streams before it is told to go on.
-_CONNECTION_WINDOW = 4 << 20
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one connection."""
-
-    max_message_bytes: int
-    max_header_list_bytes: int
-    max_streams: int
-    keepalive_seconds: float
-    keepalive_timeout_seconds: float
-    min_ping_interval_seconds: float
 
 
 class Connection(asyncio.Protocol):
@@ -75,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._open_block: tuple[int, int, bytes] | None = None
         # A frame made room for calls that wait: they are woken once, however many frames come together.
         self._has_room = False
-        self._budget = _CONTROL_BUDGET
+        self._idle_frames = IdleFrames(limits)
         self._ping_strikes = 0
         self._last_ping = 0.0
         self._has_sent = False
@@ -84,17 +64,17 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)
-        transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
         limits = self._limits
         self.send(
             frames.settings(
                 (
                     (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
-                    (frames.INITIAL_WINDOW_SIZE, frames.STREAM_WINDOW),
+                    (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
                     (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
                 )
             )
-            + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
+            + frames.window_update(0, limits.connection_window_bytes - frames.DEFAULT_WINDOW)
         )
         self._keepalive.start()
         self._on_open(self)
@@ -121,7 +101,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._out.append(data)
         self._out_bytes += len(data)
-        if self._out_bytes >= _BUFFER_BYTES:
+        if self._out_bytes >= self._limits.write_buffer_bytes:
             self._flush()  # so that `is_paused` is known within the turn, too
 
     def give_back(self, stream: int, size: int) -> None:
@@ -134,7 +114,7 @@ class Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """A call was answered: its client may have reason to reset and to ping."""
-        self._budget = min(_CONTROL_MAX, self._budget + 4)
+        self._idle_frames.refund(4)
 
     def drain(self) -> None:
         """Take no further calls; close once the last one is over."""
@@ -177,7 +157,11 @@ class Connection(asyncio.Protocol):
         if self._has_room:
             self._has_room = False
             self._wake_all()
-        if self._transport is not None and self._transport.get_write_buffer_size() > _UNREAD_BYTES:
+        if (
+            self._transport is not None
+            and self._transport.get_write_buffer_size() > 4 * self._limits.write_buffer_bytes
+        ):
+            # What waits are answers to frames: a client that sends and does not read is not read either.
             self._transport.pause_reading()
 
     def _take_frames(self, data: bytes) -> int:
@@ -221,7 +205,7 @@ class Connection(asyncio.Protocol):
         elif kind == frames.PING:
             self._take_ping(flags, payload)
         elif kind == frames.RST_STREAM:
-            self._spend()
+            self._idle_frames.spend()
             call = self.calls.get(stream)
             if call is not None:
                 call.gone()
@@ -232,7 +216,7 @@ class Connection(asyncio.Protocol):
         if len(block) > MAX_HEADER_BYTES:
             raise frames.Violation(frames.ENHANCE_YOUR_CALM, "headers are too large")
         if not flags & frames.END_HEADERS:
-            self._spend()
+            self._idle_frames.spend()
             self._open_block = (stream, flags, block)
             return
         self._open_block = None
@@ -260,7 +244,7 @@ class Connection(asyncio.Protocol):
             self.send(frames.header_frames(stream, frames.refusal(415), end=True, limit=frames.DEFAULT_FRAME_SIZE))
             return
         try:
-            call = Call(self, stream, headers, self._limits.max_message_bytes)
+            call = Call(self, stream, headers, self._limits)
         except Refused as refused:
             block = frames.RESPONSE_HEADERS + frames.trailers(refused.code.value[0], refused.details, ())
             self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
@@ -272,7 +256,7 @@ class Connection(asyncio.Protocol):
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
         # Given back whatever becomes of it, many frames at once: a call that keeps much keeps its stream's window.
         self._owed += len(payload)
-        if self._owed >= _CONNECTION_WINDOW // 4:
+        if self._owed >= self._limits.connection_window_bytes // 4:
             self.send(frames.window_update(0, self._owed))
             self._owed = 0
         call = self.calls.get(stream)
@@ -285,9 +269,14 @@ class Connection(asyncio.Protocol):
             return
         ended = bool(flags & frames.END_STREAM)
         if not payload and not ended:
-            self._spend()
+            self._idle_frames.spend()
         self._give(call, frames.content(flags, payload, prioritised=False), ended=ended)
-        if payload and not ended and not call.is_over and call.received(len(payload)) > frames.STREAM_WINDOW:
+        if (
+            payload
+            and not ended
+            and not call.is_over
+            and call.received(len(payload)) > self._limits.stream_window_bytes
+        ):
             raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the stream's window")
 
     def _give(self, call: Call, data: bytes, *, ended: bool) -> None:
@@ -316,14 +305,14 @@ class Connection(asyncio.Protocol):
 
     def _break_off(self, call: Call, code: int) -> None:
         """A call whose frames make no sense: a client that has us reset its calls is one that resets them."""
-        self._spend()
+        self._idle_frames.spend()
         self.send(_reset(call.stream, code))
         call.gone()
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
             return
-        self._spend()
+        self._idle_frames.spend()
         if len(payload) % 6:
             raise frames.Violation(frames.FRAME_SIZE_ERROR, "settings have six bytes each")
         for key, value in struct.iter_unpack(">HI", payload):
@@ -352,11 +341,6 @@ class Connection(asyncio.Protocol):
         self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
         self._flush()
         self._has_sent = False
-
-    def _spend(self) -> None:
-        self._budget -= 1
-        if self._budget < 0:
-            raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
 
     def _ping(self) -> None:
         self.send(frames.frame(frames.PING, 0, 0, b"penstock"))

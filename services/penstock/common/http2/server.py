@@ -11,7 +11,8 @@ from typing import Any, cast
 import grpc
 
 from penstock.common.http2.call import Call, Refused
-from penstock.common.http2.connection import Connection, Limits
+from penstock.common.http2.connection import Connection
+from penstock.common.http2.limits import Limits
 from penstock.common.interceptors import CallInterceptor
 from penstock.common.logging import get_logger
 
