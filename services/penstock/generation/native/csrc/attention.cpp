@@ -5,6 +5,7 @@
 // values of a tile are unpacked once for up to MAX_TASK_ROWS rows. bf16 is multiplied in pairs by vdpbf16ps and int8 in fours
 // by vpdpbusd where the CPU has them, else in fp32. Where rows are fewer than lanes, attention_few.h does the same sums.
 #include "attention_few.h"
+#include "attention_pairs.h"
 #include "attention_tile.h"
 
 namespace penstock {
@@ -208,9 +209,22 @@ static void run_stored(const AttentionArgs& a, const AttentionTask& task, const 
   else run<T, int8_t, Mode::FLOATS>(a, task, next, scratch);
 }
 
+#ifdef __AVX512BF16__
+size_t attention_scratch_bytes() { return std::max(sizeof(Work<4, BLOCKS>), sizeof(PairsWork)); }
+int most_heads(const AttentionArgs& a, int64_t rows) { return can_attend_pairs(a, {0, 0, 0, int(rows), 1, 0}) ? MOST_HEADS : 1; }
+void prepare(const AttentionArgs& a, const AttentionTask& task) {
+  if (can_attend_pairs(a, task)) fetch_first(a, task);
+}
+#else
 size_t attention_scratch_bytes() { return sizeof(Work<4, BLOCKS>); }
+int most_heads(const AttentionArgs&, int64_t) { return 1; }
+void prepare(const AttentionArgs&, const AttentionTask&) {}
+#endif
 void attend(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next, void* scratch) {
   constexpr Mode pairs = HAS_UNITS ? Mode::PAIRS : Mode::FLOATS;
+#ifdef __AVX512BF16__
+  if (can_attend_pairs(a, task)) return attend_pairs(a, task, next, *(PairsWork*)scratch);
+#endif
   if (!a.is_bf16) run_stored<float>(a, task, next, scratch);
   else if (a.key_scales == nullptr && a.head_dim % 2 == 0) run<bf16, bf16, pairs>(a, task, next, scratch);
   else run_stored<bf16>(a, task, next, scratch);

@@ -23,11 +23,13 @@ struct AttentionArgs {
   float scale;
   bool is_bf16;
 };
-// Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the group), query first.
+// Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the group), query first. The
+// same of the following heads, where there are more than one: at most most_heads() of so many rows.
 struct AttentionTask {
   int seq, kv_head;
   int64_t first;
   int count;
+  int heads;
   int64_t cost;
 };
 constexpr int MAX_HEAD_DIM = 256;
@@ -54,8 +56,12 @@ struct RopeArgs {
 // `next`: what the thread will probably be given after this, whose first keys are fetched meanwhile; may be null.
 #define PENSTOCK_ATTENTION_KERNELS                                        \
   size_t attention_scratch_bytes();                                       \
+  int most_heads(const AttentionArgs&, int64_t rows);                     \
+  /* Fetches what a task reads first. */                                  \
+  void prepare(const AttentionArgs&, const AttentionTask&);               \
   void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, void* scratch); \
-  void rope(const RopeArgs&, int64_t first, int64_t last);
+  /* Of these key/value heads and the query heads that go with them. */  \
+  void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head);
 namespace avx512 { PENSTOCK_ATTENTION_KERNELS }
 namespace avx2 { PENSTOCK_ATTENTION_KERNELS }
 #undef PENSTOCK_ATTENTION_KERNELS

@@ -11,20 +11,51 @@
 
 namespace penstock {
 
+// Key/value heads of a task of few rows: those that lie side by side in memory together, where that leaves every thread as
+// much to do as the others.
+inline int64_t heads_together(const AttentionArgs& args, int64_t rows, int64_t sequences, int64_t threads) {
+  for (int64_t heads = std::min<int64_t>(args.num_kv_heads, KERNEL(most_heads)(args, rows)); heads > 1; --heads) {
+    const int64_t tasks = sequences * (args.num_kv_heads / heads);
+    if (args.num_kv_heads % heads == 0 && (tasks % threads == 0 || tasks >= 8 * threads)) return heads;
+  }
+  return 1;
+}
+
 // Rows of every sequence and key/value head, the largest task first, so that the last one to end is a small one. Any thread may
 // take any task at any time after the step's keys and values are written.
-inline std::vector<AttentionTask> attention_tasks(const AttentionArgs& args, int64_t sequences) {
+inline std::vector<AttentionTask> attention_tasks(const AttentionArgs& args, int64_t sequences, int64_t threads) {
   std::vector<AttentionTask> tasks;
   for (int64_t s = 0; s < sequences; ++s) {
     const int64_t rows = int64_t(args.query_start[s + 1] - args.query_start[s]) * (args.num_heads / args.num_kv_heads);
-    for (int64_t k = 0; k < args.num_kv_heads; ++k)
+    const int64_t heads = heads_together(args, rows, sequences, threads);
+    for (int64_t k = 0; k < args.num_kv_heads; k += heads)
       for (int64_t first = 0; first < rows; first += MAX_TASK_ROWS) {
         const int count = int(std::min<int64_t>(MAX_TASK_ROWS, rows - first));
-        tasks.push_back({int(s), int(k), first, count, int64_t(args.context_lens[s]) * (count + 16)});
+        tasks.push_back({int(s), int(k), first, count, int(heads), int64_t(args.context_lens[s]) * (count + 16) * heads});
       }
   }
   std::stable_sort(tasks.begin(), tasks.end(), [](const auto& x, const auto& y) { return x.cost > y.cost; });
   return tasks;
+}
+
+// Whether no sequence reads what another one writes in this step, and a task is all rows of its heads: then a task may write
+// its keys and values itself, just before it reads them.
+inline bool can_write_alone(const AttentionArgs& args, const std::vector<AttentionTask>& tasks, const int64_t* slots, int64_t sequences, int64_t blocks) {
+  std::vector<int32_t> writer(blocks, -1);
+  for (const AttentionTask& task : tasks)
+    if (task.count != (args.query_start[task.seq + 1] - args.query_start[task.seq]) * (args.num_heads / args.num_kv_heads)) return false;
+  for (int64_t s = 0; s < sequences; ++s)
+    for (int64_t row = args.query_start[s]; row < args.query_start[s + 1]; ++row) {
+      int32_t& by = writer[slots[row] / args.block_size];
+      if (by >= 0 && by != s) return false;
+      by = int32_t(s);
+    }
+  for (int64_t s = 0; s < sequences; ++s) {
+    const int32_t* table = args.block_tables + s * args.table_stride;
+    for (int64_t b = 0; b * args.block_size < args.context_lens[s]; ++b)
+      if (writer[table[b]] >= 0 && writer[table[b]] != s) return false;
+  }
+  return true;
 }
 
 // What attend() needs, of the calling thread.
@@ -38,15 +69,20 @@ inline void* attention_scratch() {
 }
 
 // One thread's part of the tasks: its own, which are those at its number and so many threads further on each time, so that it
-// knows the next one; and then what others have left. `progress` is that of all threads.
-inline void attend_share(const AttentionArgs& args, const std::vector<AttentionTask>& tasks, Progress* progress, int64_t thread, int64_t threads) {
+// knows the next one; and then what others have left. `progress` is that of all threads. `rope`: what a task writes before it
+// reads, where it may; else null.
+inline void attend_share(const AttentionArgs& args, const RopeArgs* rope, const std::vector<AttentionTask>& tasks, Progress* progress,
+                         int64_t thread, int64_t threads) {
   void* memory = attention_scratch();
   const int64_t count = tasks.size();
   for (int64_t i = 0; i < threads; ++i) {
     const int64_t owner = (thread + i) % threads;
-    for (int64_t task; (task = owner + progress[owner].next.fetch_add(1) * threads) < count;) {
-      const bool has_next = i == 0 && task + threads < count;
-      KERNEL(attend)(args, tasks[task], has_next ? &tasks[task + threads] : nullptr, memory);
+    for (int64_t number; (number = owner + progress[owner].next.fetch_add(1) * threads) < count;) {
+      const AttentionTask& task = tasks[number];
+      const bool has_next = i == 0 && number + threads < count;
+      if (rope != nullptr)
+        KERNEL(rope)(*rope, args.query_start[task.seq], args.query_start[task.seq + 1], task.kv_head, task.kv_head + task.heads);
+      KERNEL(attend)(args, task, has_next ? &tasks[number + threads] : nullptr, memory);
     }
   }
 }

@@ -31,11 +31,11 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
                            scale_data(key_scales), scale_data(value_scales), tables.const_data_ptr<int32_t>(),
                            tables.stride(0), query_start.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
                            q.stride(0), H * D, int(D), int(H), int(K), int(keys.size(1)), window, float(scale), is_bf16(q)};
-  const std::vector<AttentionTask> tasks = attention_tasks(args, S);
+  const std::vector<AttentionTask> tasks = attention_tasks(args, S, at::get_num_threads());
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
   std::vector<Progress> progress(threads);
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-    for (int64_t thread = first; thread < last; ++thread) attend_share(args, tasks, progress.data(), thread, threads);
+    for (int64_t thread = first; thread < last; ++thread) attend_share(args, nullptr, tasks, progress.data(), thread, threads);
   });
   return out;
 }
@@ -53,7 +53,7 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
                       q_norm ? q_norm->const_data_ptr() : nullptr, k_norm ? k_norm->const_data_ptr() : nullptr,
                       q.data_ptr(), keys.data_ptr(), values.data_ptr(), scale_data(key_scales), scale_data(value_scales),
                       slots.const_data_ptr<int64_t>(), int(num_heads), int(K), int(D), float(eps), is_bf16(qkv)};
-  at::parallel_for(0, T, grain(qkv.size(1)), [&](int64_t first, int64_t last) { KERNEL(rope)(args, first, last); });
+  at::parallel_for(0, T, grain(qkv.size(1)), [&](int64_t first, int64_t last) { KERNEL(rope)(args, first, last, 0, int(K)); });
   return q;
 }
 

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -41,16 +42,23 @@ struct Layer {
 };
 constexpr int64_t LINEARS = 4;
 constexpr int64_t TENSORS_OF_A_LAYER = 4 + LINEARS * 4;
-// Norms, rope, and what linear layers quantise first: by a counter for all threads. By a share for each: linear layers, attention.
+// Norms, rope, and what linear layers quantise first, where they are shared: by a counter for all threads. By a share for each: linear layers, attention.
 constexpr int64_t MOST_STAGES = 2 + 1 + LINEARS;
 constexpr int64_t SHARED_STAGES = LINEARS + 1;
 // Of the next linear layer's weight, fetched by who waits.
 constexpr int64_t AHEAD_BYTES = 64 << 10;
 
-// What a forward pass writes on its way.
+// What a forward pass writes on its way. Of `normed`, `residual` and what is quantised every thread may have its own.
 struct Buffers {
-  at::Tensor normed, qkv, q, attended, inner, added, bytes, scales, sums;
+  at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums;
 };
+
+// Rows of a linear layer's inputs.
+struct Inputs {
+  const void* rows;
+  int64_t stride;  // in elements
+};
+Inputs inputs_of(const at::Tensor& x) { return {x.const_data_ptr(), x.stride(0)}; }
 
 struct Step {
   Team team;
@@ -61,6 +69,7 @@ struct Step {
   at::Tensor hidden;
   int64_t rows;
   std::vector<AttentionTask> tasks;
+  bool writes_alone;
 };
 
 // Where a thread is: all go through the same stages.
@@ -92,17 +101,19 @@ struct Decoder : torch::CustomClassHolder {
     }
   }
 
-  Buffers buffers(int64_t rows, const at::TensorOptions& options) const {
+  Buffers buffers(int64_t rows, int64_t threads, const at::TensorOptions& options) const {
     const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
     const int64_t padded = granules_of(format, widest) * granule_inputs(format), size = options.dtype().itemsize();
-    const auto inputs = [&](int64_t width) { return at::empty({rows, spread(width * size) / size}, options); };
-    const bool quantised = format >= Format::INT8;
+    const auto inputs = [&](int64_t count, int64_t width) { return at::empty({count, spread(width * size) / size}, options); };
     const int64_t groups = format == Format::INT4 ? padded / GROUP : 1;
-    return {inputs(hidden), at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
-            at::empty({rows, heads}, options), inputs(heads), inputs(inner), at::empty({rows, hidden}, options),
-            at::empty({quantised ? rows * spread(padded) : 0}, options.dtype(at::kChar)),
-            at::empty({quantised ? rows * groups : 0}, options.dtype(at::kFloat)),
-            at::empty({quantised ? rows * groups : 0}, options.dtype(at::kInt))};
+    const int64_t quantised = format < Format::INT8 ? 0 : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows : rows;
+    const int64_t own = is_small(rows, hidden) ? threads : 1;
+    return {inputs(own * rows, hidden), at::empty({own - 1, rows, hidden}, options),
+            at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
+            at::empty({rows, heads}, options), inputs(rows, heads), inputs(rows, inner), at::empty({rows, hidden}, options),
+            at::empty({quantised * spread(padded)}, options.dtype(at::kChar)),
+            at::empty({quantised * groups}, options.dtype(at::kFloat)),
+            at::empty({quantised * groups}, options.dtype(at::kInt))};
   }
 
   // Adds what every layer adds to `hidden`, but for the last layer's MLP, which is returned: the final norm adds it.
@@ -112,6 +123,9 @@ struct Decoder : torch::CustomClassHolder {
  private:
   void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const;
 
+  // So few rows of `width` elements that one thread would do them all: then every thread does, for itself, and none waits.
+  static bool is_small(int64_t rows, int64_t width) { return rows <= grain(width); }
+
   template <typename F>
   void over_rows(Step& step, Walk& walk, int64_t width, F work) const {
     const int64_t each = grain(width), parts = (step.rows + each - 1) / each;
@@ -120,25 +134,29 @@ struct Decoder : torch::CustomClassHolder {
     step.team.wait(walk.ahead);
   }
 
-  // `then`: the next one.
-  void linear(Step& step, Walk& walk, const Linear& layer, const at::Tensor& x, at::Tensor& out, const Linear* then) const {
-    const bool bf16 = is_bf16(x);
-    const int64_t padded = layer.granules * granule_inputs(format), stride = spread(padded);
+  // `from`: rows of a linear layer's inputs. What it multiplies is in `args` then.
+  void quantise(Step& step, Walk& walk, const Linear& layer, Inputs from, bool bf16, LinearArgs& args) const {
     Buffers& b = step.buffers;
-    LinearArgs args{format, x.const_data_ptr(), x.stride(0) / granule_inputs(format), (const char*)layer.weight.const_data_ptr(), layer.granules,
-                    data<float>(layer.bias), b.scales.const_data_ptr<float>(), data<float>(layer.scale), data<int32_t>(layer.sum),
-                    b.sums.const_data_ptr<int32_t>(), out.data_ptr(), layer.width, out.stride(0), bf16, layer.gated};
-    if (format >= Format::INT8) {
-      const QuantizeArgs quantization{x.const_data_ptr(), layer.inputs, x.stride(0), bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr(), padded, stride,
-                                      b.scales.data_ptr<float>(), b.sums.data_ptr<int32_t>()};
-      over_rows(step, walk, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(quantization, first, last); });
-      args.x = b.bytes.const_data_ptr();
-      args.x_stride = stride / 4;
-    }
+    const bool small = is_small(step.rows, layer.inputs);
+    const int64_t padded = layer.granules * granule_inputs(format), stride = spread(padded);
+    const int64_t groups = format == Format::INT4 ? padded / GROUP : 1, own = small ? walk.thread * step.rows : 0;
+    const QuantizeArgs to{from.rows, layer.inputs, from.stride, bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr() + own * stride, padded, stride,
+                          b.scales.data_ptr<float>() + own * groups, b.sums.data_ptr<int32_t>() + own * groups};
+    if (small) KERNEL(quantize)(to, 0, step.rows);
+    else over_rows(step, walk, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(to, first, last); });
+    args.x = to.out, args.x_stride = stride / 4, args.row_scale = to.scale, args.row_sum = to.sum;
+  }
+
+  // `then`: the next one. The caller waits.
+  void linear(Step& step, Walk& walk, const Linear& layer, Inputs x, at::Tensor& out, const Linear* then) const {
+    const bool bf16 = is_bf16(out);
+    LinearArgs args{format, x.rows, x.stride / granule_inputs(format), (const char*)layer.weight.const_data_ptr(), layer.granules,
+                    data<float>(layer.bias), nullptr, data<float>(layer.scale), data<int32_t>(layer.sum),
+                    nullptr, out.data_ptr(), layer.width, out.stride(0), bf16, layer.gated};
+    if (format >= Format::INT8) quantise(step, walk, layer, x, bf16, args);
     const int64_t threads = step.team.threads();
     multiply_share(args, LinearShare(args, step.rows, layer.panels, threads), &step.progress[walk.shared++ * threads], walk.thread);
     walk.ahead = then == nullptr ? Ahead{} : beginning(*then, step.rows, walk.thread, threads);
-    step.team.wait(walk.ahead);
   }
 
   // Of a thread's share.
@@ -149,11 +167,18 @@ struct Decoder : torch::CustomClassHolder {
     return {LinearShare(args, rows, layer.panels, threads).beginning(args, thread), AHEAD_BYTES};
   }
 
-  void norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
+  // The norm of `hidden` and what was added; where rows are few, of a copy that is the thread's own.
+  Inputs norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
     Buffers& b = step.buffers;
-    const NormArgs args{step.hidden.data_ptr(), has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
-                        b.normed.data_ptr(), hidden, b.normed.stride(0), float(eps), is_bf16(step.hidden)};
-    over_rows(step, walk, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+    const bool small = is_small(step.rows, hidden);
+    const int64_t own = small ? walk.thread : 0, stride = b.normed.stride(0);
+    void* residual = own > 0 ? (char*)b.residual.data_ptr() + (own - 1) * step.hidden.nbytes() : step.hidden.data_ptr();
+    const NormArgs args{residual, has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
+                        (char*)b.normed.data_ptr() + own * step.rows * stride * b.normed.itemsize(), hidden, stride, float(eps),
+                        is_bf16(step.hidden)};
+    if (small) KERNEL(add_norm)(args, 0, step.rows);
+    else over_rows(step, walk, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+    return {args.out, stride};
   }
 };
 
@@ -171,7 +196,7 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
   const bool bf16 = is_bf16(hidden_rows);
   TORCH_CHECK(is_bf16(cos) == bf16);
   Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES),
-            std::vector<Progress>(layers.size() * SHARED_STAGES * at::get_num_threads()), buffers(T, hidden_rows.options()), hidden_rows, T, {}};
+            std::vector<Progress>(layers.size() * SHARED_STAGES * at::get_num_threads()), buffers(T, at::get_num_threads(), hidden_rows.options()), hidden_rows, T, {}, false};
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -189,12 +214,15 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
                     data<char>(layers[i].k_norm), b.q.data_ptr(), keys, values, key_scales, value_scales,
                     slots.const_data_ptr<int64_t>(), int(num_heads), int(num_kv_heads), int(head_dim), float(eps), bf16});
   }
-  step.tasks = attention_tasks(attention[0], S);
+  step.tasks = attention_tasks(attention[0], S, at::get_num_threads());
+  step.writes_alone = can_write_alone(attention[0], step.tasks, slots.const_data_ptr<int64_t>(), S, pool.size(2));
 #pragma omp parallel num_threads(at::get_num_threads())
   {
 #pragma omp single
     step.team.gather(omp_get_num_threads());
     Walk walk{omp_get_thread_num()};
+    if (walk.thread > 0 && is_small(T, hidden))
+      std::memcpy((char*)b.residual.data_ptr() + (walk.thread - 1) * hidden_rows.nbytes(), hidden_rows.const_data_ptr(), hidden_rows.nbytes());
     for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
   }
   return b.added;
@@ -203,16 +231,20 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
 void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const {
   const Layer& layer = layers[i];
   Buffers& b = step.buffers;
-  norm(step, walk, layer.input_norm, i > 0);
-  linear(step, walk, layer.qkv, b.normed, b.qkv, &layer.output);
-  over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last); });
+  linear(step, walk, layer.qkv, norm(step, walk, layer.input_norm, i > 0), b.qkv, &layer.output);
   const int64_t threads = step.team.threads();
-  attend_share(attention, step.tasks, &step.progress[walk.shared++ * threads], walk.thread, threads);
+  if (walk.thread < int64_t(step.tasks.size())) KERNEL(prepare)(attention, step.tasks[walk.thread]);
   step.team.wait(walk.ahead);
-  linear(step, walk, layer.output, b.attended, b.added, &layer.gated);
-  norm(step, walk, layer.post_norm, true);
-  linear(step, walk, layer.gated, b.normed, b.inner, &layer.down);
-  linear(step, walk, layer.down, b.inner, b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : nullptr);
+  if (!step.writes_alone)
+    over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last, 0, int(num_kv_heads)); });
+  attend_share(attention, step.writes_alone ? &rope : nullptr, step.tasks, &step.progress[walk.shared++ * threads], walk.thread, threads);
+  step.team.wait(walk.ahead);
+  linear(step, walk, layer.output, inputs_of(b.attended), b.added, &layer.gated);
+  step.team.wait(walk.ahead);
+  linear(step, walk, layer.gated, norm(step, walk, layer.post_norm, true), b.inner, &layer.down);
+  step.team.wait(walk.ahead);
+  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : nullptr);
+  step.team.wait(walk.ahead);
 }
 
 }  // namespace

@@ -66,42 +66,45 @@ static float quantise_head(const T* x, int8_t* out, int n) {
   return most / 127.0f;
 }
 
-// One row of qkv: normed (q_norm given) and turned q into `q`, turned k and v into their slot of the pool.
+// A head of one row of qkv, normed (`weight` given) and turned into `out`.
 template <typename T>
-static void rope_row(const RopeArgs& a, int64_t row) {
+static void turn_head(const RopeArgs& a, int64_t row, int head, const void* weight, T* out) {
   const int D = a.head_dim, half = D / 2;
-  const T* source = (const T*)a.qkv + row * a.qkv_stride;
-  const T* cos = (const T*)a.cos + row * half;
-  const T* sin = (const T*)a.sin + row * half;
+  const T* x = (const T*)a.qkv + row * a.qkv_stride + int64_t(head) * D;
+  T normed[MAX_HEAD_DIM];
+  if (weight != nullptr) {
+    norm_head<T>(x, (const T*)weight, normed, D, a.eps);
+    x = normed;
+  }
+  rotate_head(x, (const T*)a.cos + row * half, (const T*)a.sin + row * half, out, half);
+}
+
+// One row: q into `q`, k and v of these key/value heads into their slot of the pool.
+template <typename T>
+static void rope_row(const RopeArgs& a, int64_t row, int first_head, int last_head) {
+  const int D = a.head_dim, group = a.num_heads / a.num_kv_heads;
   const int64_t slot = a.slots[row] * a.num_kv_heads;
-  T normed[MAX_HEAD_DIM], turned[MAX_HEAD_DIM];
-  for (int h = 0; h < a.num_heads + a.num_kv_heads; ++h) {
-    const T* x = source + int64_t(h) * D;
-    const int kv_head = h - a.num_heads;
-    const T* weight = (const T*)(kv_head < 0 ? a.q_norm : a.k_norm);
-    if (weight != nullptr) {
-      norm_head<T>(x, weight, normed, D, a.eps);
-      x = normed;
+  for (int h = first_head * group; h < last_head * group; ++h) turn_head<T>(a, row, h, a.q_norm, (T*)a.q + (row * a.num_heads + h) * D);
+  for (int h = first_head; h < last_head; ++h) {
+    const int64_t at = slot + h;
+    const T* v = (const T*)a.qkv + row * a.qkv_stride + int64_t(a.num_heads + a.num_kv_heads + h) * D;
+    if (a.key_scales == nullptr) {
+      turn_head<T>(a, row, a.num_heads + h, a.k_norm, (T*)a.keys + at * D);
+      std::memcpy((T*)a.values + at * D, v, sizeof(T) * D);
+      continue;
     }
-    const bool is_stored_as_is = kv_head >= 0 && a.key_scales == nullptr;
-    T* target = kv_head < 0 ? (T*)a.q + (row * a.num_heads + h) * D : is_stored_as_is ? (T*)a.keys + (slot + kv_head) * D : turned;
-    rotate_head(x, cos, sin, target, half);
-    if (kv_head >= 0 && !is_stored_as_is) a.key_scales[slot + kv_head] = quantise_head(turned, (int8_t*)a.keys + (slot + kv_head) * D, D);
-  }
-  const T* v = source + int64_t(a.num_heads + a.num_kv_heads) * D;
-  if (a.value_scales == nullptr) {
-    std::memcpy((T*)a.values + slot * D, v, sizeof(T) * a.num_kv_heads * D);
-    return;
-  }
-  for (int64_t h = slot; h < slot + a.num_kv_heads; ++h, v += D) {
-    a.value_scales[h] = quantise_head(v, (int8_t*)a.values + h * D, D);
+    T turned[MAX_HEAD_DIM];
+    turn_head<T>(a, row, a.num_heads + h, a.k_norm, turned);
+    a.key_scales[at] = quantise_head(turned, (int8_t*)a.keys + at * D, D);
+    a.value_scales[at] = quantise_head(v, (int8_t*)a.values + at * D, D);
     // Attention looks for NaN in the scores only.
-    if (std::isnan(a.value_scales[h])) a.key_scales[h] = NAN;
+    if (std::isnan(a.value_scales[at])) a.key_scales[at] = NAN;
   }
 }
 
-void rope(const RopeArgs& a, int64_t first, int64_t last) {
-  for (int64_t row = first; row < last; ++row) a.is_bf16 ? rope_row<bf16>(a, row) : rope_row<float>(a, row);
+void rope(const RopeArgs& a, int64_t first, int64_t last, int first_head, int last_head) {
+  for (int64_t row = first; row < last; ++row)
+    a.is_bf16 ? rope_row<bf16>(a, row, first_head, last_head) : rope_row<float>(a, row, first_head, last_head);
 }
 
 }  // namespace NS
