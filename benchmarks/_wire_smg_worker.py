@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import mmap
 import signal
@@ -23,9 +24,11 @@ import grpc
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
+from penstock.common.config import ServerConfig
 from penstock.common.http2.call import Call
-from penstock.common.http2.connection import Limits
+from penstock.common.http2.limits import Limits
 from penstock.common.http2.server import Http2Server
+from penstock.common.transport import MAX_METADATA_BYTES
 
 from benchmarks._wire_pace import Pace, add_pace_flags
 from benchmarks._wire_proto import block, fields, number, packed
@@ -161,7 +164,12 @@ async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
     straight: Any = _Straight()
-    server = Http2Server(Limits(4 << 20, 16 << 10, _MAX_CALLS, 7200, 20, 0), interceptor=straight, max_calls=_MAX_CALLS)
+    config = ServerConfig()
+    given = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(Limits) if hasattr(config, field.name)
+    }
+    limits = Limits(**given, max_header_list_bytes=MAX_METADATA_BYTES, max_streams=_MAX_CALLS)
+    server = Http2Server(limits, interceptor=straight, max_calls=_MAX_CALLS)
     emitter = Emitter(arguments.ids, received, Pace.of(arguments))
     handlers = methods(emitter, arguments.model, arguments.tokenizer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, dict(handlers)),))
