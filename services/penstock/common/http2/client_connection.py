@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import struct
+from abc import ABC, abstractmethod
 from typing import cast
 from urllib.parse import unquote
 
@@ -43,7 +44,7 @@ def rpc_error(
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details, None)
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol, ABC):
     """Subclasses say what becomes of the frames of a stream. Used on one event loop."""
 
     def __init__(self, config: ChannelConfig) -> None:
@@ -67,32 +68,32 @@ class ClientConnection(asyncio.Protocol):
         """What is sent with the preface."""
         return b""
 
+    @abstractmethod
     def _take_data(self, stream: int, flags: int, payload: bytes) -> None:
         """A DATA frame."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take_status(self, stream: int, error: grpc.aio.AioRpcError) -> None:
         """The call on `stream` is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take_room(self, stream: int, more: int) -> None:
         """`stream` (0: any of them) may send more. Raises Violation."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _resize_windows(self, change: int) -> None:
         """Every stream's window."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take_goaway(self, last_stream: int) -> None:
         """Streams above `last_stream` were not served and will not be."""
-        raise NotImplementedError
 
     def _taken(self) -> None:
         """All frames that came together have been taken."""
 
+    @abstractmethod
     def _end_all(self, error: grpc.aio.AioRpcError) -> None:
         """The connection is of no use any more: end all of its calls, and `_hang_up`."""
-        raise NotImplementedError
 
     # What asyncio calls.
 
