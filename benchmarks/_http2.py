@@ -58,6 +58,8 @@ class Connection(asyncio.Protocol):
         # Done with what ended the connection.
         self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._goodbye = ""
+        # The header block that ended a stream last, as it came.
+        self.trailers = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -130,6 +132,7 @@ class Connection(asyncio.Protocol):
         elif kind == PING and not flags & ACK:
             self._transport.write(frame(PING, ACK, 0, payload))
         elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+            self.trailers = payload
             self._on_end(stream)
         elif kind == GOAWAY:
             self._goodbye = f"the server said GOAWAY: {payload[8:].decode(errors='replace')}"

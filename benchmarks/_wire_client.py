@@ -10,8 +10,10 @@ import argparse
 import asyncio
 import json
 import mmap
+import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ class Load:
         self.between: list[float] = []
         self.tokens = 0
         self.failed = 0
+        # What streams that failed ended with, where it can be read.
+        self.problems: Counter[str] = Counter()
 
     async def run(self, address: str) -> None:
         """Do it. Raises ConnectionError when the server hangs up."""
@@ -84,13 +88,21 @@ class Load:
     def _on_end(self, stream: int) -> None:
         slot = self._slot.pop(stream)
         self._last.pop(stream, None)
-        self.failed += stream not in self._finished
+        if stream not in self._finished:
+            self.failed += 1
+            self.problems[problem(self._connection.trailers)] += 1
         if self._texts is not None and stream in self._finished:
             self.whole.add(self._texts.pop(stream, ""))
         if self._left[slot]:
             self._next(slot)
         elif not self._slot:
             self._ended.set()
+
+
+def problem(trailers: bytes) -> str:
+    """Status and message of a header block without table and Huffman code, as Penstock's own transport writes it."""
+    found = re.findall(rb"grpc-(?:status|message).([ -~]+)", trailers)
+    return " ".join(part.decode() for part in found) or "unknown"
 
 
 async def run(received: memoryview, token_chars: int, task: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +122,7 @@ async def run(received: memoryview, token_chars: int, task: dict[str, Any]) -> d
         "tokens": sum(load.tokens for load in loads),
         "messages": len(first) + len(between),
         "failed": sum(load.failed for load in loads),
+        "problems": dict(sum((load.problems for load in loads), Counter())),
         "texts": sorted(set().union(*(load.whole for load in loads))),
         "ttft": [percentile(first or [0.0], share) for share in (0.5, 0.99)],
         "itl": [percentile(between or [0.0], share) for share in (0.5, 0.9, 0.99)],

@@ -55,11 +55,8 @@ class Bench:
     def check(self, variant: Variant, mode: str, streams: int) -> None:
         """A chat of each stream. Raises SystemExit when one that ended well is not the answer."""
         found = self._load(variant.sides[mode], streams, 1, texts=True)
-        where = f"{variant.name}, {mode}, {streams} streams"
-        if found["failed"]:
-            print(f"{where}: {found['failed']} chats failed", file=sys.stderr, flush=True)
         if set(found["texts"]) - {self.processes.answer.text}:
-            raise SystemExit(f"{where}: other text than the backend sent")
+            raise SystemExit(f"{variant.name}, {mode}, {streams} streams: other text than the backend sent")
 
     def _load(self, side: Side, streams: int, requests: int, *, texts: bool = False) -> dict[str, Any]:
         task = {"address": side.address, "protocol": side.protocol, "streams": streams, "requests": requests}
@@ -72,6 +69,8 @@ class Bench:
         if not line:
             raise SystemExit(f"the client gave up on {side.address}; its reason is above")
         result: dict[str, Any] = json.loads(line)
+        if result["failed"]:
+            print(f"{streams} streams: {result['failed']} failed: {result['problems']}", file=sys.stderr, flush=True)
         expected = streams * requests * self._arguments.tokens
         if not result["failed"] and result["tokens"] != expected:
             raise SystemExit(f"{side.address}: {result['tokens']} tokens came of {expected}")
