@@ -23,6 +23,8 @@ import grpc
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
+from penstock.common.config import ServerConfig
+from penstock.common.transport import server_options
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -181,7 +183,8 @@ class _Raw(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
 async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-    server = grpc.aio.server(interceptors=(_Raw(),), options=[("grpc.so_reuseport", 0)])
+    # As a real backend's: with grpc's own, the third ping of a router that hears nothing costs it the connection.
+    server = grpc.aio.server(interceptors=(_Raw(),), options=server_options(ServerConfig()))
     health = HealthServicer()
     for name in ("", "penstock.v1.GenerationService"):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -16,8 +16,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
+from penstock.common.config import ServerConfig
 from penstock.common.errors import PenstockError, to_status
 from penstock.common.server import STOP_GRACE_SECONDS
+from penstock.common.transport import server_options
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -103,7 +105,7 @@ class EmittingBackend:
     async def start(self) -> EmittingBackend:
         """Listen; a port that was given or had before is used again."""
         self._frozen = False
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=server_options(ServerConfig()))
         self.health = CountingHealth(self)
         await self.set_serving(self.serving)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
