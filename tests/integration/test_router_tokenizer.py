@@ -8,7 +8,7 @@ from factories.emitting_backend import count_up
 from factories.router import Answer, backend, chat, collect, generate, running_router, tokenizer_address, until
 from factories.tcp_proxy import TcpProxy
 from penstock.common.errors import from_rpc_error
-from penstock.v1 import config_pb2, generation_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2
 
 TOKENS = 40
 IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
@@ -145,3 +145,15 @@ async def test_id_outside_the_vocabulary_ends_its_stream_alone() -> None:
         assert from_rpc_error(broken.value).reason == "DETOKENIZE_FAILED"
         config = config_pb2.GenerationConfig(seed=1)
         assert (await collect(router.stub.Generate(generate(config=config, output=WANT_IDS)))).ids() == [300]
+
+
+@pytest.mark.parametrize("detokenize", ["auto", "tokenizer"])
+async def test_prompt_with_an_id_outside_the_vocabulary_ends_its_stream_alone(detokenize: str) -> None:
+    # A backend may know more ids than the tokenizer: padded rows of its embedding.
+    broken = text_pb2.GenerateTextRequest(token_ids=common_pb2.TokenIds(ids=[300, 1 << 30]))
+    async with backend(script=lambda _: [300]) as one, running_router(one, detokenize=detokenize) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(broken))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert from_rpc_error(caught.value).reason == "DETOKENIZE_FAILED"
+        assert (await collect(router.stub.Generate(generate(output=WANT_IDS)))).ids() == [300]

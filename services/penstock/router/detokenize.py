@@ -304,18 +304,22 @@ def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
     """Once a token."""
     piece.is_sent = True
     sequence = piece.sequence
-    decoder = sequence.decoder
-    if decoder is None:
-        options = sequence.live.decode_options
-        skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
-        decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
-        decoder.replay(options.prefix_token_ids, ())
-        sequence.decoder = decoder
     try:
+        decoder = sequence.decoder
+        if decoder is None:
+            decoder = sequence.decoder = _opened(sequence.live.decode_options, table)
         text = decoder.push(piece.token_ids)
-    except IndexError:
+    except IndexError:  # of the prompt, or of what was generated: only this sequence ends
         return _refused("ID_OUTSIDE_VOCABULARY")
     if piece.result is not None:
         matched = piece.result.stop_string if piece.result.HasField("stop_string") else None
         return decoder.finish(text, matched).text
     return text if decoder.stops is None else decoder.stops.push(text).text
+
+
+def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> TextDecoder:
+    """Of a new sequence. Raises IndexError for a prompt whose ids are not all in the table."""
+    skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
+    decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
+    decoder.replay(options.prefix_token_ids, ())
+    return decoder
