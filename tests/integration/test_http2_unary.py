@@ -143,3 +143,24 @@ async def test_nobody_there_is_unavailable() -> None:
         taken.bind(("127.0.0.1", 0))
         async with channel_to(f"127.0.0.1:{taken.getsockname()[1]}") as (stub, _):
             assert await code_of(stub.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_closing_amid_an_attempt_to_connect_is_unavailable_and_cancels_nobody() -> None:
+    # Nobody accepts, and the queue is full: an attempt to connect gets no answer.
+    with socket.socket() as silent, contextlib.ExitStack() as waiting:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        async with channel_to(f"127.0.0.1:{silent.getsockname()[1]}") as (stub, channel):
+            calls = [asyncio.ensure_future(stub.GetTokenizer(ask("x"), timeout=60.0)) for _ in range(2)]
+            given_up = asyncio.ensure_future(stub.GetTokenizer(ask("x")))
+            while channel._dialing is None:
+                await asyncio.sleep(0)
+            given_up.cancel()
+            channel.close()
+            assert [await code_of(call) for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 2
+            with pytest.raises(asyncio.CancelledError):
+                await given_up

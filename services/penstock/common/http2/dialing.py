@@ -164,7 +164,15 @@ class UnaryChannel:
         """One attempt for all who wait; that one of them gives up is no reason for it to end."""
         if self._dialing is None or self._dialing.done():
             self._dialing = asyncio.ensure_future(self._dial())
-        return await asyncio.shield(self._dialing)
+        dialing = self._dialing
+        try:
+            return await asyncio.shield(dialing)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not dialing.cancelled() or task is None or task.cancelling():
+                raise
+            # The attempt was given up, not its caller.
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the channel is closed") from None
 
     async def _dial(self) -> UnaryConnection:
         old, config = self._connection, self._config
