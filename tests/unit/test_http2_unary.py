@@ -70,6 +70,17 @@ async def test_calls_beyond_what_the_peer_takes_wait_for_their_turn() -> None:
     assert [await tasks[place] for place in (0, 1, 3, 4)] == [b"one", b"two", b"three", b"four"]
 
 
+async def test_a_peer_that_takes_more_calls_is_given_all_that_wait() -> None:
+    peer = Peer()
+    peer.send(frames.settings(((frames.MAX_CONCURRENT_STREAMS, 1),)))
+    tasks = [await peer.call() for _ in range(6)]
+    peer.send(frames.settings(((frames.MAX_CONCURRENT_STREAMS, 4),)))
+    await peer.turns()
+    assert [stream for stream, _ in peer.received(frames.HEADERS)] == [1, 3, 5, 7]
+    peer.connection.close()
+    assert {await status_of(task) for task in tasks} == {grpc.StatusCode.UNAVAILABLE}
+
+
 async def test_calls_that_leave_in_one_turn_are_one_write() -> None:
     peer = Peer()
     writes: list[Any] = []

@@ -170,7 +170,8 @@ class UnaryConnection(ClientConnection):
         super()._take_setting(key, value)
         if key == frames.MAX_CONCURRENT_STREAMS:
             self._max_calls = value
-            self._next_turn()
+            for _ in range(min(len(self._turns), value - len(self._calls))):
+                self._next_turn()
 
     def _take_goaway(self, last_stream: int) -> None:
         self._is_leaving = True
