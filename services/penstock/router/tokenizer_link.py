@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.channels import open_channel
+from penstock.common.detokenize.detokenizer import DecodeTable
 from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.router import decode_table
@@ -134,9 +135,10 @@ class TokenizerLink:
         request = tokenizer_pb2.GetTokenizerRequest()
         info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
         self._check(info, address)
-        await self._prepare_decoding(stub)
+        table = await self._decode_table(stub)
         call = await self._open_decode_stream(stub, address)
         self.info, self._stub = info, stub
+        self._settle_decoding(table)
         self._detokenizer.connected()
         self._ready.set()
         self._metrics.tokenizer_up.set(1)
@@ -170,11 +172,14 @@ class TokenizerLink:
         finally:
             unary.close()
 
-    async def _prepare_decoding(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
+    async def _decode_table(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> DecodeTable | None:
         if self._is_decoding_settled:
-            return
+            return None
         request = tokenizer_pb2.GetDecodeTableRequest()
-        table = await decode_table.fetch(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
+        return await decode_table.fetch(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
+
+    def _settle_decoding(self, table: DecodeTable | None) -> None:
+        """Once this tokenizer is the one that any later one must equal: not before."""
         if table is not None:
             self._detokenizer.use_table(table)
         self._is_decoding_settled = True
