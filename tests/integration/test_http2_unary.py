@@ -164,3 +164,13 @@ async def test_closing_amid_an_attempt_to_connect_is_unavailable_and_cancels_nob
             assert [await code_of(call) for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 2
             with pytest.raises(asyncio.CancelledError):
                 await given_up
+
+
+@TRANSPORTS
+async def test_a_closed_channel_connects_no_more(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, _, stub, channel):
+        await stub.GetTokenizer(ask("x"))
+        channel.close()
+        assert await code_of(stub.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAVAILABLE
+        connection: Any = channel._connection
+        assert connection.is_over

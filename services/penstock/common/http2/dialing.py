@@ -100,6 +100,7 @@ class UnaryChannel:
         self._peer = Peer(address, config)
         self._added = added_metadata(config)
         self._connection: UnaryConnection | None = None
+        self._is_closed = False
         self._dialing: asyncio.Task[UnaryConnection] | None = None
 
     def unary_unary(
@@ -137,7 +138,8 @@ class UnaryChannel:
         return self._inner.stream_stream(*args, **kwargs)
 
     def close(self) -> None:
-        """End all calls (UNAVAILABLE) and hang up; the channel within is its owner's."""
+        """End all calls (UNAVAILABLE), those to come too, and hang up; the channel within is its owner's."""
+        self._is_closed = True
         if self._dialing is not None:
             self._dialing.cancel()
         if self._connection is not None:
@@ -162,6 +164,8 @@ class UnaryChannel:
 
     async def _connect(self) -> UnaryConnection:
         """One attempt for all who wait; that one of them gives up is no reason for it to end."""
+        if self._is_closed:
+            raise _closed()
         if self._dialing is None or self._dialing.done():
             self._dialing = asyncio.ensure_future(self._dial())
         dialing = self._dialing
@@ -172,7 +176,7 @@ class UnaryChannel:
             if not dialing.cancelled() or task is None or task.cancelling():
                 raise
             # The attempt was given up, not its caller.
-            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the channel is closed") from None
+            raise _closed() from None
 
     async def _dial(self) -> UnaryConnection:
         old, config = self._connection, self._config
@@ -180,3 +184,7 @@ class UnaryChannel:
         if old is not None:
             old.leave()
         return self._connection
+
+
+def _closed() -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
