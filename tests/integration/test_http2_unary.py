@@ -157,8 +157,9 @@ async def test_closing_amid_an_attempt_to_connect_is_unavailable_and_cancels_nob
         async with channel_to(f"127.0.0.1:{silent.getsockname()[1]}") as (stub, channel):
             calls = [asyncio.ensure_future(stub.GetTokenizer(ask("x"), timeout=60.0)) for _ in range(2)]
             given_up = asyncio.ensure_future(stub.GetTokenizer(ask("x")))
-            while channel._dialing is None:
+            for _ in range(5):
                 await asyncio.sleep(0)
+            assert channel._dialing is not None
             given_up.cancel()
             channel.close()
             assert [await code_of(call) for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 2
