@@ -101,7 +101,8 @@ class Load:
 
 def problem(trailers: bytes) -> str:
     """Status and message of a header block without table and Huffman code, as Penstock's own transport writes it."""
-    found = re.findall(rb"grpc-(?:status|message).([ -~]+)", trailers)
+    # A length is any byte: 10 is a line's end, and from 127 on there are more of them.
+    found = re.findall(rb"grpc-(?:status|message)(?:\x7f[\x80-\xff]*[\0-\x7f]|.)([ -~]+)", trailers, re.DOTALL)
     return " ".join(part.decode() for part in found) or "unknown"
 
 

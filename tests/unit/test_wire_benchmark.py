@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from penstock.common.http2 import frames
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks._wire_client import problem
 from benchmarks._wire_pace import Pace
 from benchmarks._wire_proto import block, fields, number, packed, varint
 from benchmarks._wire_protocols import Events, Sse
@@ -127,6 +129,11 @@ async def test_a_worker_waits_for_the_client_and_for_room() -> None:
     await handler
     assert call.written == answer([7, 8], 0, 1)
     assert not emitter.running
+
+
+@pytest.mark.parametrize("size", [1, 10, 31, 32, 126, 127, 128, 300])
+def test_a_failed_chat_says_what_it_ended_with(size: int) -> None:
+    assert problem(frames.trailers(14, "x" * size, ())) == "14 " + "x" * size
 
 
 def row(variant: str, cpu: dict[str, float]) -> dict[str, Any]:
