@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from penstock.common.errors import (
@@ -218,7 +219,11 @@ class BackendSession:
         self._attempts.pop(attempt.wire_id, None)
         status = status_pb2.Status(code=error.code, message=error.message)
         if error.status_details:
-            status = status_pb2.Status.FromString(error.status_details)
+            try:
+                status = status_pb2.Status.FromString(error.status_details)
+            except DecodeError:
+                attempt.live.on_lost(Loss(_broken("a status that is none"), None, self._backend))
+                return
         failure = from_status(status)
         # A stream that has begun cannot be shed: a backend without room for it is one that it cannot be moved to.
         is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.live.has_tokens
@@ -234,5 +239,8 @@ class BackendSession:
     def _break_off(self, attempt: Attempt, what: str) -> None:
         """The backend does not keep to the protocol: this attempt cannot be trusted any further."""
         self.abort(attempt)
-        error = Internal(f"the backend broke the protocol: {what}", reason="BACKEND_PROTOCOL")
-        attempt.live.on_lost(Loss(error, None, self._backend))
+        attempt.live.on_lost(Loss(_broken(what), None, self._backend))
+
+
+def _broken(what: str) -> Internal:
+    return Internal(f"the backend broke the protocol: {what}", reason="BACKEND_PROTOCOL")

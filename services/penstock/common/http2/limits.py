@@ -39,13 +39,12 @@ class IdleFrames:
 
     def spend(self) -> None:
         """Raises Violation when there were too many."""
+        now = time.monotonic()
+        self.refund((now - self._filled_at) * self._per_second)
+        self._filled_at = now
         self._left -= 1
         if self._left < 0:
-            now = time.monotonic()
-            self.refund((now - self._filled_at) * self._per_second)
-            self._filled_at = now
-            if self._left < 0:
-                raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
+            raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
 
     def refund(self, count: float) -> None:
         """There is reason for `count` more."""

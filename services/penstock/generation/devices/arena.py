@@ -106,6 +106,6 @@ def open_arena(num_bytes: int, untouched: int = 0) -> Arena | None:
     """As Arena; None where there is little to touch, or no gain is known of, or the system refuses."""
     if sys.platform != "linux" or num_bytes - untouched < PIECE_BYTES:
         return None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         return Arena(num_bytes, untouched)
     return None

@@ -1,0 +1,33 @@
+"""What a backend's Session may say that makes no sense."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from penstock.router.detokenize import Detokenizer
+from penstock.router.live import LiveRequest, RequestSpec, Timings
+from penstock.router.metrics import RouterMetrics
+from penstock.router.session import BackendSession
+from penstock.v1 import generation_pb2, tokenizer_pb2
+from prometheus_client import CollectorRegistry
+
+
+async def test_an_error_whose_status_is_broken_costs_its_request_that_backend_and_nobody_else() -> None:
+    metrics, detokenizer = RouterMetrics(CollectorRegistry()), Detokenizer(max_outstanding=1)
+    call: Any = None
+    session = BackendSession(call, "backend", detokenizer, metrics, lambda: None)
+    lives = []
+    for name in ("a", "b"):
+        request = generation_pb2.GenerateRequest(request_id=name)
+        spec = RequestSpec(name, request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
+        lives.append(LiveRequest(spec, Timings(asyncio.get_running_loop().time()), detokenizer, metrics, 1 << 20))
+        session.submit(lives[-1], request)
+    error = generation_pb2.RequestError(code=13, message="no", status_details=b"\xff")
+    event = generation_pb2.SessionEvent(request_id="a", error=error)
+    session._take(generation_pb2.SessionResponse(events=[event]))
+    broken, other = lives
+    assert broken.loss is not None
+    assert broken.loss.error is not None
+    assert broken.loss.error.reason == "BACKEND_PROTOCOL"
+    assert (other.loss, other.error, session.in_flight) == (None, None, 1)
