@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import mmap
 import signal
 import sys
@@ -35,7 +34,7 @@ from penstock.v1 import (
     model_pb2_grpc,
 )
 
-from benchmarks._wire_pace import Pace, add_pace_flags
+from benchmarks._wire_pace import Pace, add_backend_flags
 from benchmarks._wire_proto import block
 
 MODEL = "penstock-demo"
@@ -202,11 +201,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Command line; benchmarks/wire.py writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--counters", type=Path, required=True, help="file of a 64-bit counter for each slot")
-    parser.add_argument("--ids", type=json.loads, required=True, help="the answer: a JSON list")
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
-    add_pace_flags(parser)
+    add_backend_flags(parser)
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 # How long to wait for the client when every request has its window full.
 _POLL_SECONDS = 0.00005
@@ -20,12 +22,15 @@ class Pace:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Pace:
-        """From `add_pace_flags`."""
+        """From `add_backend_flags`."""
         return cls(arguments.window, arguments.interval, arguments.step_seconds)
 
 
-def add_pace_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of a backend."""
+def add_backend_flags(parser: argparse.ArgumentParser) -> None:
+    """What every kind of backend is told."""
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--counters", type=Path, required=True, help="file of a 64-bit counter for each slot")
+    parser.add_argument("--ids", type=json.loads, required=True, help="the answer: a JSON list")
     parser.add_argument("--window", type=int, default=0, help="tokens on their way to the client; 0: any number")
     parser.add_argument("--interval", type=int, default=1, help="tokens of a delta, as with stream_interval")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="least time between steps")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import mmap
 import signal
 import sys
@@ -30,7 +29,7 @@ from penstock.common.http2.limits import Limits
 from penstock.common.http2.server import Http2Server
 from penstock.common.transport import MAX_METADATA_BYTES
 
-from benchmarks._wire_pace import Pace, add_pace_flags
+from benchmarks._wire_pace import Pace, add_backend_flags
 from benchmarks._wire_proto import block, fields, number, packed
 
 _SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -191,12 +190,9 @@ async def _serve(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Command line; benchmarks/wire.py writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--counters", type=Path, required=True, help="file of a 64-bit counter for each slot")
-    parser.add_argument("--ids", type=json.loads, required=True, help="the answer: a JSON list")
     parser.add_argument("--model", required=True, help="the name to serve")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer, for smg")
-    add_pace_flags(parser)
+    add_backend_flags(parser)
     asyncio.run(_serve(parser.parse_args()))
 
 

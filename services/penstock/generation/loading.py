@@ -145,17 +145,9 @@ def _load(
     stages.end("tuning")
     engine_config = _engine_config(config, kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
-    served = ServedModel(
-        name=name,
-        vocab_size=model_config.vocab_size,
-        max_context_tokens=context,
-        tokenizer_fingerprint=tokenizer_fingerprint(folder),
-        has_token_bytes=token_bytes is not None,
-        num_layers=model_config.num_layers,
-        tied_embeddings=model_config.tie_word_embeddings,
-        assistant_model="" if draft is None else draft.name,
-        max_output_tokens=partial(most_output_tokens, engine_config),
-    )
+    most_tokens = partial(most_output_tokens, engine_config)
+    served = _served(name, folder, model_config, context, has_token_bytes=token_bytes is not None)
+    served = replace(served, assistant_model="" if draft is None else draft.name, max_output_tokens=most_tokens)
     # What reading and packing needed for a moment.
     trim_heap()
     stages.end("rest")
@@ -163,6 +155,19 @@ def _load(
     found = None if prefixes is None else prefixes.result()
     return LoadedModel(
         model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft
+    )
+
+
+def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ServedModel:
+    """What requests are checked against, as far as the files say it."""
+    return ServedModel(
+        name=name,
+        vocab_size=model.vocab_size,
+        max_context_tokens=context,
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        has_token_bytes=has_token_bytes,
+        num_layers=model.num_layers,
+        tied_embeddings=model.tie_word_embeddings,
     )
 
 

@@ -117,13 +117,14 @@ class BackendSession:
         """Send commands until the stream breaks."""
         write_all: Callable[[Sequence[Any]], Awaitable[None]] | None = getattr(self._call, "write_all", None)
         while True:
-            if write_all is not None and len(self._commands) > 1:
+            while self._commands:
+                if write_all is None:
+                    await self._call.write(self._commands.popleft())
+                    continue
                 # Of requests that came together: one system call.
                 commands = list(self._commands)
                 self._commands.clear()
                 await write_all(commands)
-            while self._commands:
-                await self._call.write(self._commands.popleft())
             await self._wakeup.wait()
 
     async def run_reader(self) -> None:

@@ -41,21 +41,25 @@ inline std::vector<AttentionTask> attention_tasks(const AttentionArgs& args, int
 // Whether no sequence reads what another one writes in this step, and a task is all rows of its heads: then a task may write
 // its keys and values itself, just before it reads them.
 inline bool can_write_alone(const AttentionArgs& args, const std::vector<AttentionTask>& tasks, const int64_t* slots, int64_t sequences, int64_t blocks) {
-  std::vector<int32_t> writer(blocks, -1);
   for (const AttentionTask& task : tasks)
     if (task.count != (args.query_start[task.seq + 1] - args.query_start[task.seq]) * (args.num_heads / args.num_kv_heads)) return false;
+  // Of a block, -1 between calls: a step pays for the blocks that it names, not for the pool.
+  thread_local std::vector<int32_t> writer;
+  if (int64_t(writer.size()) < blocks) writer.resize(blocks, -1);
+  bool is_alone = true;
   for (int64_t s = 0; s < sequences; ++s)
     for (int64_t row = args.query_start[s]; row < args.query_start[s + 1]; ++row) {
       int32_t& by = writer[slots[row] / args.block_size];
-      if (by >= 0 && by != s) return false;
+      is_alone = is_alone && (by < 0 || by == s);
       by = int32_t(s);
     }
-  for (int64_t s = 0; s < sequences; ++s) {
+  for (int64_t s = 0; s < sequences && is_alone; ++s) {
     const int32_t* table = args.block_tables + s * args.table_stride;
-    for (int64_t b = 0; b * args.block_size < args.context_lens[s]; ++b)
-      if (writer[table[b]] >= 0 && writer[table[b]] != s) return false;
+    for (int64_t b = 0; b * args.block_size < args.context_lens[s] && is_alone; ++b)
+      is_alone = writer[table[b]] < 0 || writer[table[b]] == s;
   }
-  return true;
+  for (int64_t row = args.query_start[0]; row < args.query_start[sequences]; ++row) writer[slots[row] / args.block_size] = -1;
+  return is_alone;
 }
 
 // What attend() needs, of the calling thread.
