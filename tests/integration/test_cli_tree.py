@@ -159,3 +159,19 @@ def test_a_service_told_to_stop_while_it_imports_exits_0(role: str) -> None:
         assert process.stdout.readline() == "begun\n"
         process.terminate()
         assert process.wait() == 0, process.stderr.read()
+
+
+def test_a_stop_that_falls_into_a_callback_of_the_interpreter_is_not_lost() -> None:
+    """Exceptions are printed there, and forgotten."""
+    script = """
+import os, signal, weakref
+from penstock.cli import main
+class Thing: pass
+signal.signal(signal.SIGTERM, main._stop)
+thing = Thing()
+seen = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+del thing
+raise SystemExit("it went on")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from factories.kernels import Layer, Shape, assert_close, contexts, shapes
+from factories.kernels import TOLERANCE, Context, Layer, Shape, assert_close, contexts, shapes
 from factories.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.native import library
+from torch import Tensor
 
 dtypes = st.sampled_from(library.DTYPES)
 lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
@@ -51,16 +53,20 @@ def check_reference(
     cuts = [data.draw(st.lists(st.integers(1, n - 1), max_size=2).map(sorted)) if n > 1 else [] for n in lengths]
     cuts = [sorted(set(own)) for own in cuts]
     norms = [torch.randn(shape.head_dim).to(dtype) for _ in "qk"] if has_norm else []
-    found = []
-    for attention in (SDPAAttention(), NativeAttention()):
+
+    def run(attention: Attention, dtype: torch.dtype) -> list[Tensor]:
         layer = Layer(attention, shape, torch.int8 if is_int8 else dtype, num_blocks(shape, lengths), seed)
         if norms:
-            layer.with_norms(*norms)
-        found.append(layer.run(sequences, cuts))
+            layer.with_norms(*(norm.to(dtype) for norm in norms))
+        return layer.run([Context(one.qkv_TE.to(dtype)) for one in sequences], cuts)
+
+    # In fp32, so that roundings count once; int8 is of what was rounded.
+    references = run(SDPAAttention(), dtype if is_int8 else torch.float32)
     # A rounding of the input may be a whole step of int8, 1 / 127 of the largest.
-    tolerance = 4e-2 if is_int8 else None
-    for native, reference in zip(found[1], found[0], strict=True):
-        assert_close(native, reference, tolerance)
+    tolerance = 4e-2 if is_int8 else TOLERANCE[dtype]
+    for native, reference in zip(run(NativeAttention(), dtype), references, strict=True):
+        assert native.dtype is dtype
+        assert_close(native.to(reference.dtype), reference, tolerance)
 
 
 def test_attention_reads_and_writes_the_pool_as_the_reference_does() -> None:

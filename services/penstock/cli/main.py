@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -25,7 +26,9 @@ def main() -> None:
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(0)
+    # Not by an exception: one that falls into a callback, such as those of the import system, is printed and forgotten,
+    # and the stop with it.
+    os._exit(0)
 
 
 def _run(debug: bool) -> int:
