@@ -71,6 +71,8 @@ class Bench:
         result: dict[str, Any] = json.loads(line)
         if result["failed"]:
             print(f"{streams} streams: {result['failed']} failed: {result['problems']}", file=sys.stderr, flush=True)
+        if not result["tokens"]:
+            raise SystemExit(f"{side.address}: no token came in {streams} streams; why is above")
         expected = streams * requests * self._arguments.tokens
         if not result["failed"] and result["tokens"] != expected:
             raise SystemExit(f"{side.address}: {result['tokens']} tokens came of {expected}")
