@@ -37,7 +37,7 @@ def test_measuring_steps_leaves_the_pool_as_it_is(tmp_path: Path) -> None:
     model = load_model(tiny_checkpoint(tmp_path), device=device)
     config = model.config
     kv = KVCachePool(config.num_layers, 8, 8, config.num_kv_heads, config.head_dim, model.dtype, device.torch_device)
-    timer = PromptTimer(model, kv, device.sampling_kernels(), most_tokens=LARGEST_SIZE)
+    timer = PromptTimer(model, kv, device, most_tokens=LARGEST_SIZE)
     assert timer.longest_prompt == 8 * 8 - 1
     step, spent = timer(32)
     assert step > 0

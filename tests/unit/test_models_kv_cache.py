@@ -205,3 +205,15 @@ def test_a_pool_that_no_memory_holds_is_refused_naming_its_flag(num_blocks: int)
     with pytest.raises(StartupError) as caught:
         KVCachePool(2, num_blocks, 16, 2, 8, torch.float32, torch.device("cpu"))
     assert caught.value.flag == "--kv-memory"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_shallow_pool_is_the_first_layers_memory(dtype: torch.dtype) -> None:
+    kv = KVCachePool(3, 4, 8, 2, 16, dtype, torch.device("cpu"))
+    some = kv.shallow(2)
+    some.write(1, torch.tensor([9]), torch.ones(1, 2, 16), torch.ones(1, 2, 16))
+    assert (some.num_layers, some.num_slots, some.num_bytes * 3) == (2, kv.num_slots, kv.num_bytes * 2)
+    for whole, part in zip(kv.tensors, some.tensors, strict=True):
+        assert (whole is None) == (part is None)
+        assert whole is None or part is None or torch.equal(whole[:2], part)
+    assert kv.key(1)[1, 1].all()

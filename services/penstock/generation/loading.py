@@ -256,7 +256,7 @@ def _batch(config: GenerationServiceConfig, model: CausalLM, kv: KVCachePool, de
     if config.max_batch_tokens is not None:
         return BatchTuning(config.max_batch_tokens)
     _log.info("measuring step sizes", at_most_seconds=config.tune_seconds)
-    timer = PromptTimer(model, kv, device.sampling_kernels(), most_tokens=LARGEST_SIZE)
+    timer = PromptTimer(model, kv, device, most_tokens=LARGEST_SIZE)
     tuned = tune_batch_tokens(
         timer,
         smallest=smallest_budget(config.max_running_sequences),

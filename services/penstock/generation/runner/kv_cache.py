@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -84,6 +85,16 @@ class KVCachePool:
             ) from error
         self._keys: list[Tensor] = [layer[0] for layer in self._data]
         self._values: list[Tensor] = [layer[1] for layer in self._data]
+
+    def shallow(self, num_layers: int) -> KVCachePool:
+        """This pool's first layers, in the same memory: for a model that has only these."""
+        twin = copy.copy(self)
+        twin.num_layers = num_layers
+        twin.bytes_per_block = self.bytes_per_block // self.num_layers * num_layers
+        twin._data = self._data[:num_layers]
+        twin._scales = None if self._scales is None else self._scales[:num_layers]
+        twin._keys, twin._values = self._keys[:num_layers], self._values[:num_layers]
+        return twin
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # No live sequence has a negative id.
 _WARM_UP_ID = -1
+# Which many rows go through when they are to touch and load things only: the layers are all alike.
+_WARM_UP_LAYERS = 2
 _NOBODY: frozenset[int] = frozenset()
 
 
@@ -107,7 +109,8 @@ class ModelRunner:
         return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
 
     def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 32) -> None:
-        """Run prompts and a decode step, so that the first request finds memory, threads and kernels ready.
+        """Run prompts through the first layers and a decode step through all, so that the first request finds memory,
+        threads and kernels ready.
 
         Writes into the first blocks of the pool: only before the first request, or while the pool is unused.
         """
@@ -115,25 +118,29 @@ class ModelRunner:
         num_sequences = min(num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + 1))
         greedy, drawn = SamplingParams(2), SamplingParams(2, do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
         sequences = [self._trial(index, num_tokens, drawn if index % 2 else greedy) for index in range(num_sequences)]
-        for start, count in ((0, num_tokens), (num_tokens, 1)):
+        for runner, start, count in ((self._shallow(_WARM_UP_LAYERS), 0, num_tokens), (self, num_tokens, 1)):
             step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
-            sampled = self.execute(SchedulerOutput(step)).sampled
+            sampled = runner.execute(SchedulerOutput(step)).sampled
             for sequence in sequences:
                 sequence.token_ids.append(sampled[sequence.seq_id].token_id)
         self.release([sequence.seq_id for sequence in sequences])
 
-    def time_prompt(self, num_tokens: int) -> float:
-        """Seconds that a prompt of at most `longest_prompt` tokens takes in one step, its first token included.
+    def _shallow(self, num_layers: int) -> ModelRunner:
+        """This very runner, buffers and all, with the first layers of its model and pool only."""
+        twin, num_layers = copy.copy(self), min(num_layers, len(self._model.layers))
+        twin._model, twin._kv = self._model.shallow(num_layers), self._kv.shallow(num_layers)
+        return twin
+
+    def run_prompt(self, num_tokens: int, *, draws: bool = True) -> None:
+        """Compute a prompt of at most `longest_prompt` tokens in one step, and its first token if it `draws`. May
+        return before the device is done.
 
         Writes into the pool as `warm_up` does.
         """
         sequence = self._trial(0, num_tokens, SamplingParams(1))
-        started = time.perf_counter()
-        # The token that comes back is proof that the device is done.
-        self.execute(SchedulerOutput((ScheduledSequence(sequence, 0, num_tokens, (sequence,)),)))
-        seconds = time.perf_counter() - started
+        step = ScheduledSequence(sequence, 0, num_tokens, (sequence,) if draws else ())
+        self.execute(SchedulerOutput((step,)))
         self.release([sequence.seq_id])
-        return seconds
 
     def _trial(self, index: int, num_tokens: int, params: SamplingParams) -> Sequence:
         """A sequence of no request, with the `index`-th blocks that so many tokens and one more take."""
