@@ -96,7 +96,8 @@ class ServeGroup(TyperGroup):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from penstock.cli.serve_commands import EVERYTHING, commands
+        from penstock.cli.serve_commands import commands
+        from penstock.cli.service_process import EVERYTHING
 
         self.commands.update(typer.main.get_group(commands).commands)
         if not args or args[0] not in self.commands:

@@ -56,7 +56,7 @@ def _parameters(option: BoundOption) -> list[inspect.Parameter]:
 
 
 def _option(option: BoundOption) -> Any:
-    names = (option.flag, "--no-" + option.flag[2:]) if option.is_bool and option.default else (option.flag,)
+    names = (option.flag,) if option.negative_flag is None else (option.flag, option.negative_flag)
     if option.is_bool:
         names = ("/".join(names),)
     return typer.Option(
@@ -74,7 +74,7 @@ def as_flags(option: BoundOption, value: Any) -> list[str]:
     """What was given to one command, as arguments of another."""
     if option.is_bool:
         # The default, too: the other command may have a variable that says otherwise.
-        return [option.flag] if value is True else ["--no-" + option.flag[2:]] * bool(option.default)
+        return [option.flag] if value is True else [option.negative_flag] if option.negative_flag else []
     flag = "--model" if option.flag == MODEL_ARGUMENT else option.flag
     return [part for one in (value if isinstance(value, list) else [value]) for part in (flag, str(one))]
 

@@ -32,9 +32,15 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 
 
 def _run(debug: bool) -> int:
-    from penstock.cli.app import app
-
     try:
+        if sys.argv[1:2] == ["serve"]:
+            from penstock.cli.direct import run_plainly
+
+            code = run_plainly(sys.argv[1:])
+            if code is not None:
+                return code
+        from penstock.cli.app import app
+
         app(prog_name="penstock")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)

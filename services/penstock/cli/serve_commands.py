@@ -11,12 +11,10 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.cli.flags import ENV_NOTE, command
-from penstock.cli.service_process import ROLES, Role, run_role
+from penstock.cli.service_process import EVERYTHING, PARENT_OPTIONS, ROLES, Role, run_role
 from penstock.cli.tree import run_tree, tree_options
 from penstock.common.options import BoundOption, options_of
 
-# The name under which `serve [MODEL]` is registered; nobody types it.
-EVERYTHING = "all"
 EPILOG = f"""{ENV_NOTE}
 
 Examples:
@@ -45,13 +43,13 @@ def _parent_parameters() -> list[inspect.Parameter]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(name, keyword, default=typer.Option(None, hidden=True), annotation=int | None)
-        for name in ("report_fd", "parent_pid", "gate_fd")
+        for name in PARENT_OPTIONS
     ]
 
 
 def _add(name: str, options: Iterable[BoundOption], run: Callable[..., int], doc: str, **settings: Any) -> None:
     def invoke(given: dict[str, object]) -> None:
-        sys.exit(run(given, **{name: given.pop(name, None) for name in ("report_fd", "parent_pid", "gate_fd")}))
+        sys.exit(run(given, **{name: given.pop(name, None) for name in PARENT_OPTIONS}))
 
     commands.command(name, **settings)(command(options, invoke, doc, first=_parent_parameters()))
 

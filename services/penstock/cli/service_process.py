@@ -18,6 +18,12 @@ from penstock.common.environment import prepare_environment
 from penstock.common.errors import StartupError
 from penstock.common.process import die_with_parent
 
+# The name under which `serve [MODEL]` is registered; nobody types it.
+EVERYTHING = "all"
+# Flags by which a process of the tree is told about its parent, which are in no configuration: children inherit
+# variables.
+PARENT_OPTIONS = ("report_fd", "parent_pid", "gate_fd")
+
 
 @dataclass(frozen=True)
 class Role:

@@ -80,6 +80,11 @@ class BoundOption:
         return MODEL_ARGUMENT if self.name == "model" else "--" + self.name.replace("_", "-")
 
     @property
+    def negative_flag(self) -> str | None:
+        """`--no-prefix-cache`, where the default is on; else None."""
+        return "--no-" + self.flag[2:] if self.is_bool and self.default else None
+
+    @property
     def env(self) -> str:
         """`PENSTOCK_KV_MEMORY`."""
         return self.settings.env or ENV_PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
