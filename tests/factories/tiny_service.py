@@ -41,6 +41,22 @@ class Servicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             raise ValueError("a secret prompt")
         return pb.GetTokenizerResponse(model=request.model, vocab_size=7)
 
+    async def GetDecodeTable(
+        self, request: pb.GetDecodeTableRequest, context: Any
+    ) -> AsyncIterator[pb.GetDecodeTableResponse]:
+        """Twenty messages with a piece of so many bytes: the model is "SIZE", "SIZE wait" or "SIZE refuse"."""
+        size, *then = request.model.split()
+        try:
+            for place in range(20):
+                yield pb.GetDecodeTableResponse(strip_count=place, pieces=[bytes(int(size))])
+            if then == ["wait"]:
+                self.entered.set()
+                await self.release.wait()
+            if then == ["refuse"]:
+                raise InvalidArgument("model", "must not be 'refuse'")
+        finally:
+            self.closed.set()
+
     async def DecodeStream(
         self, request_iterator: AsyncIterator[pb.DecodeStreamRequest], context: Any
     ) -> AsyncIterator[pb.DecodeStreamResponse]:
@@ -91,9 +107,8 @@ AsyncioConfig = partial(ServerConfig, transport="asyncio")
 
 def _on_wanted_transport(config: ServerConfig) -> ServerConfig:
     """`config`, on the transport that PENSTOCK_TEST_TRANSPORT names."""
-    if os.environ.get("PENSTOCK_TEST_TRANSPORT") != "asyncio" or type(config) is not ServerConfig:
-        return config
-    return dataclasses.replace(config, transport="asyncio")
+    wanted: Any = os.environ.get("PENSTOCK_TEST_TRANSPORT")
+    return dataclasses.replace(config, transport=wanted) if wanted and type(config) is ServerConfig else config
 
 
 @contextlib.asynccontextmanager

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.common.channels import open_channel
 from penstock.common.errors import PenstockError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.router.config import RouterConfig, is_address, split_target
+from penstock.router.peers import channel_to, until_serving, watch_health
 from penstock.router.prefix_index import PrefixIndex
 from penstock.router.session import BackendSession, SessionCall
 from penstock.router.watching import until_first, until_silent
@@ -211,10 +211,10 @@ class Backend:
             wait = min(2 * wait, self._config.reconnect_max_seconds)
 
     async def _connect_and_serve(self) -> None:
-        channel = open_channel(self.key, self._channel_config)
-        try:
+        async with channel_to(self.key, self._channel_config) as channel:
             # A model that is still loading has no limits and no fingerprint yet.
-            await self._wait_until_serving(channel)
+            if not await until_serving(channel, HEALTH_NAME):
+                raise _Lost("health ended")
             stub = model_pb2_grpc.ModelServiceStub(channel)
             request = model_pb2.GetModelInfoRequest()
             self.info = await stub.GetModelInfo(request, timeout=self._config.connect_timeout_seconds)
@@ -224,8 +224,6 @@ class Backend:
             blocks = self.info.kv.num_blocks or self._config.max_known_blocks
             self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
             await self._serve(channel)
-        finally:
-            await channel.close(None)
 
     def _belongs_here(self, info: model_pb2.GetModelInfoResponse) -> bool:
         ours, theirs = self._tokenizer_fingerprint(), info.tokenizer_fingerprint
@@ -289,32 +287,28 @@ class Backend:
     async def _watch_load(self, channel: grpc.aio.Channel) -> None:
         stub = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
-        async for response in stub.WatchLoad(request):
-            self._heard()
-            was_full = self.is_full
-            self._report, self._has_report = response.load, True
-            self._reported_in_flight = self.in_flight
-            self._refresh_state()
-            if was_full and not self.is_full:
-                # Streams that lost their backend may wait for the room.
-                self._on_change()
+        reports = stub.WatchLoad(request)
+        try:
+            async for response in reports:
+                self._take_report(response.load)
+        finally:
+            reports.cancel()
+
+    def _take_report(self, report: admin_pb2.Load) -> None:
+        self._heard()
+        was_full = self.is_full
+        self._report, self._has_report = report, True
+        self._reported_in_flight = self.in_flight
+        self._refresh_state()
+        if was_full and not self.is_full:
+            # Streams that lost their backend may wait for the room.
+            self._on_change()
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
-        async for response in self._health_updates(channel):
-            self._serving = response.status == health_pb2.HealthCheckResponse.SERVING
-            self._refresh_state()
-
-    async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
-        async for response in self._health_updates(channel):
-            if response.status == health_pb2.HealthCheckResponse.SERVING:
-                return
-        raise _Lost("health ended")
-
-    def _health_updates(self, channel: grpc.aio.Channel) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        updates: AsyncIterator[health_pb2.HealthCheckResponse] = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service=HEALTH_NAME)
-        )
-        return updates
+        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+            async for is_serving in updates:
+                self._serving = is_serving
+                self._refresh_state()
 
     async def _watch_silence(self) -> None:
         """Raises _Lost once a backend with work has said nothing for the stall timeout."""

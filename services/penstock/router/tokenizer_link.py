@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.common.channels import open_channel
 from penstock.common.detokenize.detokenizer import DecodeTable
 from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
@@ -19,6 +17,7 @@ from penstock.router import decode_table
 from penstock.router.config import RouterConfig
 from penstock.router.detokenize import DecodeCall, Detokenizer
 from penstock.router.metrics import RouterMetrics
+from penstock.router.peers import channel_to, until_serving, watch_health
 from penstock.router.watching import until_first, until_silent
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -121,12 +120,8 @@ class TokenizerLink:
             self._detokenizer.fail_outstanding(_away())
 
     async def _connect_and_serve(self, address: str) -> None:
-        channel = open_channel(address, self._config)
-        try:
-            with self._open_stub(channel, address) as stub:
-                await self._serve(channel, stub, address)
-        finally:
-            await channel.close(None)
+        async with channel_to(address, self._config) as channel:
+            await self._serve(channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel), address)
 
     async def _serve(
         self, channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str
@@ -154,23 +149,6 @@ class TokenizerLink:
             raise _Lost("a stream ended")
         finally:
             call.cancel()
-
-    @contextlib.contextmanager
-    def _open_stub(
-        self, channel: grpc.aio.Channel, address: str
-    ) -> Iterator[tokenizer_pb2_grpc.TokenizerServiceAsyncStub]:
-        """Of the transport that is configured; its calls end with the block."""
-        config = self._config
-        if not config.is_asyncio:
-            yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-            return
-        from penstock.common.http2.dialing import UnaryChannel
-
-        unary = UnaryChannel(channel, address, config, timeout=config.connect_timeout_seconds)
-        try:
-            yield tokenizer_pb2_grpc.TokenizerServiceStub(cast("grpc.aio.Channel", unary))
-        finally:
-            unary.close()
 
     async def _decode_table(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> DecodeTable | None:
         if self._is_decoding_settled:
@@ -204,20 +182,17 @@ class TokenizerLink:
 
     async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
         """While it loads, and for as long as one connection attempt may take, wait rather than come back later."""
-        stub = health_pb2_grpc.HealthStub(channel)
         try:
             async with asyncio.timeout(self._config.connect_timeout_seconds):
-                async for update in stub.Watch(health_pb2.HealthCheckRequest(service=HEALTH_NAME)):
-                    if update.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
+                await until_serving(channel, HEALTH_NAME)
         except TimeoutError:
             raise _Lost("it does not serve yet") from None
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         """Ends when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
-        stub = health_pb2_grpc.HealthStub(channel)
-        async for _ in stub.Watch(health_pb2.HealthCheckRequest(service=HEALTH_NAME)):
-            pass
+        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+            async for _ in updates:
+                pass
 
     async def _watch_silence(self) -> None:
         limit, detokenizer = self._config.tokenizer_stall_seconds, self._detokenizer

@@ -1,11 +1,11 @@
-"""Opens the connections of common.http2.client and common.http2.unary."""
+"""Opens the connections of common.http2.client and common.http2.calls."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -14,12 +14,13 @@ from penstock.common.channels import added_metadata, call_metadata
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import channel_tls_context
 from penstock.common.http2 import frames
+from penstock.common.http2.calls import AnswerStream, CallsConnection
 from penstock.common.http2.client import RequestT, ResponseT, StreamCall
 from penstock.common.http2.client_connection import rpc_error
 from penstock.common.http2.metadata import Metadata
-from penstock.common.http2.unary import UnaryConnection
 
 ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
+AnswerT = TypeVar("AnswerT")
 
 
 class Peer:
@@ -83,25 +84,72 @@ async def open_stream(
     return await peer.connect(lambda: StreamCall[RequestT, ResponseT](head, parse, config, joins=joins), timeout)
 
 
-class UnaryChannel:
-    """What generated stubs use of a grpc.aio.Channel: unary calls by this transport, all others by grpc.aio's.
+class Answers(Generic[AnswerT]):
+    """What is used of a grpc.aio.UnaryStreamCall: the call begins when it is first iterated over, by one task."""
+
+    def __init__(
+        self,
+        begin: Callable[[], Awaitable[AnswerStream]],
+        parse: Callable[[bytes], AnswerT],
+        deadline: float | None,
+    ) -> None:
+        """`deadline` is a time of the event loop."""
+        self._begin = begin
+        self._parse = parse
+        self._deadline = deadline
+        self._stream: AnswerStream | None = None
+        self._is_cancelled = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AnswerT:
+        """Raises grpc.aio.AioRpcError for any status but OK."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._read()
+        except TimeoutError:
+            raise _late() from None
+        if message is None:
+            raise StopAsyncIteration
+        try:
+            return self._parse(message)
+        except DecodeError:
+            self.cancel()
+            raise _unreadable() from None
+
+    def cancel(self) -> None:
+        """Give the call up; a reader of it gets CANCELLED."""
+        self._is_cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def _read(self) -> bytes | None:
+        if self._stream is None:
+            self._stream = await self._begin()
+            if self._is_cancelled:
+                self._stream.cancel()
+        return await self._stream.read()
+
+
+class Http2Channel:
+    """What generated stubs use of a grpc.aio.Channel, for calls of one request; `open_stream` is for the others.
 
     Connects when first used, and again when the connection was lost. Used on one event loop.
     """
 
-    def __init__(self, inner: grpc.aio.Channel, address: str, config: ChannelConfig, *, timeout: float) -> None:
-        """A call waits for a connection `timeout` seconds, or until its own deadline.
+    def __init__(self, address: str, config: ChannelConfig, *, timeout: float) -> None:
+        """`address`: host:port. A call waits for a connection `timeout` seconds, or until its own deadline.
 
         Raises StartupError when a TLS or token file cannot be read.
         """
-        self._inner = inner
         self._config = config
         self._timeout = timeout
         self._peer = Peer(address, config)
         self._added = added_metadata(config)
-        self._connection: UnaryConnection | None = None
+        self._connection: CallsConnection | None = None
         self._is_closed = False
-        self._dialing: asyncio.Task[UnaryConnection] | None = None
+        self._dialing: asyncio.Task[CallsConnection] | None = None
 
     def unary_unary(
         self,
@@ -121,24 +169,48 @@ class UnaryChannel:
             try:
                 return response_deserializer(answer)
             except DecodeError:
-                raise rpc_error(grpc.StatusCode.INTERNAL, "Exception deserializing response!") from None
+                raise _unreadable() from None
 
         return call
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_: Any,
+    ) -> Callable[..., Answers[Any]]:
         """See grpc.aio.Channel."""
-        return self._inner.unary_stream(*args, **kwargs)
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio.Channel."""
-        return self._inner.stream_unary(*args, **kwargs)
+        def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Answers[Any]:
+            data, added = request_serializer(request), self._added(metadata)
+            deadline = None
+            if timeout is not None:
+                deadline = asyncio.get_running_loop().time() + timeout
+                added = (("grpc-timeout", frames.timeout(max(0.0, timeout))), *added)
 
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """See grpc.aio.Channel."""
-        return self._inner.stream_stream(*args, **kwargs)
+            async def begin() -> AnswerStream:
+                connection = await self._connected()
+                return await connection.stream(self._peer.head(method, added), data)
+
+            return Answers(begin, response_deserializer, deadline)
+
+        return call
+
+    def stream_unary(self, method: str, *_: Any, **__: Any) -> Callable[..., NoReturn]:
+        """Not for this channel, but stubs ask for it."""
+        return self.stream_stream(method)
+
+    def stream_stream(self, method: str, *_: Any, **__: Any) -> Callable[..., NoReturn]:
+        """Not for this channel, but stubs ask for it."""
+
+        def call(*_: Any, **__: Any) -> NoReturn:
+            raise TypeError(f"{method} is a stream of requests: open_stream")
+
+        return call
 
     def close(self) -> None:
-        """End all calls (UNAVAILABLE), those to come too, and hang up; the channel within is its owner's."""
+        """End all calls (UNAVAILABLE), those to come too, and hang up."""
         self._is_closed = True
         if self._dialing is not None:
             self._dialing.cancel()
@@ -146,23 +218,26 @@ class UnaryChannel:
             self._connection.close()
 
     async def _call_within(self, timeout: float, method: str, data: bytes, metadata: Metadata) -> bytes:
-        late = rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
         if timeout <= 0:
-            raise late
+            raise _late()
         added = (("grpc-timeout", frames.timeout(timeout)), *self._added(metadata))
         try:
             async with asyncio.timeout(timeout):
                 return await self._call(method, data, added)
         except TimeoutError:
-            raise late from None
+            raise _late() from None
 
     async def _call(self, method: str, data: bytes, metadata: Metadata) -> bytes:
-        connection = self._connection
-        if connection is None or not connection.is_usable:
-            connection = await self._connect()
+        connection = await self._connected()
         return await connection.call(self._peer.head(method, metadata), data)
 
-    async def _connect(self) -> UnaryConnection:
+    async def _connected(self) -> CallsConnection:
+        connection = self._connection
+        if connection is None or not connection.is_usable:
+            return await self._connect()
+        return connection
+
+    async def _connect(self) -> CallsConnection:
         """One attempt for all who wait; that one of them gives up is no reason for it to end."""
         if self._is_closed:
             raise _closed()
@@ -178,9 +253,9 @@ class UnaryChannel:
             # The attempt was given up, not its caller.
             raise _closed() from None
 
-    async def _dial(self) -> UnaryConnection:
+    async def _dial(self) -> CallsConnection:
         old, config = self._connection, self._config
-        self._connection = await self._peer.connect(lambda: UnaryConnection(config), self._timeout)
+        self._connection = await self._peer.connect(lambda: CallsConnection(config), self._timeout)
         if old is not None:
             old.leave()
         return self._connection
@@ -188,3 +263,11 @@ class UnaryChannel:
 
 def _closed() -> grpc.aio.AioRpcError:
     return rpc_error(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
+
+
+def _late() -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+def _unreadable() -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.INTERNAL, "Exception deserializing response!")

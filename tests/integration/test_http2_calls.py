@@ -1,4 +1,4 @@
-"""Unary calls of the asyncio transport to real servers: grpc.aio's and our own."""
+"""Calls of one request of the asyncio transport to real servers: grpc.aio's and our own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import grpc
 import pytest
 from factories.tiny_service import TinyService, tiny
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
-from penstock.common.http2.dialing import UnaryChannel
+from penstock.common.http2.dialing import Http2Channel
 from penstock.common.server import RunningServer
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
@@ -24,19 +23,18 @@ TRANSPORTS: Any = pytest.mark.parametrize("transport", ["grpc", "asyncio"])
 
 
 @contextlib.asynccontextmanager
-async def channel_to(address: str, config: ChannelConfig | None = None) -> AsyncIterator[tuple[Any, UnaryChannel]]:
+async def channel_to(address: str, config: ChannelConfig | None = None) -> AsyncIterator[tuple[Any, Http2Channel]]:
     """A stub and the channel that it calls by."""
     config = config or ChannelConfig()
-    async with open_channel(address, config) as inner:
-        channel: Any = UnaryChannel(inner, address, config, timeout=10.0)
-        yield tokenizer_pb2_grpc.TokenizerServiceStub(channel), channel
-        channel.close()
+    channel: Any = Http2Channel(address, config, timeout=10.0)
+    yield tokenizer_pb2_grpc.TokenizerServiceStub(channel), channel
+    channel.close()
 
 
 @contextlib.asynccontextmanager
 async def served(
     config: ServerConfig, channel: ChannelConfig | None = None
-) -> AsyncIterator[tuple[TinyService, RunningServer, Any, UnaryChannel]]:
+) -> AsyncIterator[tuple[TinyService, RunningServer, Any, Http2Channel]]:
     async with tiny(config) as (service, running, _), channel_to(running.address, channel) as (stub, opened):
         yield service, running, stub, opened
 
@@ -175,3 +173,73 @@ async def test_a_closed_channel_connects_no_more(transport: Any) -> None:
         assert await code_of(stub.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAVAILABLE
         connection: Any = channel._connection
         assert connection.is_over
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("size", [0, 20_000, 500_000])
+async def test_answers_of_many_messages_arrive_whole_beside_each_other(transport: Any, size: int) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, running, stub, _):
+        found = await asyncio.gather(*(_read(stub.GetDecodeTable(table(f"{size}"), timeout=60)) for _ in range(3)))
+        assert found == [[(place, size) for place in range(20)]] * 3
+        await running.calls.wait_idle()
+
+
+@TRANSPORTS
+async def test_an_answer_that_is_not_read_holds_back_its_own_call_and_no_other(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (service, running, stub, _):
+        answers = stub.GetDecodeTable(table("500000"))
+        assert (await anext(answers)).strip_count == 0
+        assert (await stub.GetTokenizer(ask("x" * 3_000_000))).vocab_size == 7
+        # Ten megabytes: the handler waits for its reader.
+        assert not service.servicer.closed.is_set()
+        assert [place for place, _ in await _read(answers)] == list(range(1, 20))
+        await running.calls.wait_idle()
+
+
+@TRANSPORTS
+async def test_the_status_follows_the_messages(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+        answers = stub.GetDecodeTable(table("1 refuse"))
+        assert [(await anext(answers)).strip_count for _ in range(20)] == list(range(20))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(answers)
+        assert isinstance(from_rpc_error(caught.value), InvalidArgument)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("how", ["cancelled", "its reader is cancelled", "late", "the channel is closed", "lost"])
+async def test_an_answer_that_is_given_up_ends_at_the_server(transport: Any, how: str) -> None:
+    async with served(ServerConfig(transport=transport)) as (service, running, stub, channel):
+        answers = stub.GetDecodeTable(table("1 wait"), timeout=0.3 if how == "late" else None)
+        reading = asyncio.ensure_future(_read(answers))
+        await service.servicer.entered.wait()
+        codes = {"late": grpc.StatusCode.DEADLINE_EXCEEDED, "cancelled": grpc.StatusCode.CANCELLED}
+        if how == "its reader is cancelled":
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        else:
+            end_by: Any = {
+                "cancelled": answers.cancel,
+                "the channel is closed": channel.close,
+                "lost": lambda: channel._connection._transport.abort(),
+            }
+            end_by.get(how, lambda: None)()
+            assert await code_of(reading) is codes.get(how, grpc.StatusCode.UNAVAILABLE)
+        await running.calls.wait_idle()
+        assert service.servicer.closed.is_set()
+
+
+@TRANSPORTS
+async def test_a_message_among_many_that_is_too_large_ends_its_call(transport: Any) -> None:
+    async with served(ServerConfig(transport=transport), ChannelConfig(max_message_bytes=100_000)) as (_, _, stub, _):
+        assert await code_of(_read(stub.GetDecodeTable(table("200000")))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.GetTokenizer(ask("next"))).model == "next"
+
+
+def table(model: str) -> pb.GetDecodeTableRequest:
+    return pb.GetDecodeTableRequest(model=model)
+
+
+async def _read(answers: Any) -> list[tuple[int, int]]:
+    return [(one.strip_count, len(one.pieces[0])) async for one in answers]

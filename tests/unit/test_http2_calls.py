@@ -1,4 +1,4 @@
-"""Unary calls of the asyncio transport before a server that is only bytes."""
+"""Calls of one request of the asyncio transport before a server that is only bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from factories.http2 import Socket, frames_of, message
 from penstock.common.config import ChannelConfig
 from penstock.common.http2 import frames
-from penstock.common.http2.unary import UnaryConnection
+from penstock.common.http2.calls import CallsConnection
 
 OK = frames.trailers(0, "", ())
 
@@ -21,7 +21,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.socket = Socket()
-        self.connection = UnaryConnection(ChannelConfig(max_message_bytes=1 << 16))
+        self.connection = CallsConnection(ChannelConfig(max_message_bytes=1 << 16))
         self.connection.connection_made(self.socket)
 
     async def call(self, request: bytes = b"ask") -> asyncio.Task[bytes]:
