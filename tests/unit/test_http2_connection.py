@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
+import grpc
 import pytest
 from factories.http2 import Socket, frames_of, message
 from hpack import Decoder, Encoder
@@ -67,7 +68,7 @@ class Peer:
 
 
 async def test_a_peer_that_does_not_read_is_not_read() -> None:
-    peer = Peer()
+    peer = Peer(replace(LIMITS, idle_frames=1_000_000))
     # What is no call is answered, too.
     block = Encoder().encode([(":method", "GET"), (":path", "/")])
     ends = frames.END_HEADERS | frames.END_STREAM
@@ -221,3 +222,125 @@ def test_a_long_status_message_is_cut_to_what_clients_take(text: str) -> None:
     assert name == "grpc-message"
     assert len(value) <= 6144
     assert text.encode(errors="replace").startswith(unquote(str(value), errors="strict").encode())
+
+
+async def test_a_client_of_http_1_is_told_in_its_own_words() -> None:
+    connection, socket = Connection(LIMITS, lambda _: None, lambda _: None, lambda _: None), Socket()
+    connection.connection_made(socket)
+    connection.data_received(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+    head, _, body = bytes(socket.written).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 505 ")
+    assert f"content-length: {len(body)}".encode() in head
+    assert socket.is_closed
+
+
+MALFORMED = {
+    "data of the connection": (frames.frame(frames.DATA, 0, 0, b"x"), frames.PROTOCOL_ERROR),
+    "headers of the connection": (frames.frame(frames.HEADERS, frames.END_HEADERS, 0, b""), frames.PROTOCOL_ERROR),
+    "a reset of no stream": (frames.frame(frames.RST_STREAM, 0, 9, bytes(4)), frames.PROTOCOL_ERROR),
+    "a short reset": (frames.frame(frames.RST_STREAM, 0, 1, bytes(3)), frames.FRAME_SIZE_ERROR),
+    "room for no stream": (frames.window_update(9, 1), frames.PROTOCOL_ERROR),
+    "a short window": (frames.frame(frames.WINDOW_UPDATE, 0, 0, bytes(3)), frames.FRAME_SIZE_ERROR),
+    "settings of a stream": (frames.frame(frames.SETTINGS, 0, 1, b""), frames.PROTOCOL_ERROR),
+    "half a setting": (frames.frame(frames.SETTINGS, 0, 0, bytes(5)), frames.FRAME_SIZE_ERROR),
+    "settings in an acknowledgement": (frames.frame(frames.SETTINGS, frames.ACK, 0, bytes(6)), frames.FRAME_SIZE_ERROR),
+    "windows that overflow": (
+        frames.window_update(1, 1) + frames.settings(((frames.INITIAL_WINDOW_SIZE, frames.MAX_WINDOW),)),
+        frames.FLOW_CONTROL_ERROR,
+    ),
+    "a ping of a stream": (frames.frame(frames.PING, 0, 1, bytes(8)), frames.PROTOCOL_ERROR),
+    "a short ping": (frames.frame(frames.PING, 0, 0, bytes(7)), frames.FRAME_SIZE_ERROR),
+    "a short priority": (frames.frame(frames.PRIORITY, 0, 1, bytes(4)), frames.FRAME_SIZE_ERROR),
+    "headers twice": (
+        frames.frame(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode([("a", "b")])),
+        frames.PROTOCOL_ERROR,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MALFORMED))
+async def test_what_is_malformed_ends_the_connection_with_its_code(name: str) -> None:
+    sent, code = MALFORMED[name]
+    peer = Peer()
+    call = peer.open(1)
+    peer.send(sent)
+    (goaway,) = await peer.received(frames.GOAWAY, 0)
+    assert int.from_bytes(goaway[4:8], "big") == code
+    assert call.is_over
+
+
+async def test_of_many_windows_in_one_frame_the_last_counts() -> None:
+    peer = Peer()
+    call = peer.open(1)
+    sizes = [*range(1000), 70_000]
+    peer.send(frames.settings((frames.INITIAL_WINDOW_SIZE, size) for size in sizes))
+    assert call.window == 70_000
+    assert peer.open(3).window == 70_000
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        lambda _: frames.frame(frames.PRIORITY, 0, 1, bytes(5)),
+        lambda _: frames.frame(0x42, 0, 1, b"whatever"),
+        lambda _: frames.frame(frames.DATA, 0, 1),
+        lambda _: frames.frame(frames.DATA, frames.PADDED, 1, b"\0"),
+        lambda n: frames.frame(
+            frames.HEADERS, frames.END_HEADERS, 3 + 2 * n, Encoder().encode([(":method", "GET"), (":path", "/")])
+        ),
+        lambda _: frames.frame(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode([("a", "b")])),
+    ],
+    ids=["priorities", "unknown frames", "empty data", "padding", "no calls", "headers of a call that is over"],
+)
+async def test_frames_that_do_no_work_are_not_taken_without_end(flood: Callable[[int], bytes]) -> None:
+    peer = Peer()
+    peer.reset(peer.open(1).stream)
+    for number in range(1000):
+        peer.send(flood(number))
+    (goaway,) = await peer.received(frames.GOAWAY, 0)
+    assert int.from_bytes(goaway[4:8], "big") == frames.ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize("kind", ["application/grpc-web", "application/grpc-web+proto", "application/json", ""])
+async def test_what_is_not_grpc_is_told_so_by_http(kind: str) -> None:
+    peer = Peer()
+    fields = [(":method", "POST"), (":path", "/a/b"), ("content-type", kind)]
+    peer.send(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode(fields)))
+    (block,) = await peer.received(frames.HEADERS, 1)
+    assert dict(Decoder().decode(block)) == {":status": "415"}
+    assert not peer.calls
+
+
+async def test_a_compression_that_is_not_known_is_answered_with_those_that_are() -> None:
+    peer = Peer()
+    call = peer.open(1, ("grpc-encoding", "snappy"))
+    peer.data(1, message(b"a", compressed=True), end=True)
+    with pytest.raises(Refused) as refused:
+        await call.request()
+    call.finish(refused.value.code, refused.value.details)
+    (block,) = await peer.received(frames.HEADERS, 1)
+    headers = dict(Decoder().decode(block))
+    assert headers["grpc-status"] == str(grpc.StatusCode.UNIMPLEMENTED.value[0])
+    assert headers["grpc-accept-encoding"] == "identity, gzip, deflate"
+
+
+async def test_a_compressed_message_without_a_word_of_how_is_malformed() -> None:
+    peer = Peer()
+    call = peer.open(1)
+    peer.data(1, message(b"a", compressed=True), end=True)
+    with pytest.raises(Refused) as refused:
+        await call.request()
+    assert refused.value.code is grpc.StatusCode.INTERNAL
+
+
+async def test_a_connection_that_says_nothing_is_given_up_without_a_ping() -> None:
+    given_up = asyncio.Event()
+
+    class Told(Socket):
+        def abort(self) -> None:
+            given_up.set()
+
+    connection, socket = Connection(replace(LIMITS, keepalive_seconds=0.05), *3 * (lambda _: None,)), Told()
+    connection.connection_made(socket)
+    await given_up.wait()
+    assert not socket.written

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # The window bounds how many messages of this size wait for their handler; of smaller ones there may be no more.
 _SMALL_MESSAGE_BYTES = 64
+# How zlib is told of them.
+_ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
@@ -247,10 +249,12 @@ class Call:
 
     def _unpack(self, message: bytes) -> bytes:
         """A compressed message."""
-        kinds = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-        if self._encoding not in kinds:
+        if self._encoding == "identity":
+            raise Refused(grpc.StatusCode.INTERNAL, "a message is compressed, and no grpc-encoding says how")
+        if self._encoding not in _ENCODINGS:
+            self._trailing = (*self._trailing, ("grpc-accept-encoding", ", ".join(("identity", *_ENCODINGS))))
             raise Refused(grpc.StatusCode.UNIMPLEMENTED, f"grpc-encoding {self._encoding!r} is not known")
-        unpacker = zlib.decompressobj(kinds[self._encoding])
+        unpacker = zlib.decompressobj(_ENCODINGS[self._encoding])
         try:
             whole = unpacker.decompress(message, self._max_message_bytes + 1)
         except zlib.error:

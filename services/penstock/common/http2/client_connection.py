@@ -149,6 +149,7 @@ class ClientConnection(asyncio.Protocol, ABC):
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if (self._open_block is not None) != (kind == frames.CONTINUATION):
             raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
+        frames.check(kind, flags, stream, len(payload))
         if kind == frames.DATA:
             self._take_data(stream, flags, payload)
         elif kind == frames.HEADERS:
@@ -204,8 +205,6 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._take_room(stream, more)
 
     def _take_settings(self, payload: bytes) -> None:
-        if len(payload) % 6:
-            raise frames.Violation(frames.PROTOCOL_ERROR, "settings have six bytes each")
         for key, value in struct.iter_unpack(">HI", payload):
             self._take_setting(key, value)
         self._send(frames.frame(frames.SETTINGS, frames.ACK, 0))

@@ -19,6 +19,7 @@ from penstock.common.http2.limits import IdleFrames, Limits
 # A request's headers, compressed; also what CONTINUATION may add up to.
 MAX_HEADER_BYTES = 64 << 10
 _PING_STRIKES = 3
+_CONTENT_TYPE = "application/grpc"
 
 
 class Connection(asyncio.Protocol):
@@ -65,19 +66,18 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)
         transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
-        limits = self._limits
-        self.send(
-            frames.settings(
-                (
-                    (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
-                    (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
-                    (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
-                )
-            )
-            + frames.window_update(0, limits.connection_window_bytes - frames.DEFAULT_WINDOW)
-        )
         self._keepalive.start()
         self._on_open(self)
+
+    def _greet(self) -> None:
+        limits = self._limits
+        settings = (
+            (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
+            (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
+            (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
+        )
+        more = limits.connection_window_bytes - frames.DEFAULT_WINDOW
+        self.send(frames.settings(settings) + frames.window_update(0, more))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -169,10 +169,13 @@ class Connection(asyncio.Protocol):
         at, size = 0, len(data)
         if self._needs_preface:
             if data[: len(frames.PREFACE)] != frames.PREFACE[:size]:
-                raise frames.Violation(frames.PROTOCOL_ERROR, "not HTTP/2")
+                self._turn_away()
+                return size
             if size < len(frames.PREFACE):
                 return 0
             self._needs_preface, at = False, len(frames.PREFACE)
+            # Not before: a client of HTTP/1 would take it for an answer.
+            self._greet()
         while at + frames.FRAME_HEAD <= size:
             length = int.from_bytes(data[at : at + 3], "big")
             if length > frames.DEFAULT_FRAME_SIZE:
@@ -186,9 +189,15 @@ class Connection(asyncio.Protocol):
             at = end
         return at
 
+    def _turn_away(self) -> None:
+        """Whoever this is, it does not speak HTTP/2."""
+        self.send(frames.NOT_HTTP_1)
+        self.close()
+
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if (self._open_block is not None) != (kind == frames.CONTINUATION):
             raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
+        frames.check(kind, flags, stream, len(payload))
         if kind == frames.DATA:
             self._take_data(flags, stream, payload)
         elif kind == frames.HEADERS:
@@ -206,11 +215,20 @@ class Connection(asyncio.Protocol):
             self._take_ping(flags, payload)
         elif kind == frames.RST_STREAM:
             self._idle_frames.spend()
-            call = self.calls.get(stream)
+            call = self._known(stream)
             if call is not None:
                 call.gone()
         elif kind == frames.PUSH_PROMISE:
             raise frames.Violation(frames.PROTOCOL_ERROR, "clients do not push")
+        else:
+            # Priorities, which do nothing here, and what later versions of HTTP/2 may have.
+            self._idle_frames.spend()
+
+    def _known(self, stream: int) -> Call | None:
+        """The call of a stream, None when it is over. Raises Violation when it never began."""
+        if stream > self._last_stream:
+            raise frames.Violation(frames.PROTOCOL_ERROR, "a frame of no stream")
+        return self.calls.get(stream)
 
     def _take_headers(self, flags: int, stream: int, block: bytes) -> None:
         if len(block) > MAX_HEADER_BYTES:
@@ -227,10 +245,13 @@ class Connection(asyncio.Protocol):
         known = self.calls.get(stream)
         if known is not None:
             # Trailers of a request: nothing but its end.
-            self._give(known, b"", ended=bool(flags & frames.END_STREAM))
+            if not flags & frames.END_STREAM:
+                raise frames.Violation(frames.PROTOCOL_ERROR, "a request has headers twice")
+            self._give(known, b"", ended=True)
             return
         if stream <= self._last_stream or not stream & 1:
             if stream & 1:
+                self._idle_frames.spend()
                 return  # of a call that is over
             raise frames.Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
         self._last_stream = stream
@@ -238,14 +259,17 @@ class Connection(asyncio.Protocol):
 
     def _open(self, stream: int, headers: dict[str, str], *, ended: bool) -> None:
         if self._is_draining or len(self.calls) >= self._limits.max_streams:
+            self._idle_frames.spend()
             self.send(_reset(stream, frames.REFUSED_STREAM))
             return
-        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith("application/grpc"):
+        if headers.get(":method") != "POST" or not _is_grpc(headers.get("content-type", "")):
+            self._idle_frames.spend()
             self.send(frames.header_frames(stream, frames.refusal(415), end=True, limit=frames.DEFAULT_FRAME_SIZE))
             return
         try:
             call = Call(self, stream, headers, self._limits)
         except Refused as refused:
+            self._idle_frames.spend()
             block = frames.RESPONSE_HEADERS + frames.trailers(refused.code.value[0], refused.details, ())
             self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
             return
@@ -259,18 +283,16 @@ class Connection(asyncio.Protocol):
         if self._owed >= self._limits.connection_window_bytes // 4:
             self.send(frames.window_update(0, self._owed))
             self._owed = 0
-        call = self.calls.get(stream)
+        call = self._known(stream)
+        content, ended = frames.content(flags, payload, prioritised=False), bool(flags & frames.END_STREAM)
+        if not content and not ended:
+            self._idle_frames.spend()
         if call is None:
-            if stream > self._last_stream:
-                raise frames.Violation(frames.PROTOCOL_ERROR, "data of no stream")
             return
         if call.request_ended:
             self._break_off(call, frames.STREAM_CLOSED)
             return
-        ended = bool(flags & frames.END_STREAM)
-        if not payload and not ended:
-            self._idle_frames.spend()
-        self._give(call, frames.content(flags, payload, prioritised=False), ended=ended)
+        self._give(call, content, ended=ended)
         if (
             payload
             and not ended
@@ -287,8 +309,6 @@ class Connection(asyncio.Protocol):
             call.gone()
 
     def _take_window(self, stream: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise frames.Violation(frames.FRAME_SIZE_ERROR, "a window update has four bytes")
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if stream == 0:
             self.window += more
@@ -296,7 +316,7 @@ class Connection(asyncio.Protocol):
                 raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
             self._has_room = True
             return
-        call = self.calls.get(stream)
+        call = self._known(stream)
         if call is not None:
             call.window += more
             if not more or call.window > frames.MAX_WINDOW:
@@ -313,23 +333,23 @@ class Connection(asyncio.Protocol):
         if flags & frames.ACK:
             return
         self._idle_frames.spend()
-        if len(payload) % 6:
-            raise frames.Violation(frames.FRAME_SIZE_ERROR, "settings have six bytes each")
-        for key, value in struct.iter_unpack(">HI", payload):
-            if key == frames.INITIAL_WINDOW_SIZE:
-                if value > frames.MAX_WINDOW:
-                    raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
-                change, self.initial_window = value - self.initial_window, value
-                for call in self.calls.values():
-                    call.window += change
+        windows = [value for key, value in struct.iter_unpack(">HI", payload) if key == frames.INITIAL_WINDOW_SIZE]
+        if windows:
+            # The last one counts, once for every call: a frame has room for thousands.
+            self._resize_windows(windows[-1])
         self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self._has_room = True
+
+    def _resize_windows(self, initial: int) -> None:
+        change, self.initial_window = initial - self.initial_window, initial
+        for call in self.calls.values():
+            call.window += change
+        if initial > frames.MAX_WINDOW or any(call.window > frames.MAX_WINDOW for call in self.calls.values()):
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
             return
-        if len(payload) != 8:
-            raise frames.Violation(frames.FRAME_SIZE_ERROR, "a ping has eight bytes")
         now = time.monotonic()
         if not self._has_sent and now - self._last_ping < self._limits.min_ping_interval_seconds:
             self._ping_strikes += 1
@@ -343,6 +363,9 @@ class Connection(asyncio.Protocol):
         self._has_sent = False
 
     def _ping(self) -> None:
+        if self._needs_preface:
+            self._give_up()
+            return
         self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
 
     def _give_up(self) -> None:
@@ -352,3 +375,9 @@ class Connection(asyncio.Protocol):
 
 def _reset(stream: int, code: int) -> bytes:
     return frames.frame(frames.RST_STREAM, 0, stream, code.to_bytes(4, "big"))
+
+
+def _is_grpc(content_type: str) -> bool:
+    """Not gRPC-Web, whose bodies are others."""
+    kind, rest = content_type[: len(_CONTENT_TYPE)], content_type[len(_CONTENT_TYPE) :]
+    return kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";")

@@ -18,6 +18,14 @@ DEFAULT_WINDOW, DEFAULT_FRAME_SIZE, MAX_WINDOW = 65_535, 16_384, 2**31 - 1
 FRAME_HEAD, MESSAGE_HEAD = 9, 5
 # What the peer may send on a stream before it is told to go on.
 STREAM_WINDOW = 1 << 20
+_OF_STREAMS = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION))
+_OF_CONNECTIONS = frozenset((SETTINGS, PING, GOAWAY))
+_SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
+# What a client of HTTP/1 understands.
+NOT_HTTP_1 = (
+    b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+    b"content-length: 36\r\n\r\nThis is a gRPC server: HTTP/2 only.\n"
+)
 
 # length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
 _HEAD = struct.Struct(">BHBBI")
@@ -37,6 +45,14 @@ class Violation(Exception):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def check(kind: int, flags: int, stream: int, size: int) -> None:
+    """Raises Violation for a frame of a wrong size or on a stream of the wrong kind (RFC 9113, 6)."""
+    if (stream == 0 and kind in _OF_STREAMS) or (stream and kind in _OF_CONNECTIONS):
+        raise Violation(PROTOCOL_ERROR, "a frame of the wrong stream")
+    if size != _SIZES.get(kind, size) or (kind == SETTINGS and (size % 6 or (flags & ACK and size))):
+        raise Violation(FRAME_SIZE_ERROR, "a frame has the wrong size")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

@@ -16,6 +16,8 @@ from penstock.common.http2.limits import Limits
 from penstock.common.interceptors import CallInterceptor
 from penstock.common.logging import get_logger
 
+# Connections that came together and wait to be taken; beyond asyncio's 100 they would come a second later.
+_BACKLOG = 1024
 _log = get_logger("penstock.http2")
 
 
@@ -50,11 +52,11 @@ class Http2Server:
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None, *, shares_port: bool) -> int:
         """Open the port and return it. Raises OSError."""
         loop, host = asyncio.get_running_loop(), host.strip("[]")
-        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
+        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None, "backlog": _BACKLOG}
         if host == "::" and socket.has_dualstack_ipv6():
             # IPv4, too, as with grpc; asyncio would take IPv6 alone.
             kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
+            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind), "backlog": _BACKLOG}
         self._server = await loop.create_server(self._make_connection, ssl=tls, start_serving=False, **where)
         return int(self._server.sockets[0].getsockname()[1])
 
