@@ -12,11 +12,13 @@ TORCH := torch==2.13.0
 PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
 TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker and not clients
+# Flags of `make soak`, e.g. --minutes 5 --transport grpc.
+SOAK ?=
 # Of `make numerics`: torch, or native, which are built first.
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow clients numerics lint types stubs docs bench peers compose venv clean
+.PHONY: help kernels demo test slow clients numerics soak lint types stubs docs bench peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -39,6 +41,9 @@ slow: $(VENV)/.dev  ## the tests marked slow
 
 clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transports (docs/testing.md: Debian packages)
 	@$(BIN)/python -m pytest -q -m clients tests/e2e
+
+soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
+	@$(BIN)/python tools/soak.py $(SOAK)
 
 lint: $(VENV)/.dev  ## ruff and buf
 	@$(BIN)/ruff check .

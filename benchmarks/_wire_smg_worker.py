@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import mmap
 import signal
 import sys
@@ -27,7 +26,6 @@ from penstock.common.config import ServerConfig
 from penstock.common.http2.call import Call
 from penstock.common.http2.limits import Limits
 from penstock.common.http2.server import Http2Server
-from penstock.common.transport import MAX_METADATA_BYTES
 
 from benchmarks._wire_pace import Pace, add_backend_flags
 from benchmarks._wire_proto import block, fields, number, packed
@@ -163,11 +161,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
     straight: Any = _Straight()
-    config = ServerConfig()
-    given = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(Limits) if hasattr(config, field.name)
-    }
-    limits = Limits(**given, max_header_list_bytes=MAX_METADATA_BYTES, max_streams=_MAX_CALLS)
+    limits = Limits.of(ServerConfig(), max_streams=_MAX_CALLS)
     server = Http2Server(limits, interceptor=straight, max_calls=_MAX_CALLS)
     emitter = Emitter(arguments.ids, received, Pace.of(arguments))
     handlers = methods(emitter, arguments.model, arguments.tokenizer)

@@ -1,25 +1,26 @@
 """A generation backend without a model: a real gRPC server that emits scripted ids, at will or as fast as it can.
 
 For the router's tests, which step, freeze and break it, and for benchmarks, which want nothing but a stream of tokens:
-`python tests/factories/emitting_backend.py --port 50052 --tokens 128`.
+`cd tests; python -m factories.emitting_backend --port 50052 --tokens 128`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from factories.plain_server import listen, plain_server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
 from penstock.common.errors import PenstockError, to_status
 from penstock.common.server import STOP_GRACE_SECONDS
-from penstock.common.transport import server_options
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -77,6 +78,8 @@ class EmittingBackend:
     # Changes a message before it is sent; what it returns is sent.
     distort: Callable[[generation_pb2.SessionResponse], generation_pb2.SessionResponse] | None = None
 
+    transport: str = field(default_factory=lambda: os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport))
+
     port: int = 0
     submitted: list[generation_pb2.GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -90,7 +93,7 @@ class EmittingBackend:
         self._changed = asyncio.Condition()
         self._frozen = False
         self.watchers = 0
-        self._server: grpc.aio.Server | None = None
+        self._server: Any = None
         self.health: HealthServicer = CountingHealth(self)
 
     @property
@@ -105,7 +108,7 @@ class EmittingBackend:
     async def start(self) -> EmittingBackend:
         """Listen; a port that was given or had before is used again."""
         self._frozen = False
-        self._server = grpc.aio.server(options=server_options(ServerConfig()))
+        self._server = plain_server(self.transport)
         self.health = CountingHealth(self)
         await self.set_serving(self.serving)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
@@ -113,7 +116,7 @@ class EmittingBackend:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(servicer, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(servicer, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = await listen(self._server, self.port)
         await self._server.start()
         return self
 
@@ -373,6 +376,7 @@ async def _main() -> None:
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--allowance", type=int, help="steps until SIGUSR1; the rest after it")
+    parser.add_argument("--transport", choices=("grpc", "asyncio"), default=ServerConfig.transport)
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
     args = parser.parse_args()
     backend = EmittingBackend(
@@ -382,6 +386,7 @@ async def _main() -> None:
         step_seconds=args.step_seconds,
         allowance=args.allowance,
         fingerprint=args.fingerprint,
+        transport=args.transport,
     )
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)

@@ -100,7 +100,7 @@ async def running_router(
     """A router that is ready, before backends that are listening already."""
     addresses = settings.pop("backend", tuple(one.address for one in backends))
     tokenizers = (tokenizer or tokenizer_address(),) if isinstance(tokenizer, str) else tokenizer
-    quick = {**QUICK, "transport": os.environ.get("PENSTOCK_TEST_TRANSPORT", "grpc")}
+    quick = {**QUICK, "transport": os.environ.get("PENSTOCK_TEST_TRANSPORT", RouterConfig.transport)}
     config = RouterConfig(tokenizer=tokenizers, backend=addresses, **{**quick, **settings})
     registry = CollectorRegistry()
     app = RouterApp(config, registry, **({"resolver": resolver} if resolver else {}))

@@ -19,15 +19,16 @@ from penstock.v1 import config_pb2
 TOKENS, BEFORE = 200, 20
 IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
 WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
-SCRIPT = Path(__file__).parent.parent / "factories" / "emitting_backend.py"
+BACKEND = (sys.executable, "-m", "factories.emitting_backend")
+TESTS = Path(__file__).parents[1]
 
 
 @contextmanager
 def backend_process() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A scripted backend that emits BEFORE tokens, and the others after SIGUSR1."""
     port = stack.free_port()
-    command = [sys.executable, str(SCRIPT), "--port", str(port), "--tokens", str(TOKENS), "--allowance", str(BEFORE)]
-    with subprocess.Popen([*command, "--fingerprint", tokenizer_fingerprint()]) as process:
+    command = [*BACKEND, "--port", str(port), "--tokens", str(TOKENS), "--allowance", str(BEFORE)]
+    with subprocess.Popen([*command, "--fingerprint", tokenizer_fingerprint()], cwd=TESTS) as process:
         try:
             stack.wait_serving(f"127.0.0.1:{port}")
             yield process, f"127.0.0.1:{port}"

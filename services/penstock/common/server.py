@@ -27,7 +27,7 @@ from penstock.common.health import Health, add_reflection
 from penstock.common.interceptors import CallInterceptor
 from penstock.common.logging import get_logger
 from penstock.common.metrics import BoundMetrics, GrpcServerMetrics, add_process_metrics, start_metrics_server
-from penstock.common.transport import MAX_METADATA_BYTES, server_options
+from penstock.common.transport import server_options
 
 # After the drain: time for last messages to leave before streams that never end by themselves (health watches,
 # sessions) are cancelled.
@@ -212,19 +212,7 @@ def _make_server(config: ServerConfig, calls: CallInterceptor, *, shares_port: b
     from penstock.common.http2.limits import Limits
     from penstock.common.http2.server import Http2Server
 
-    limits = Limits(
-        max_message_bytes=config.receive_limit_bytes,
-        max_header_list_bytes=MAX_METADATA_BYTES,
-        max_streams=max_calls,
-        keepalive_seconds=config.keepalive_seconds,
-        keepalive_timeout_seconds=config.keepalive_timeout_seconds,
-        min_ping_interval_seconds=config.min_ping_interval_seconds,
-        stream_window_bytes=config.stream_window_bytes,
-        connection_window_bytes=config.connection_window_bytes,
-        write_buffer_bytes=config.write_buffer_bytes,
-        idle_frames=config.idle_frames,
-        idle_frames_per_second=config.idle_frames_per_second,
-    )
+    limits = Limits.of(config, max_streams=max_calls)
     return cast("grpc.aio.Server", Http2Server(limits, interceptor=calls, max_calls=max_calls))
 
 

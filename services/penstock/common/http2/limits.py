@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from penstock.common.config import ServerConfig
 from penstock.common.http2 import frames
+from penstock.common.transport import MAX_METADATA_BYTES
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,23 @@ class Limits:
     # Frames that ask for work without doing any: how many at once, and how fast there may be more.
     idle_frames: int
     idle_frames_per_second: float
+
+    @classmethod
+    def of(cls, config: ServerConfig, *, max_streams: int) -> Limits:
+        """As configured."""
+        return cls(
+            max_message_bytes=config.receive_limit_bytes,
+            max_header_list_bytes=MAX_METADATA_BYTES,
+            max_streams=max_streams,
+            keepalive_seconds=config.keepalive_seconds,
+            keepalive_timeout_seconds=config.keepalive_timeout_seconds,
+            min_ping_interval_seconds=config.min_ping_interval_seconds,
+            stream_window_bytes=config.stream_window_bytes,
+            connection_window_bytes=config.connection_window_bytes,
+            write_buffer_bytes=config.write_buffer_bytes,
+            idle_frames=config.idle_frames,
+            idle_frames_per_second=config.idle_frames_per_second,
+        )
 
 
 class IdleFrames:
