@@ -101,8 +101,12 @@ class TinyService:
         return []
 
 
-# A configuration served by common.http2.
-AsyncioConfig = partial(ServerConfig, transport="asyncio")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FixedConfig(ServerConfig):
+    """Served by the transport that it names, whatever PENSTOCK_TEST_TRANSPORT does."""
+
+
+AsyncioConfig = partial(FixedConfig, transport="asyncio")
 
 
 def _on_wanted_transport(config: ServerConfig) -> ServerConfig:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.tiny_service import TinyService, tiny
+from factories.tiny_service import FixedConfig, TinyService, tiny
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.common.http2.dialing import Http2Channel
@@ -51,7 +51,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
 
 @TRANSPORTS
 async def test_each_of_many_calls_gets_its_own_answer(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+    async with served(FixedConfig(transport=transport)) as (_, _, stub, _):
         names = [f"model {place}" * (1 + place % 7) for place in range(300)]
         answers = await asyncio.gather(*(stub.GetTokenizer(ask(name)) for name in names))
         assert [answer.model for answer in answers] == names
@@ -60,14 +60,14 @@ async def test_each_of_many_calls_gets_its_own_answer(transport: Any) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("size", [0, 16_379, 16_380, 100_000, 3_000_000])
 async def test_messages_of_every_size_go_there_and_back(transport: Any, size: int) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+    async with served(FixedConfig(transport=transport)) as (_, _, stub, _):
         answers = await asyncio.gather(*(stub.GetTokenizer(ask("x" * size), timeout=60) for _ in range(3)))
         assert [len(answer.model) for answer in answers] == [size] * 3
 
 
 @TRANSPORTS
 async def test_a_status_comes_with_its_details(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+    async with served(FixedConfig(transport=transport)) as (_, _, stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetTokenizer(ask("refuse"))
         failure = from_rpc_error(caught.value)
@@ -78,7 +78,7 @@ async def test_a_status_comes_with_its_details(transport: Any) -> None:
 
 @TRANSPORTS
 async def test_the_deadline_ends_a_call_here_and_there(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, running, stub, _):
+    async with served(FixedConfig(transport=transport)) as (_, running, stub, _):
         assert await code_of(stub.GetTokenizer(ask("wait"), timeout=0.05)) is grpc.StatusCode.DEADLINE_EXCEEDED
         await running.calls.wait_idle()
         assert await code_of(stub.GetTokenizer(ask("late"), timeout=0.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -86,7 +86,7 @@ async def test_the_deadline_ends_a_call_here_and_there(transport: Any) -> None:
 
 @TRANSPORTS
 async def test_a_cancelled_call_is_cancelled_at_the_server(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (service, running, stub, _):
+    async with served(FixedConfig(transport=transport)) as (service, running, stub, _):
         call = asyncio.ensure_future(stub.GetTokenizer(ask("wait")))
         await service.servicer.entered.wait()
         call.cancel()
@@ -98,7 +98,7 @@ async def test_a_cancelled_call_is_cancelled_at_the_server(transport: Any) -> No
 
 @TRANSPORTS
 async def test_a_lost_connection_fails_its_calls_and_the_next_one_dials_again(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (service, _, stub, channel):
+    async with served(FixedConfig(transport=transport)) as (service, _, stub, channel):
         call = asyncio.ensure_future(stub.GetTokenizer(ask("wait")))
         await service.servicer.entered.wait()
         connection: Any = channel._connection
@@ -111,7 +111,7 @@ async def test_a_lost_connection_fails_its_calls_and_the_next_one_dials_again(tr
 
 @TRANSPORTS
 async def test_closing_ends_what_is_under_way(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (service, running, stub, channel):
+    async with served(FixedConfig(transport=transport)) as (service, running, stub, channel):
         call = asyncio.ensure_future(stub.GetTokenizer(ask("wait")))
         await service.servicer.entered.wait()
         channel.close()
@@ -121,7 +121,7 @@ async def test_closing_ends_what_is_under_way(transport: Any) -> None:
 
 @TRANSPORTS
 async def test_an_answer_that_is_too_large_is_refused(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport), ChannelConfig(max_message_bytes=100_000)) as (_, _, stub, _):
+    async with served(FixedConfig(transport=transport), ChannelConfig(max_message_bytes=100_000)) as (_, _, stub, _):
         assert await code_of(stub.GetTokenizer(ask("x" * 200_000))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.GetTokenizer(ask("next"))).model == "next"
 
@@ -129,7 +129,7 @@ async def test_an_answer_that_is_too_large_is_refused(transport: Any) -> None:
 @TRANSPORTS
 async def test_every_call_carries_the_token(transport: Any, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
-    config = ServerConfig(transport=transport, auth_token_file=str(tmp_path / "token"))
+    config = FixedConfig(transport=transport, auth_token_file=str(tmp_path / "token"))
     async with served(config, ChannelConfig(channel_token_file=str(tmp_path / "token"))) as (_, running, stub, _):
         assert (await stub.GetTokenizer(ask("known"))).model == "known"
         async with channel_to(running.address) as (stranger, _):
@@ -167,7 +167,7 @@ async def test_closing_amid_an_attempt_to_connect_is_unavailable_and_cancels_nob
 
 @TRANSPORTS
 async def test_a_closed_channel_connects_no_more(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, _, stub, channel):
+    async with served(FixedConfig(transport=transport)) as (_, _, stub, channel):
         await stub.GetTokenizer(ask("x"))
         channel.close()
         assert await code_of(stub.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAVAILABLE
@@ -178,7 +178,7 @@ async def test_a_closed_channel_connects_no_more(transport: Any) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("size", [0, 20_000, 500_000])
 async def test_answers_of_many_messages_arrive_whole_beside_each_other(transport: Any, size: int) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, running, stub, _):
+    async with served(FixedConfig(transport=transport)) as (_, running, stub, _):
         found = await asyncio.gather(*(_read(stub.GetDecodeTable(table(f"{size}"), timeout=60)) for _ in range(3)))
         assert found == [[(place, size) for place in range(20)]] * 3
         await running.calls.wait_idle()
@@ -186,7 +186,7 @@ async def test_answers_of_many_messages_arrive_whole_beside_each_other(transport
 
 @TRANSPORTS
 async def test_an_answer_that_is_not_read_holds_back_its_own_call_and_no_other(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (service, running, stub, _):
+    async with served(FixedConfig(transport=transport)) as (service, running, stub, _):
         answers = stub.GetDecodeTable(table("500000"))
         assert (await anext(answers)).strip_count == 0
         assert (await stub.GetTokenizer(ask("x" * 3_000_000))).vocab_size == 7
@@ -198,7 +198,7 @@ async def test_an_answer_that_is_not_read_holds_back_its_own_call_and_no_other(t
 
 @TRANSPORTS
 async def test_the_status_follows_the_messages(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport)) as (_, _, stub, _):
+    async with served(FixedConfig(transport=transport)) as (_, _, stub, _):
         answers = stub.GetDecodeTable(table("1 refuse"))
         assert [(await anext(answers)).strip_count for _ in range(20)] == list(range(20))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -209,7 +209,7 @@ async def test_the_status_follows_the_messages(transport: Any) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("how", ["cancelled", "its reader is cancelled", "late", "the channel is closed", "lost"])
 async def test_an_answer_that_is_given_up_ends_at_the_server(transport: Any, how: str) -> None:
-    async with served(ServerConfig(transport=transport)) as (service, running, stub, channel):
+    async with served(FixedConfig(transport=transport)) as (service, running, stub, channel):
         answers = stub.GetDecodeTable(table("1 wait"), timeout=0.3 if how == "late" else None)
         reading = asyncio.ensure_future(_read(answers))
         await service.servicer.entered.wait()
@@ -232,7 +232,7 @@ async def test_an_answer_that_is_given_up_ends_at_the_server(transport: Any, how
 
 @TRANSPORTS
 async def test_a_message_among_many_that_is_too_large_ends_its_call(transport: Any) -> None:
-    async with served(ServerConfig(transport=transport), ChannelConfig(max_message_bytes=100_000)) as (_, _, stub, _):
+    async with served(FixedConfig(transport=transport), ChannelConfig(max_message_bytes=100_000)) as (_, _, stub, _):
         assert await code_of(_read(stub.GetDecodeTable(table("200000")))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.GetTokenizer(ask("next"))).model == "next"
 

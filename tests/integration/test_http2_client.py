@@ -10,8 +10,8 @@ from typing import Any
 import factories.tiny_service
 import grpc
 import pytest
-from factories.tiny_service import tiny
-from penstock.common.config import ChannelConfig, ServerConfig
+from factories.tiny_service import FixedConfig, tiny
+from penstock.common.config import ChannelConfig
 from penstock.common.errors import StartupError, from_rpc_error
 from penstock.common.http2.client import StreamCall
 from penstock.common.http2.dialing import open_stream
@@ -42,7 +42,7 @@ async def count(call: Any) -> float:
 
 @TRANSPORTS
 async def test_messages_of_every_size_go_there_and_back_in_order(transport: Any) -> None:
-    async with tiny(ServerConfig(transport=transport)) as (_, running, _):
+    async with tiny(FixedConfig(transport=transport)) as (_, running, _):
         call = await dial(running.address)
         sizes = [0, 1, 4090, 4096, 100_000, 3, 700_000, *range(50)]
 
@@ -60,7 +60,7 @@ async def test_messages_of_every_size_go_there_and_back_in_order(transport: Any)
 
 @TRANSPORTS
 async def test_a_status_comes_with_its_details(transport: Any) -> None:
-    async with tiny(ServerConfig(transport=transport)) as (service, running, _):
+    async with tiny(FixedConfig(transport=transport)) as (service, running, _):
         call = await dial(running.address)
         await call.write(items(1, stream_id=13))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -72,7 +72,7 @@ async def test_a_status_comes_with_its_details(transport: Any) -> None:
 
 @TRANSPORTS
 async def test_cancelling_ends_the_handler(transport: Any) -> None:
-    async with tiny(ServerConfig(transport=transport)) as (service, running, _):
+    async with tiny(FixedConfig(transport=transport)) as (service, running, _):
         call = await dial(running.address)
         await call.write(items(2))
         assert await count(call) == 2
@@ -82,7 +82,7 @@ async def test_cancelling_ends_the_handler(transport: Any) -> None:
 
 @TRANSPORTS
 async def test_a_server_that_stops_ends_the_call(transport: Any) -> None:
-    async with tiny(ServerConfig(transport=transport)) as (_, running, _):
+    async with tiny(FixedConfig(transport=transport)) as (_, running, _):
         call = await dial(running.address)
         await call.write(items(2))
         assert await count(call) == 2
@@ -97,7 +97,7 @@ async def test_a_server_that_stops_ends_the_call(transport: Any) -> None:
 async def test_mutual_tls_and_a_token(transport: Any, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     token = str(tmp_path / "token")
-    config = ServerConfig(transport=transport, tls_cert=CERT, tls_key=KEY, tls_client_ca=CA, auth_token_file=token)
+    config = FixedConfig(transport=transport, tls_cert=CERT, tls_key=KEY, tls_client_ca=CA, auth_token_file=token)
     async with tiny(config, ChannelConfig(channel_tls_ca=CA, **CLIENT)) as (_, running, _):
         call = await dial(running.address, ChannelConfig(channel_tls_ca=CA, channel_token_file=token, **CLIENT))
         await call.write(items(300_000))
@@ -112,7 +112,7 @@ async def test_mutual_tls_and_a_token(transport: Any, tmp_path: Path) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("channel", [ChannelConfig(), ChannelConfig(channel_tls=True)], ids=["plaintext", "other CAs"])
 async def test_a_server_that_cannot_be_trusted_or_read_is_unavailable(transport: Any, channel: ChannelConfig) -> None:
-    config = ServerConfig(transport=transport, tls_cert=CERT, tls_key=KEY)
+    config = FixedConfig(transport=transport, tls_cert=CERT, tls_key=KEY)
     async with tiny(config, ChannelConfig(channel_tls_ca=CA)) as (_, running, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (await dial(running.address, channel)).read()
@@ -145,7 +145,7 @@ async def test_a_silent_server_is_given_up() -> None:
 
 @TRANSPORTS
 async def test_a_quiet_stream_lives_by_its_pings(transport: Any) -> None:
-    async with tiny(ServerConfig(transport=transport, min_ping_interval_seconds=0.01)) as (_, running, _):
+    async with tiny(FixedConfig(transport=transport, min_ping_interval_seconds=0.01)) as (_, running, _):
         call = await dial(running.address, ChannelConfig(keepalive_seconds=0.05, keepalive_timeout_seconds=1.0))
         reading = asyncio.ensure_future(count(call))
         answers: set[float] = set()
@@ -166,7 +166,7 @@ async def test_files_that_are_not_there_are_named(field: str) -> None:
 
 @TRANSPORTS
 async def test_an_unknown_method_is_unimplemented(transport: Any) -> None:
-    async with tiny(ServerConfig(transport=transport)) as (_, running, _):
+    async with tiny(FixedConfig(transport=transport)) as (_, running, _):
         call: Any = await open_stream(
             running.address, "/nobody/knows", DecodeStreamResponse.FromString, ChannelConfig(), timeout=10.0
         )
