@@ -131,12 +131,12 @@ class Products:
 
     def __init__(self, rows: int, quantization: str, dtype: Any) -> None:
         import torch
-        from penstock.generation.quantization.native import Format, NativeLinear, Slabs
+        from penstock.generation.quantization.native import Format, NativeLinearMethod
 
         weight, x = torch.randn(OUT, IN).to(dtype), torch.randn(rows, IN).to(dtype)
         plain = Format.BF16 if dtype is torch.bfloat16 else Format.F32
         format = {"int8": Format.INT8, "int4": Format.INT4}.get(quantization, plain)
-        self._calls: list[Callable[[], object]] = [partial(NativeLinear(weight, None, format, Slabs(), gated=False), x)]
+        self._calls: list[Callable[[], object]] = [partial(NativeLinearMethod(format).linear(weight, None), x)]
         if format is plain:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
             product = torch.ops.mkldnn._linear_pointwise

@@ -18,10 +18,17 @@ INSTRUCTION_SETS = ("avx512", "avx2")
 
 
 @functools.cache
+def cache_home() -> Path:
+    """What XDG_CACHE_HOME is to be where Penstock itself is to find the kernels of `use_native`."""
+    home = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return home
+
+
+@functools.cache
 def _obstacle() -> str | None:
     """Why there are no kernels; None when they are loaded."""
-    cache = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    cache = cache_home() / "penstock"
     try:
         build.build(cache)
     except StartupError as error:

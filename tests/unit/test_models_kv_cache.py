@@ -200,6 +200,24 @@ def test_the_first_version_of_groups_counts_too(tmp_path: Path) -> None:
     assert host_memory(fake_host(tmp_path, files)) == (400000, 300000)
 
 
+@pytest.mark.parametrize(("inactive", "active"), [(200000, 0), (80000, 120000), (0, 200000)])
+def test_mapped_files_count_once_wherever_the_system_counts_their_pages(
+    tmp_path: Path, inactive: int, active: int
+) -> None:
+    files = {
+        "proc/self/cgroup": "0::/box\n",
+        "sys/fs/cgroup/box/memory.max": "500000\n",
+        "sys/fs/cgroup/box/memory.current": "300000\n",
+        "sys/fs/cgroup/box/memory.stat": f"anon 100000\ninactive_file {inactive}\nactive_file {active}\n",
+    }
+    root = fake_host(tmp_path, files)
+    assert host_memory(root, mapped=200000) == (500000, 200000)
+    assert host_memory(root)[1] == 200000 + inactive
+    # The machine's own figure has them as available whatever they are.
+    free = fake_host(tmp_path / "free", {"proc/self/cgroup": "0::/\n"})
+    assert host_memory(free, mapped=200000) == (1000 * 1024, 800 * 1024 - 200000)
+
+
 @pytest.mark.parametrize("num_blocks", [2**50, 2**60])
 def test_a_pool_that_no_memory_holds_is_refused_naming_its_flag(num_blocks: int) -> None:
     with pytest.raises(StartupError) as caught:

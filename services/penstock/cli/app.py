@@ -13,6 +13,7 @@ from penstock.cli.bench_config import BenchConfig
 from penstock.cli.connection import ConnectionConfig
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.pack_config import PackConfig
 from penstock.cli.sampling import SamplingConfig
 from penstock.common.options import options_of
 from penstock.common.ports import ROUTER_PORT
@@ -77,6 +78,20 @@ Examples:
   penstock bench --rate 8 --duration 30s --slo-ttft 500ms --slo-tpot 50ms
 
   penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
+
+PACK_EPILOG = f"""OUTPUT is a folder as MODEL is one: everything that takes a model takes it. Its weights are
+mapped as they are, so a start copies nothing, and the processes of a host share them.
+docs/packed-models.md says when it pays.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock pack ./my-model ./my-model-int8 --dtype bfloat16 --quantization int8
+
+  penstock serve ./my-model-int8
+
+  penstock pack ./my-model-int8 --check"""
 
 app = typer.Typer(
     name="penstock",
@@ -194,6 +209,32 @@ def build_kernels(
     from penstock.cli.kernels import run_build_kernels
 
     run_build_kernels(system=system)
+
+
+def _pack(given: Overrides) -> None:
+    from penstock.cli.pack import run_pack
+
+    output = given.pop("output", None)
+    run_pack(str(given.pop("folder")), None if output is None else str(output), given)
+
+
+def _argument(name: str, metavar: str, default: Any, help: str, annotation: Any) -> inspect.Parameter:
+    argument = typer.Argument(default, metavar=metavar, help=help, show_default=False)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=annotation)
+
+
+_PACK_ARGUMENTS = [
+    _argument("folder", "MODEL", ..., "Folder or hub id of the checkpoint.", str),
+    _argument("output", "OUTPUT", None, "Folder to write.", str | None),
+]
+app.command("pack", epilog=PACK_EPILOG)(
+    command(
+        options_of(PackConfig),
+        _pack,
+        "Write a model's weights as the C++ kernels read them: starts take less time and memory.",
+        first=_PACK_ARGUMENTS,
+    )
+)
 
 
 @app.command()

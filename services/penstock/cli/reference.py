@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from penstock.cli.bench_config import BenchConfig
 from penstock.cli.connection import ConnectionConfig
 from penstock.cli.flags import shown_default
+from penstock.cli.pack_config import PackConfig
 from penstock.cli.sampling import SamplingConfig
 from penstock.cli.service_process import ROLES
 from penstock.cli.tree import FRONT, TreeConfig
@@ -57,6 +58,9 @@ def _sections() -> Iterator[str]:
     connection = {bound.name for bound in options_of(ConnectionConfig)}
     yield "`penstock bench`, and the options of the connection above.\n"
     yield _table(bound for bound in options_of(BenchConfig) if bound.name not in connection)
+    yield "## Packing\n"
+    yield "`penstock pack MODEL OUTPUT`; [the page](packed-models.md) says what for.\n"
+    yield _table(options_of(PackConfig))
 
 
 def _table(options: Iterable[BoundOption]) -> str:

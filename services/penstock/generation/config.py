@@ -52,8 +52,9 @@ class GenerationServiceConfig(ServerConfig):
         "auto", "float32, bfloat16, float16, or auto: the checkpoint's where it runs well.", group=MODEL
     )
     quantization: str = option(
-        "none",
-        "Weights of the linear layers as int8 or int4, quantised at load: faster, less exact; none: as --dtype.",
+        "auto",
+        "Weights of the linear layers as int8 or int4, quantised at load: faster, less exact; none: as --dtype; auto: "
+        "as `penstock pack` wrote MODEL, otherwise none.",
         group=MODEL,
     )
     threads: int | None = option(

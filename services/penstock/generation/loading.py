@@ -31,8 +31,9 @@ from penstock.generation.engine.decoding.footprint import most_output_tokens
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.loader import EMBEDDING, LM_HEAD, tensor_shapes
 from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.shards import PACKED_FILE, is_packed
+from penstock.generation.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 from penstock.generation.requested import ModelDefaults, ServedModel
 from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.runner.model_runner import ModelRunner
@@ -213,8 +214,10 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
 def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device, at_hand: int) -> None:
     """Refuse before the operating system kills: the weights alone must fit. `at_hand` bytes are taken for them."""
     # A link whose file is gone, as a cleaned-up hub cache leaves them, is the loader's to report.
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
-    weights = _loaded_bytes(stored, model, quantization)
+    packed = is_packed(folder)
+    files = folder.glob(PACKED_FILE if packed else "*.safetensors")
+    stored = sum(path.stat().st_size for path in files if path.is_file())
+    weights = stored if packed else _loaded_bytes(stored, model, quantization)
     available = device.memory().available + at_hand
     if weights > available:
         raise StartupError(

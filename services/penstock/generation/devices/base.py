@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.common.errors import StartupError
+
 if TYPE_CHECKING:
+    import mmap
+
     from penstock.generation.attention.base import Attention
     from penstock.generation.devices.arena import Arena
     from penstock.generation.models.kernels import LayerKernels
@@ -53,7 +57,7 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> DeviceMemory:
-        """Memory right now."""
+        """Memory right now; files that weights were mapped from are to stay in memory, and so are not available."""
 
     @abstractmethod
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
@@ -65,6 +69,16 @@ class Device(ABC):
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Room for a large weight that is kept as it is, not initialised."""
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
+
+    def mapped_weights(self, memory: mmap.mmap, name: str) -> torch.Tensor:
+        """(bytes,) uint8, to be read only: weights in the layout of the CPU's C++ kernels, used where they are.
+
+        Raises StartupError naming what to change where they cannot be used; `name` is what they are called in it.
+        """
+        raise StartupError(
+            f"{name} was packed for the CPU's C++ kernels: --device {self.name} needs the checkpoint it was made of",
+            flag="--device",
+        )
 
     @abstractmethod
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:

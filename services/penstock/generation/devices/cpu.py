@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +25,9 @@ from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import packing_obstacle
 from penstock.generation.quantization.registry import cpu_method
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
+
+if TYPE_CHECKING:
+    import mmap
 
 _log = get_logger("penstock.generation")
 KERNELS = ("auto", "native", "torch")
@@ -45,6 +50,7 @@ class CPUDevice(Device):
         # Of the native kernels; None while torch's operators are used.
         self.instruction_set: str | None = None
         self._arena: Arena | None = None
+        self._mapped_bytes = 0
 
     @property
     def torch_device(self) -> torch.device:
@@ -80,7 +86,7 @@ class CPUDevice(Device):
 
     def memory(self) -> DeviceMemory:
         """See Device."""
-        return DeviceMemory(*host_memory())
+        return DeviceMemory(*host_memory(mapped=self._mapped_bytes))
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
         """See Device."""
@@ -92,6 +98,20 @@ class CPUDevice(Device):
         if not memory:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def mapped_weights(self, memory: mmap.mmap, name: str) -> torch.Tensor:
+        """See Device. Raises StartupError naming --kernels."""
+        if self.instruction_set is None:
+            raise StartupError(
+                f"{name} was packed for the C++ kernels, which are turned off or not built: use --kernels native after "
+                "`penstock build-kernels`, or the checkpoint it was made of",
+                flag="--kernels",
+            )
+        self._mapped_bytes += len(memory)
+        with warnings.catch_warnings():
+            # That it cannot be written is as it should be.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(memory, dtype=torch.uint8)
 
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""

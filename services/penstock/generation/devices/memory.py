@@ -68,10 +68,15 @@ def kv_pool_blocks(
     return blocks
 
 
-def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or the tightest enclosing cgroup's where that is less."""
+def host_memory(root: Path = Path("/"), *, mapped: int = 0) -> tuple[int, int]:
+    """(total, available) bytes: the machine's, or the tightest enclosing cgroup's where that is less.
+
+    So many `mapped` bytes of files are to stay in memory, which the system counts as available as long as nobody else
+    needs it.
+    """
     total, available = _meminfo(root / "proc/meminfo")
-    for limit, used in _cgroup_limits(root):
+    available -= mapped
+    for limit, used in _cgroup_limits(root, mapped):
         total = min(total, limit)
         available = min(available, limit - used)
     return total, max(available, 0)
@@ -88,8 +93,9 @@ def _meminfo(path: Path) -> tuple[int, int]:
     return fields["MemTotal"], fields.get("MemAvailable", fields["MemFree"])
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, used without reclaimable file pages) of every cgroup, v1 or v2, that encloses this process."""
+def _cgroup_limits(root: Path, mapped: int) -> list[tuple[int, int]]:
+    """(limit, used without reclaimable file pages but with `mapped` bytes of them) of every cgroup, v1 or v2, that
+    encloses this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -98,10 +104,10 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, limit_name, used_name, stat = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            mount, limit_name, used_name, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             mount, limit_name, used_name = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            stat = "total_inactive_file"
+            prefix = "total_"
         else:
             continue
         parts = Path(path.lstrip("/")).parts
@@ -110,7 +116,11 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
             limit = _number(folder / limit_name)
             used = _number(folder / used_name)
             if limit is not None and used is not None:
-                limits.append((limit, used - _stat(folder / "memory.stat", stat)))
+                inactive, active = (
+                    _stat(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active")
+                )
+                # Pages of the mapped files are on either list, and count once: as used already, if they are active.
+                limits.append((limit, used - inactive + max(0, mapped - active)))
     return limits
 
 

@@ -10,12 +10,16 @@ import torch
 
 from penstock.common.errors import StartupError
 from penstock.generation.models.checkpoint import Checkpoint
+from penstock.generation.models.checkpoint_weights import CheckpointWeights
 from penstock.generation.models.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
 from penstock.generation.models.llama import LLAMA
-from penstock.generation.models.loader import EMBEDDING, LM_HEAD, Loader, tensor_shapes
+from penstock.generation.models.loader import Weights, build_model
 from penstock.generation.models.mistral import MISTRAL
+from penstock.generation.models.packed_weights import PackedWeights
 from penstock.generation.models.qwen2 import QWEN2
 from penstock.generation.models.qwen3 import QWEN3
+from penstock.generation.models.shards import is_packed
+from penstock.generation.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
@@ -44,17 +48,35 @@ def load_model(
     folder: Path,
     *,
     dtype: str = "auto",
-    quantization: str = "none",
+    quantization: str = "auto",
     device: Device,
     progress: Callable[[float], None] | None = None,
 ) -> CausalLM:
-    """Load a Hugging Face folder (single or sharded safetensors).
+    """Load a Hugging Face folder (single or sharded safetensors), or one that `penstock pack` wrote.
 
     `dtype` is "auto" (the checkpoint's, as the device can) or a name, `quantization` "none", "int8" or "int4" (of the
-    linear layers' weights, quantised as they are read); `progress` is called with the percentage of the
-    checkpoint's bytes that is loaded, ending at 100. Raises StartupError naming the file, tensor or field at fault.
+    linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is called with
+    the percentage of the weights' bytes that is loaded, ending at 100. Raises StartupError naming the file, tensor or
+    field at fault.
     """
     config = read_model_config(folder)
+    weights: Weights
+    if is_packed(folder):
+        weights = PackedWeights(folder, config, device, dtype, quantization, progress)
+    else:
+        weights = checkpoint_weights(folder, config, device, dtype, quantization, progress)
+    return build_model(config, weights, device)
+
+
+def checkpoint_weights(
+    folder: Path,
+    config: ModelConfig,
+    device: Device,
+    dtype: str,
+    quantization: str,
+    progress: Callable[[float], None] | None = None,
+) -> CheckpointWeights:
+    """Those of a Hugging Face folder, whose names and shapes are checked here; otherwise as `load_model`."""
     checkpoint = Checkpoint(folder, progress)
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
@@ -66,7 +88,13 @@ def load_model(
     stored = _CHECKPOINT_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
         stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD)
-    return Loader(config, checkpoint, device, device.compute_dtype(dtype, stored), quantization).load()
+    return CheckpointWeights(
+        checkpoint,
+        device,
+        device.compute_dtype(dtype, stored),
+        "none" if quantization == "auto" else quantization,
+        is_tied=config.tie_word_embeddings,
+    )
 
 
 def supported_model_types() -> tuple[str, ...]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.common.errors import StartupError
 from penstock.generation.models.config import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# What `penstock pack` writes. Not under a name that other software takes for the weights.
+PACKED_FILE = "penstock.safetensors"
 # Buffers that old checkpoints carry and nobody reads.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 # safetensors' own bound.
@@ -32,15 +37,33 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of one file. Raises OSError, and ValueError, LookupError or TypeError for what is no header."""
     with path.open("rb") as file:
         start = file.read(8)
-        if len(start) < 8 or (size := struct.unpack("<Q", start)[0]) > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path} has no safetensors header")
-        header = json.loads(file.read(size))
+        header, data_begin = parse_header(start + file.read(_header_bytes(start)))
     found = {}
     for name, entry in header.items():
         if name != "__metadata__":
-            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            begin, end = (data_begin + offset for offset in entry["data_offsets"])
             found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), begin, end)
     return found
+
+
+def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The JSON at the beginning of a file, and where the tensors' bytes begin. Raises ValueError for what is none."""
+    size = _header_bytes(start[:8])
+    header = json.loads(start[8 : 8 + size])
+    if not isinstance(header, dict):
+        raise ValueError("a safetensors header is an object")
+    return header, 8 + size
+
+
+def _header_bytes(start: bytes) -> int:
+    if len(start) < 8 or (size := int(struct.unpack("<Q", start)[0])) > _MAX_HEADER_BYTES:
+        raise ValueError("no safetensors header")
+    return size
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether `penstock pack` wrote it; also where the weights are a link to what is gone."""
+    return os.path.lexists(folder / PACKED_FILE)
 
 
 def indexed_files(folder: Path) -> dict[str, str]:

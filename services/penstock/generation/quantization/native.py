@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.generation.devices.arena import Arena
     from penstock.generation.models.kernels import LayerKernels
 
+# Of all that a packed weight's bytes mean, for files that keep them: to be raised with every change of csrc/linear.h's
+# layout, of the quantisation in csrc/pack.cpp, or of `part_sizes`. A test holds the two together.
+LAYOUT_VERSION = 1
 PANEL = 32
 # Inputs that share a scale in int4.
 GROUP = 32
@@ -33,6 +36,14 @@ class Format(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+
+
+def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
+    """Of the layers and of the head: bfloat16 or float32 as `dtype`, or as `quantization` says."""
+    if quantization == "none":
+        dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
+        return dense, dense
+    return Format.INT8 if quantization == "int8" else Format.INT4, Format.INT8
 
 
 class Slabs:
@@ -60,40 +71,60 @@ class Slabs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    weight: Tensor
-    # int8: one per output; int4: one per group and output.
-    scale: Tensor | None
-    # int8: each output's sum of weights.
-    sum: Tensor | None
+class PackedWeight:
+    """A weight as the kernels read it, and of what it was made. The tensors are those of `part_sizes`."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.weight, self.scale, self.sum) if tensor is not None)
+    # Outputs and inputs of the dense weight; gated: both halves of the outputs.
+    shape: tuple[int, int]
+    # Of the dense weight, and so of x.
+    dtype: torch.dtype
+    format: Format
+    gated: bool
+    weight: Tensor
+    bias: Tensor | None = None
+    # int8: one per output; int4: one per group and output.
+    scale: Tensor | None = None
+    # int8: each output's sum of weights.
+    sum: Tensor | None = None
+
+    def parts(self) -> dict[str, Tensor]:
+        """Those that there are, in the order of `part_sizes`."""
+        every = {"weight": self.weight, "bias": self.bias, "scale": self.scale, "sum": self.sum}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+
+def part_sizes(
+    shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
+) -> dict[str, tuple[torch.dtype, int]]:
+    """dtype and number of elements of each tensor that a packed (outputs, inputs) weight consists of."""
+    outputs, inputs = shape
+    panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
+    sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
+    if has_bias:
+        sizes["bias"] = (torch.float32, panels * PANEL)
+    if format is Format.INT8:
+        sizes |= {"scale": (torch.float32, panels * PANEL), "sum": (torch.int32, panels * PANEL)}
+    elif format is Format.INT4:
+        sizes["scale"] = (torch.float32, panels * -(-inputs // GROUP) * PANEL)
+    return sizes
 
 
 class NativeLinear(Linear):
     """x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
 
-    def __init__(
-        self, weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
-    ) -> None:
-        outputs, self.in_features = weight_OI.shape
-        self.out_features = outputs // 2 if gated else outputs
-        packed = _pack(weight_OI, format, slabs, gated=gated)
-        self._format = format
-        self._packed = packed
-        self._dtype = weight_OI.dtype
-        self._bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
+    def __init__(self, packed: PackedWeight) -> None:
+        outputs, self.in_features = packed.shape
+        self.out_features = outputs // 2 if packed.gated else outputs
+        self.packed = packed
         multiply = partial(
             torch.ops.penstock.linear.default,
             weight=packed.weight,
-            format=int(format),
+            format=int(packed.format),
             width=self.out_features,
-            bias=self._bias,
+            bias=packed.bias,
             column_scale=packed.scale,
             column_sum=packed.sum,
-            gated=gated,
+            gated=packed.gated,
         )
         self._multiply = partial(multiply, as_float=False)
         self._multiply_as_float = partial(multiply, as_float=True)
@@ -110,26 +141,26 @@ class NativeLinear(Linear):
 
     def rows(self) -> Rows | None:
         """See Linear: int8 and int4 do not keep the weight."""
-        if self._format in (Format.INT8, Format.INT4):
+        if self.format in (Format.INT8, Format.INT4):
             return None
-        is_bf16 = self._dtype is torch.bfloat16
+        is_bf16 = self.packed.dtype is torch.bfloat16
         lookup = torch.ops.penstock.packed_rows.default
-        weight, inputs, outputs = self._packed.weight, self.in_features, self.out_features
+        weight, inputs, outputs = self.packed.weight, self.in_features, self.out_features
         return lambda ids_T: lookup(weight, ids_T, inputs, outputs, is_bf16)
 
     @property
     def format(self) -> Format:
         """Of the weight."""
-        return self._format
+        return self.packed.format
 
     def tensors(self) -> list[Tensor | None]:
         """Weight, bias, scale and sum, as csrc/ops_decoder.cpp takes them."""
-        return [self._packed.weight, self._bias, self._packed.scale, self._packed.sum]
+        return [self.packed.weight, self.packed.bias, self.packed.scale, self.packed.sum]
 
     @property
     def num_bytes(self) -> int:
         """See Linear."""
-        return self._packed.num_bytes + (0 if self._bias is None else self._bias.nbytes)
+        return sum(tensor.nbytes for tensor in self.packed.parts().values())
 
 
 class NativeLinearMethod(LinearMethod):
@@ -144,35 +175,46 @@ class NativeLinearMethod(LinearMethod):
 
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
         """See LinearMethod: packed as it is read."""
-        return NativeLinear(weight_OI, bias_O, self._format, self._slabs, gated=False)
+        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=False))
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return self.linear(weight_OI, bias_O)
 
     def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
         """See LinearMethod: the halves meet before anything is written."""
-        return NativeLinear(weight_OI, bias_O, self._format, self._slabs, gated=True)
+        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True))
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""
-        return NativeLinear(weight_VI, None, self._head, self._slabs, gated=False)
+        return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
 
 
-def _pack(weight_OI: Tensor | Weight, format: Format, slabs: Slabs, *, gated: bool) -> _Packed:
+def _pack(
+    weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
+) -> PackedWeight:
     outputs, inputs = weight_OI.shape
-    weight = slabs.take(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated))
-    panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
-    groups = -(-inputs // GROUP)
-    scales = {Format.INT8: panels * PANEL, Format.INT4: panels * groups * PANEL}.get(format, 0)
-    scale = torch.empty(scales, dtype=torch.float32)
-    sums = torch.empty(scales if format is Format.INT8 else 0, dtype=torch.int32)
+    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
+    weight = slabs.take(sizes["weight"][1])
+    scale, sums = (
+        torch.empty(sizes[name][1] if name in sizes else 0, dtype=dtype)
+        for name, dtype in (("scale", torch.float32), ("sum", torch.int32))
+    )
     first = 0
     for piece in [weight_OI] if isinstance(weight_OI, Tensor) else weight_OI.pieces():
         bad = torch.ops.penstock.pack_rows(piece.contiguous(), first, outputs, weight, scale, sums, int(format), gated)
         if bad >= 0:
             raise NotFinite(first + bad)
         first += piece.shape[0]
-    return _Packed(weight, scale if scales else None, sums if format is Format.INT8 else None)
+    return PackedWeight(
+        (outputs, inputs),
+        weight_OI.dtype,
+        format,
+        gated,
+        weight,
+        None if bias_O is None else _in_panels(bias_O.float(), gated=gated),
+        scale if "scale" in sizes else None,
+        sums if "sum" in sizes else None,
+    )
 
 
 def _in_panels(bias_O: Tensor, *, gated: bool) -> Tensor:

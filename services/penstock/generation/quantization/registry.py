@@ -10,7 +10,7 @@ from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import cpu_linear_method
 from penstock.generation.quantization.int4 import Int4LinearMethod
 from penstock.generation.quantization.int8 import Int8LinearMethod
-from penstock.generation.quantization.native import Format, NativeLinearMethod
+from penstock.generation.quantization.native import NativeLinearMethod, formats
 
 QUANTIZATIONS = ("none", "int8", "int4")
 
@@ -21,13 +21,12 @@ def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Ar
     Raises StartupError naming --quantization.
     """
     if quantization not in QUANTIZATIONS:
-        raise StartupError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
-    if quantization == "none":
-        dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
-        return NativeLinearMethod(dense, arena=arena) if native else cpu_linear_method(dtype)
-    if dtype not in (torch.bfloat16, torch.float32):
+        raise StartupError(f"--quantization must be auto or one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
+    if quantization != "none" and dtype not in (torch.bfloat16, torch.float32):
         raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float32", flag="--quantization")
     if native:
-        layers = Format.INT8 if quantization == "int8" else Format.INT4
-        return NativeLinearMethod(layers, head=Format.INT8, arena=arena)
+        layers, head = formats(dtype, quantization)
+        return NativeLinearMethod(layers, head=head, arena=arena)
+    if quantization == "none":
+        return cpu_linear_method(dtype)
     return Int8LinearMethod() if quantization == "int8" else Int4LinearMethod()

@@ -1,0 +1,93 @@
+"""Files that are used where the page cache has them, by all processes of a host together. No torch.
+
+Large pages are asked for: a weight is read from end to end in every step. Linux gives them where the file system has
+large folios (ext4 since 6.16, xfs), for what is read from the disk through such a mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+# Brought into memory at a time: who waits hears of the progress, or is told to stop.
+PIECE_BYTES = 2**26
+# Linux 5.14; not in Python's mmap.
+_MADV_POPULATE_READ = 22
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer, whose first field is an address."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
+    )
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """All of the file, to be read only. Raises OSError, and ValueError where it is empty.
+
+    A file that becomes shorter under its mapping ends the process that reads it (SIGBUS): such files are replaced by
+    renaming a new one over them, never written to.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Refused by kernels without large pages.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def populate(memory: mmap.mmap, progress: Callable[[float], None] | None = None) -> None:
+    """Have every page of it in memory and in this process's tables, in order. `progress` gets percentages, 100 at the
+    end, and may raise to give up. Does nothing but report where the system has no such call."""
+    size = len(memory)
+    for first in range(0, size, PIECE_BYTES):
+        last = min(size, first + PIECE_BYTES)
+        if sys.platform == "linux":
+            # Through ctypes, which lets go of the interpreter's lock; mmap.madvise() holds it while the disk is read.
+            _libc().madvise(_address(memory) + first, last - first, _MADV_POPULATE_READ)
+        if progress is not None:
+            progress(100.0 * last / size)
+
+
+def populate_beside(path: Path) -> None:
+    """Begin to bring the file into memory, on a thread that nobody waits for. Never raises."""
+
+    def work() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            populate(map_file(path))
+
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=work, name="weights", daemon=True).start()
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _address(memory: mmap.mmap) -> int:
+    """Of its first byte; Python has no other way to it where it may not be written."""
+    view = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)
+    try:
+        return int(view.buf)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))

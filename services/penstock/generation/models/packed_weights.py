@@ -1,0 +1,156 @@
+"""Weights out of a file that `penstock pack` wrote: used where they are, nothing is copied.
+
+The kernels get pointers into the file, so all that decides where they point to is computed from config.json, and the
+file must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.devices.mapped import map_file, populate
+from penstock.generation.models.config import ModelConfig
+from penstock.generation.models.packed_layout import DTYPES, HEAD, PackedFacts, entries_of, layout
+from penstock.generation.models.shards import PACKED_FILE, parse_header
+from penstock.generation.models.tensors import EMBEDDING, LayerLinear
+from penstock.generation.quantization.native import Format, NativeLinear, PackedWeight, formats, part_sizes
+from penstock.generation.quantization.registry import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+
+
+class PackedFile:
+    """The mapped file of a folder and what its header says, not compared with a model yet."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises StartupError naming the file when it is unreadable, broken or of another version."""
+        self.folder = folder
+        self.path = folder / PACKED_FILE
+        try:
+            self.memory = map_file(self.path)
+            entries, self.data_begin = parse_header(self.memory)
+            self.facts = _facts(entries.pop("__metadata__"))
+            self.entries: dict[str, Any] = entries
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self.error("is no complete file of packed weights") from error
+        self._check_facts()
+
+    def error(self, problem: str) -> StartupError:
+        """What is wrong, and what to do."""
+        return StartupError(f"{self.path} {problem}: run `penstock pack` again", flag="MODEL")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        return DTYPES[self.facts.dtype]
+
+    def _check_facts(self) -> None:
+        facts = self.facts
+        for one in fields(PackedFacts):
+            if one.name.startswith("format") or one.name == "layout_version":
+                found = getattr(facts, one.name)
+                if found != one.default:
+                    raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
+        if facts.dtype not in DTYPES or facts.quantization not in QUANTIZATIONS:
+            raise self.error(f"is said to be {facts.dtype} and {facts.quantization}, which there is not")
+
+
+class PackedWeights:
+    """loader.Weights of a packed folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        device: Device,
+        dtype: str,
+        quantization: str,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Check everything, then bring the file into memory. `dtype` and `quantization` are what is asked for, "auto"
+        for whatever the file has. Raises StartupError naming the flag, or the file and what is wrong with it."""
+        file = PackedFile(folder)
+        _check_wanted(file, device, dtype, quantization)
+        data = device.mapped_weights(file.memory, str(folder))
+        self.dtype = file.dtype
+        self.num_bytes = 0
+        self._config = config
+        self._layers, self._head = formats(file.dtype, file.facts.quantization)
+        # Only a matrix that is kept as it is can be looked up in.
+        has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
+        self._places = layout(config, file.dtype, file.facts.quantization, has_table=has_table)
+        _check_places(file, entries_of(self._places))
+        size = max(place.end for place in self._places.values())
+        if len(file.memory) != file.data_begin + size:
+            raise file.error(f"has {len(file.memory)} bytes and should have {file.data_begin + size}")
+        self._data = data[file.data_begin :]
+        populate(file.memory, progress)
+
+    def head_and_table(self) -> tuple[NativeLinear, Tensor | None]:
+        """See Weights."""
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        head = self._linear(HEAD, shape, self._head, gated=False, has_bias=False)
+        return head, self.tensor(EMBEDDING) if EMBEDDING in self._places else None
+
+    def linear(self, prefix: str, linear: LayerLinear) -> NativeLinear:
+        """See Weights."""
+        return self._linear(
+            f"{prefix}{linear.name}", linear.shape, self._layers, gated=linear.gated, has_bias=linear.has_bias
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """See Weights: a view of the file."""
+        place = self._places[name]
+        found = self._data[place.begin : place.end].view(place.dtype).view(place.shape)
+        self.num_bytes += found.nbytes
+        return found
+
+    def layer_is_complete(self) -> None:
+        """See Weights: nothing was made on the way."""
+
+    def _linear(
+        self, name: str, shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
+    ) -> NativeLinear:
+        sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias)
+        parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
+        return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts))
+
+
+def _facts(metadata: dict[str, str]) -> PackedFacts:
+    """Of a header; a later release may know more of them. Raises TypeError, ValueError."""
+    known = {one.name: metadata[one.name] for one in fields(PackedFacts) if one.name in metadata}
+    if not all(isinstance(value, str) for value in known.values()):
+        raise ValueError("metadata is text")
+    return PackedFacts(**known)
+
+
+def _check_wanted(file: PackedFile, device: Device, dtype: str, quantization: str) -> None:
+    facts = file.facts
+    wanted = {
+        "--dtype": (dtype, str(device.compute_dtype(dtype, file.dtype)).removeprefix("torch."), facts.dtype),
+        "--quantization": (quantization, quantization, facts.quantization),
+    }
+    for flag, (given, meant, found) in wanted.items():
+        if given != "auto" and meant != found:
+            raise StartupError(
+                f"{flag} {given}: {file.folder} was packed as {facts.dtype} with --quantization {facts.quantization}; "
+                f"leave {flag} out, or run `penstock pack` with it",
+                flag=flag,
+            )
+
+
+def _check_places(file: PackedFile, expected: dict[str, object]) -> None:
+    """Every entry is what config.json asks for, and there is no other."""
+    for name, entry in expected.items():
+        if file.entries.get(name) != entry:
+            raise file.error(f"does not fit {file.folder / 'config.json'} in tensor {name}")
+    if extra := [name for name in file.entries if name not in expected]:
+        raise file.error(f"has unexpected tensor {extra[0]}")

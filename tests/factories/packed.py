@@ -1,0 +1,53 @@
+"""Folders that `penstock pack` writes, made in the test's own process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories.native import cache_home, use_native
+from penstock.generation import packing
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+from penstock.generation.models.shards import PACKED_FILE, parse_header
+
+
+def use_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penstock finds the tests' kernels, or the test is skipped."""
+    use_native()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home()))
+
+
+def native_device() -> CPUDevice:
+    """With the kernels."""
+    device = CPUDevice()
+    device.start(kernels="native")
+    return device
+
+
+def packed(folder: Path, output: Path, **options: Any) -> Path:
+    """`output`, with the model of `folder`."""
+    assert packing.pack(folder, output, **options).path == output / PACKED_FILE
+    return output
+
+
+def load(folder: Path, **options: str) -> CausalLM:
+    """On the kernels."""
+    return load_model(folder, device=native_device(), **options)  # type: ignore[arg-type]
+
+
+def read(folder: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin."""
+    return parse_header((folder / PACKED_FILE).read_bytes())
+
+
+def rewrite(folder: Path, header: dict[str, Any]) -> None:
+    """Another header of the same length."""
+    path = folder / PACKED_FILE
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])

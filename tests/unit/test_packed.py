@@ -1,0 +1,269 @@
+"""`penstock pack` writes whole folders or none, and what is wrong with one is said before a kernel gets a pointer."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories.checkpoints import tiny_checkpoint
+from factories.native import use_native
+from factories.packed import load, native_device, packed, read, rewrite, use_packing
+from penstock.common.errors import StartupError
+from penstock.generation import early, packing
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.devices.base import Device
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.models.registry import load_model
+from penstock.generation.models.shards import PACKED_FILE
+from penstock.generation.quantization.native import NativeLinear
+from safetensors import safe_open
+
+assert use_native
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_packing(monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Widths at which nothing is a multiple of 64 bytes by itself."""
+    return tiny_checkpoint(tmp_path / "model", "qwen3", hidden_size=44, num_attention_heads=4, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    return packed(model, tmp_path / "packed", quantization="int8")
+
+
+def refused(call: Callable[[], object], flag: str) -> str:
+    with pytest.raises(StartupError) as caught:
+        call()
+    assert caught.value.flag == flag
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_any_tool_can_list_it_and_every_tensor_is_aligned(folder: Path) -> None:
+    header, begin = read(folder)
+    with safe_open(folder / PACKED_FILE, framework="pt") as file:
+        facts = file.metadata()
+        assert set(file.keys()) == set(header) - {"__metadata__"}
+    assert any(name.startswith("padding.") for name in header)
+    places = {
+        name: entry["data_offsets"][0] for name, entry in header.items() if not name.startswith(("__", "padding."))
+    }
+    assert not [name for name, offset in places.items() if (begin + offset) % 64]
+    assert (facts["dtype"], facts["quantization"], facts["source"]) == ("bfloat16", "int8", "model")
+    assert list(json.loads(facts["source_sha256"])) == ["model.safetensors"]
+
+
+def test_weights_are_used_where_the_file_is_mapped(folder: Path) -> None:
+    model = load(folder)
+    down, norm = model.layers[1].mlp.down, model.layers[0].input_norm.weight
+    assert isinstance(down, NativeLinear)
+    file_bytes = (folder / PACKED_FILE).stat().st_size
+    addresses = {one.untyped_storage().data_ptr() for one in (*down.packed.parts().values(), norm)}
+    assert len(addresses) == 1
+    assert down.packed.weight.untyped_storage().nbytes() == file_bytes
+
+
+def test_what_is_asked_for_must_be_what_the_file_has(folder: Path) -> None:
+    assert load(folder, dtype="bf16", quantization="int8").dtype is torch.bfloat16
+    assert "bfloat16" in refused(lambda: load(folder, dtype="float32"), "--dtype")
+    for wanted in ("none", "int4", "int9"):
+        assert "int8" in refused(lambda wanted=wanted: load(folder, quantization=wanted), "--quantization")  # type: ignore[misc]
+
+
+def test_without_the_kernels_or_on_another_device_it_cannot_be_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for kernels in ("torch", "auto"):
+        if kernels == "auto":
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
+            monkeypatch.setattr("penstock.generation.devices.cpu.system_folder", lambda: str(tmp_path / "nothing"))
+        device = CPUDevice()
+        device.start(kernels=kernels)
+        assert "penstock build-kernels" in refused(lambda device=device: load_model(folder, device=device), "--kernels")  # type: ignore[misc]
+    with mmap.mmap(-1, 1) as memory:
+        assert "checkpoint" in refused(lambda: Device.mapped_weights(CPUDevice(), memory, "it"), "--device")
+
+
+def _resize(folder: Path, by: int) -> None:
+    path = folder / PACKED_FILE
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + by)
+
+
+def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        header, _ = read(folder)
+        change(header)
+        rewrite(folder, header)
+
+    return edit
+
+
+def _set_config(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+
+
+def _link_to_nothing(folder: Path) -> None:
+    (folder / PACKED_FILE).unlink()
+    (folder / PACKED_FILE).symlink_to(folder / "gone")
+
+
+NORM = "model.norm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda folder: (folder / PACKED_FILE).write_bytes(b""), "no complete file"),
+    "a link to nothing": (_link_to_nothing, "no complete file"),
+    "no header": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\xff" * 100), "no complete file"),
+    "a header that ends early": (
+        lambda folder: _resize(folder, 200 - (folder / PACKED_FILE).stat().st_size),
+        "no complete",
+    ),
+    "a list": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "no complete file"),
+    "no facts": (_edit(lambda header: header.pop("__metadata__")), "no complete file"),
+    "facts that are no text": (_edit(lambda header: header["__metadata__"].update(dtype=[])), "no complete file"),
+    "too short": (lambda folder: _resize(folder, -1), "bytes"),
+    "too long": (lambda folder: _resize(folder, 1), "bytes"),
+    "another layout": (_edit(lambda header: header["__metadata__"].update(layout_version="999")), "layout version"),
+    "another format": (_edit(lambda header: header["__metadata__"].update(format_version="0")), "format version"),
+    "an unknown dtype": (_edit(lambda header: header["__metadata__"].update(dtype="int3")), "int3"),
+    "another quantization": (_edit(lambda header: header["__metadata__"].update(quantization="int4")), "does not fit"),
+    "offsets": (_edit(lambda header: header[NORM].update(data_offsets=[2**60, 2**60 + 88])), NORM),
+    "a shape": (_edit(lambda header: header[NORM].update(shape=[88])), NORM),
+    "a missing tensor": (_edit(lambda header: header.pop(NORM)), NORM),
+    "another tensor": (_edit(lambda header: header.update(more=header[NORM])), "unexpected tensor more"),
+    "another model": (_set_config, "config.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_file_that_is_not_as_it_should_be_is_to_be_packed_again(folder: Path, name: str) -> None:
+    damage, said = DAMAGE[name]
+    damage(folder)
+    message = refused(lambda: load(folder), "MODEL")
+    assert said in message
+    assert message.endswith("run `penstock pack` again")
+
+
+def test_the_digest_finds_a_byte_that_changed(folder: Path) -> None:
+    tasks = set()
+    assert packing.check(folder, lambda task, done, total: tasks.add(task)).path == folder / PACKED_FILE
+    assert tasks == {"checking"}
+    content = bytearray((folder / PACKED_FILE).read_bytes())
+    content[-100] ^= 1
+    (folder / PACKED_FILE).write_bytes(content)
+    assert "damaged" in refused(lambda: packing.check(folder), "MODEL")
+
+
+def test_nothing_is_packed_twice_or_as_what_the_kernels_do_not_have(model: Path, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert "already" in refused(lambda: packing.pack(folder, other), "MODEL")
+    assert "float16" in refused(lambda: packing.pack(model, other, dtype="float16"), "--dtype")
+    assert not other.exists()
+
+
+def test_what_is_in_the_output_is_replaced_only_with_force(model: Path, folder: Path, tmp_path: Path) -> None:
+    before = (folder / PACKED_FILE).stat().st_ino
+    refused(lambda: packing.pack(model, folder), "OUTPUT")
+    refused(lambda: packing.pack(model, model, force=True), "OUTPUT")
+    refused(lambda: packing.pack(model, model / "config.json"), "OUTPUT")
+    assert (folder / PACKED_FILE).stat().st_ino == before
+    held = load(folder)
+    (folder / "chat_template.jinja").write_text("of the model that was here")
+    (folder / "mine.txt").write_text("kept")
+    (folder / ".penstock-pack-killed").mkdir()
+    packed(model, folder, quantization="none", force=True)
+    assert not (folder / "chat_template.jinja").exists()
+    assert (folder / "mine.txt").read_text() == "kept"
+    assert not list(folder.glob(".penstock*"))
+    assert load(folder).layers[0].mlp.down.num_bytes > held.layers[0].mlp.down.num_bytes
+
+
+def test_side_files_come_along_and_old_weights_do_not(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", max_shard_size="30KB")
+    (model / "chat_templates").mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "chat_templates/tools.jinja", "LICENSE.txt", "notes.md"):
+        (model / name).write_text("{}")
+    found = listing(packed(model, tmp_path / "new" / "folder"))
+    expected = ["LICENSE.txt", "chat_template.jinja", "chat_templates/tools.jinja", "config.json"]
+    assert found == [*expected, "generation_config.json", PACKED_FILE, "tokenizer.json"]
+
+
+def test_a_full_disk_is_told_before_and_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "packed"
+    with monkeypatch.context() as full:
+        usage = shutil.disk_usage(tmp_path)
+        full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        assert "1000 B is free" in refused(lambda: packing.pack(model, output), "OUTPUT")
+    with monkeypatch.context() as broken:
+
+        def fail(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        broken.setattr(os, "fsync", fail)
+        assert "No space left" in refused(lambda: packing.pack(model, output), "OUTPUT")
+    assert not output.exists()
+
+
+def test_an_interrupted_run_leaves_what_was_there(model: Path, folder: Path) -> None:
+    before = (folder / PACKED_FILE).stat()
+
+    def interrupt(task: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(model, folder, force=True, progress=interrupt)
+    assert (folder / PACKED_FILE).stat() == before
+    assert not list(folder.glob(".penstock*"))
+
+
+def test_a_start_takes_no_memory_for_it_and_reads_ahead_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[Path] = []
+    monkeypatch.setattr(early, "populate_beside", ahead.append)
+    config = GenerationServiceConfig(model=str(folder))
+    assert early.begin(config) is None
+    assert ahead == [folder / PACKED_FILE]
+    assert early.begin(dataclasses.replace(config, prefault_weights=False)) is None
+    assert ahead == [folder / PACKED_FILE]
+
+
+def test_mapped_weights_are_not_available_to_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def host_memory(*, mapped: int) -> tuple[int, int]:
+        told.append(mapped)
+        return 2**40, 2**39
+
+    monkeypatch.setattr("penstock.generation.devices.cpu.host_memory", host_memory)
+    device = native_device()
+    device.memory()
+    load_model(folder, device=device)
+    device.memory()
+    assert told == [0, (folder / PACKED_FILE).stat().st_size]
+
+
+def test_progress_ends_at_a_hundred(folder: Path) -> None:
+    told: list[float] = []
+    load_model(folder, device=native_device(), progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 100.0

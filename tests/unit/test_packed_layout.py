@@ -1,0 +1,49 @@
+"""The bytes that files keep: what a version of the layout is, whichever instructions made it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from factories.native import INSTRUCTION_SETS, use_instruction_set
+from penstock.generation.models.kernels import LayerKernels
+from penstock.generation.quantization.native import LAYOUT_VERSION, Format, NativeLinear, NativeLinearMethod
+
+# Of the parts below, by version and format. Other bytes under the same version would be read as if they were these:
+# whoever changes them raises LAYOUT_VERSION and adds a line.
+DIGESTS = {
+    1: {
+        Format.F32: "4bdf81acf9fb7af45fbaea3c95251e103fb4053914a35e57c7a159d7b6ff7685",
+        Format.BF16: "094d931ca84372d3fcbdd54be5ff7fae8c69688282215516c6419646d2faf55c",
+        Format.INT8: "2daef062841f2fb56dbd5a934bb7a1642760952fa3ee0a4a70161122bff30ebb",
+        Format.INT4: "585ca3f61145ecad8790340be3569ad2b26a031571accc3a96bca946dadce1a9",
+    }
+}
+
+
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from use_instruction_set(request.param)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """The same on every machine: multiples of an eighth."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * 7919 % 1009 - 504).float() / 8).view(shape)
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_a_version_of_the_layout_means_these_bytes(format: Format) -> None:
+    method = NativeLinearMethod(format)
+    dtype = torch.float32 if format is Format.F32 else torch.bfloat16
+    weight, bias = numbers(72, 43).to(dtype), numbers(72).to(dtype)
+    digest = hashlib.sha256()
+    for linear in (method.linear(weight, bias), method.gated(weight, bias, LayerKernels())):
+        assert isinstance(linear, NativeLinear)
+        for name, part in linear.packed.parts().items():
+            digest.update(json.dumps([name, str(part.dtype), list(part.shape)]).encode())
+            digest.update(part.view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == DIGESTS[LAYOUT_VERSION][format]
