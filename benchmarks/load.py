@@ -2,6 +2,8 @@
 
     python benchmarks/load.py --models DIR DIR --quantization none int8 --rounds 3 --cold --json load.json
 
+A folder that `penstock pack` wrote is a model like others, started as it is: --quantization does not concern it.
+
 Each start is a process of its own, in turns over models and formats. Beside each start the model's files are read
 from end to end, in the same state of the page cache (--cold: dropped before), so that what a start takes beyond reading
 is seen. Memory is what /proc says of the process, sampled every 10 ms; beside it stands that of a process that has
@@ -29,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
+
+from penstock.generation.models.shards import PACKED_FILE, is_packed
 
 from benchmarks._report import write
 
@@ -60,7 +64,7 @@ def bare() -> dict[str, int]:
 
 def files(model: Path) -> list[Path]:
     """The weights of a model."""
-    return sorted(model.glob("*.safetensors"))
+    return [model / PACKED_FILE] if is_packed(model) else sorted(model.glob("*.safetensors"))
 
 
 def drop(model: Path) -> None:
@@ -175,7 +179,10 @@ def row(cell: Cell, starts: list[Start], reads: list[float], touches: list[float
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All models and formats, in turns."""
-    cells: list[Cell] = list(itertools.product(arguments.models, arguments.quantization, arguments.prefault))
+    cells: list[Cell] = []
+    for model in arguments.models:
+        kinds = ["auto"] if is_packed(model) else arguments.quantization
+        cells += itertools.product([model], kinds, arguments.prefault)
     starts: dict[Cell, list[Start]] = {cell: [] for cell in cells}
     reads: dict[Cell, list[float]] = {cell: [] for cell in cells}
     touches: dict[Cell, list[float]] = {cell: [] for cell in cells}

@@ -22,6 +22,7 @@ from penstock.generation import early, packing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.loading import load as load_service
 from penstock.generation.models.registry import load_model
 from penstock.generation.models.shards import PACKED_FILE
 from penstock.generation.quantization.native import NativeLinear
@@ -260,6 +261,26 @@ def test_mapped_weights_are_not_available_to_a_pool(folder: Path, monkeypatch: p
     load_model(folder, device=device)
     device.memory()
     assert told == [0, (folder / PACKED_FILE).stat().st_size]
+
+
+def test_a_service_loads_one_as_its_model_and_as_its_draft_model(folder: Path, model: Path) -> None:
+    config = GenerationServiceConfig(
+        model=str(model), assistant_model=str(folder), kv_memory="1MiB", assistant_kv_memory="1MiB", tune_seconds=0.0
+    )
+    loaded = load_service(config, "both", lambda percent: None)
+    assert loaded.draft is not None
+    assert loaded.draft.model.num_bytes < loaded.model.num_bytes
+    assert "mapped" not in loaded.status_lines()[0]
+    swapped = dataclasses.replace(config, model=str(folder), assistant_model=str(model))
+    assert "mapped" in load_service(swapped, "both", lambda percent: None).status_lines()[0]
+    wrong = dataclasses.replace(config, quantization="none")
+    assert str(folder) in refused(lambda: load_service(wrong, "both", lambda percent: None), "--quantization")
+
+
+def test_a_model_larger_than_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.generation.devices.cpu.host_memory", lambda *, mapped: (2**40, 1000))
+    config = GenerationServiceConfig(model=str(folder))
+    assert "of memory is free" in refused(lambda: load_service(config, "it", lambda percent: None), "MODEL")
 
 
 def test_progress_ends_at_a_hundred(folder: Path) -> None:

@@ -79,8 +79,8 @@ Examples:
 
   penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
 
-PACK_EPILOG = f"""OUTPUT is a folder as MODEL is one: everything that takes a model takes it. Its weights are
-mapped as they are, so a start copies nothing, and the processes of a host share them.
+PACK_EPILOG = f"""Everything that takes a MODEL takes the folder OUTPUT. Its weights are mapped as
+they are: a start copies nothing, and the processes of a host share them.
 docs/packed-models.md says when it pays.
 
 {ENV_NOTE}

@@ -77,7 +77,8 @@ class LoadedModel:
         tokens = kv.num_blocks * kv.block_size
         return [
             f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
-            f"{model.config.dtype}, {format_memory(model.num_bytes)}) on {self.device.describe()}",
+            f"{model.config.dtype}, {format_memory(model.num_bytes)}{' mapped' if is_packed(self.folder) else ''}) "
+            f"on {self.device.describe()}",
             f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
             f"batch     {self.batch.describe()}",

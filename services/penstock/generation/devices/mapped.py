@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Brought into memory at a time: who waits hears of the progress, or is told to stop.
-PIECE_BYTES = 2**26
+PIECE_BYTES = 2**24
 # Linux 5.14; not in Python's mmap.
 _MADV_POPULATE_READ = 22
 
