@@ -70,11 +70,10 @@ class ServerConfig(TransportConfig):
     metrics_port: int = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
     )
-    transport: Literal["grpc", "asyncio"] = option(
-        "grpc",
-        "grpc.aio, or Penstock's own HTTP/2 on asyncio (experimental): a fraction of the processor time where messages "
-        "are many and small. With it the router's calls of the tokenizer and its streams to backends are of that kind, "
-        "too.",
+    transport: Literal["asyncio", "grpc"] = option(
+        "asyncio",
+        "asyncio: Penstock's own HTTP/2, a fraction of the processor time where messages are many and small; with it "
+        "the router calls tokenizer and backends by the same. grpc: grpc.aio.",
         group=NETWORK,
     )
     min_ping_interval_seconds: float = option(
