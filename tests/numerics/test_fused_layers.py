@@ -17,6 +17,7 @@ from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.quantization.native import Format, NativeLinear, Slabs
 from penstock.generation.runner.kv_cache import KVCachePool
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -127,3 +128,79 @@ def test_heads_larger_than_the_kernels_take_are_torchs(tmp_path: Path) -> None:
     model = load_model(folder, dtype="bfloat16", device=device)
     (found,) = logits(model, prompts(1), max_chunk=8, together=True)
     assert found.isfinite().all()
+
+
+def highest(model: CausalLM, ids: list[int]) -> tuple[list[int], torch.Tensor]:
+    """What `forward_and_draw` says of every row of one prompt, and the logits of `forward`'s."""
+    found = []
+    for draws in (True, False):
+        facts = model.config
+        kv = KVCachePool(facts.num_layers, 8, 8, facts.num_kv_heads, facts.head_dim, model.dtype, torch.device("cpu"))
+        metadata, positions = AttentionMetadata.build(
+            [len(ids)], [len(ids)], torch.arange(8, dtype=torch.int32).view(1, 8), 8
+        )
+        forward = model.forward_and_draw if draws else model.forward
+        found.append(forward(torch.tensor(ids), positions, metadata, kv))
+    (hidden, chosen), expected = found[0], found[1]
+    assert torch.equal(hidden, expected)
+    return chosen.tolist(), model.compute_logits(expected)
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_the_drawn_ids_are_those_of_the_highest_logits(
+    tmp_path: Path, quantization: str, threads: int, count: int
+) -> None:
+    # The last panel of the head is not full.
+    model = native(tiny_checkpoint(tmp_path, vocab_size=300), quantization)
+    draw = random.Random(count)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        chosen, logits_TV = highest(model, [draw.randrange(300) for _ in range(count)])
+    finally:
+        torch.set_num_threads(before)
+    assert chosen == logits_TV.numpy().argmax(-1).tolist()
+
+
+def with_head(model: CausalLM, weight_VI: torch.Tensor) -> CausalLM:
+    return CausalLM(
+        model.config,
+        embedding=model._embedding,
+        layers=model.layers,
+        norm=model._norm,
+        lm_head=NativeLinear(weight_VI, None, Format.BF16, Slabs(), gated=False),
+        rotary=model._rotary,
+        attention=model.attention,
+        dtype=model.dtype,
+        device=model.device,
+        num_bytes=0,
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_of_equal_logits_the_first_is_drawn(tmp_path: Path, threads: int) -> None:
+    model = native(tiny_checkpoint(tmp_path), "none")
+    rows = torch.randn(7, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        chosen, logits_TV = highest(with_head(model, rows.repeat(40, 1)), list(range(20)))
+    finally:
+        torch.set_num_threads(before)
+    assert max(chosen) < 7
+    assert chosen == logits_TV.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_without_a_finite_highest_logit_draws_nothing(tmp_path: Path, bad: float) -> None:
+    model = native(tiny_checkpoint(tmp_path), "none")
+    weight = torch.ones(64, model.config.hidden_size, dtype=model.dtype)
+    weight[40] = bad
+    chosen, logits_TV = highest(with_head(model, weight), [3, 4])
+    assert not logits_TV[:, 40].isfinite().any()
+    assert [logits_TV[row].isnan().any() or logits_TV[row].max().isinf() for row in range(2)] == [
+        id == -1 for id in chosen
+    ]
+    assert -1 in chosen

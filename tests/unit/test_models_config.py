@@ -11,7 +11,7 @@ import torch
 from penstock.common.errors import StartupError
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.registry import read_model_config
-from penstock.generation.models.rope import inverse_frequencies
+from penstock.generation.models.rope import RotaryEmbedding, inverse_frequencies
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -158,6 +158,20 @@ def test_frequencies_equal_transformers(tmp_path: Path, parameters: dict[str, An
     expected, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference)
     torch.testing.assert_close(inverse_frequencies(rope, 64), expected, atol=0, rtol=1e-6)
     assert rope.attention_factor == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("parameters", ROPES, ids=lambda parameters: "-".join(map(str, parameters.values())))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_hold_the_very_bits_that_a_call_computes(
+    tmp_path: Path, parameters: dict[str, Any], dtype: torch.dtype
+) -> None:
+    rope = read(tmp_path, "llama", rope_parameters=parameters | {"rope_theta": 10_000.0}, head_dim=40).rope
+    rotary = RotaryEmbedding(rope, 40, torch.device("cpu"), dtype)
+    for length in (1, 7, 3000, 5001):
+        positions = torch.tensor([length - 1, 0, length // 2])
+        for table, expected in zip(rotary.tables(length), rotary(positions), strict=True):
+            assert len(table) >= length
+            assert torch.equal(table[positions], expected[:, 0])
 
 
 def test_theta_inside_rope_parameters_wins(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.engine.step import ScheduledSequence
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 
@@ -73,3 +75,31 @@ def test_inputs_of_a_mixed_step() -> None:
     assert inputs.positions_T.tolist() == [0, 1, 2, 2]
     assert inputs.metadata.slot_mapping.tolist() == [8, 9, 18, 4]
     assert inputs.row_starts == [0, 3, 4]
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 8, 3, 30]])
+def test_inputs_of_a_decode_step_are_those_of_any_step(lengths: list[int]) -> None:
+    batch, live = InputBatch(BLOCK_SIZE, CPU), []
+    for seq_id, length in enumerate(lengths):
+        one = sequence(list(range(10, 10 + length)), params(), seq_id=seq_id)
+        one.block_table[:] = range(100 * seq_id, 100 * seq_id + 20)
+        live.append(one)
+    for _ in range(5):
+        inputs = batch.build([ScheduledSequence(one, one.num_tokens - 1, 1, (one,)) for one in live])
+        kv_lens = [one.num_tokens for one in live]
+        tables = torch.tensor([one.block_table for one in live], dtype=torch.int32)
+        metadata, positions = AttentionMetadata.build([1] * len(live), kv_lens, tables, BLOCK_SIZE)
+        assert inputs.input_ids_T.tolist() == [one.token_ids[-1] for one in live]
+        assert torch.equal(inputs.positions_T, positions)
+        assert inputs.row_starts == list(range(len(live) + 1))
+        for name in ("query_start", "context_lens", "slot_mapping"):
+            found, expected = getattr(inputs.metadata, name), getattr(metadata, name)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        width = inputs.metadata.block_tables.shape[1]
+        assert width == -(-max(kv_lens) // BLOCK_SIZE)
+        assert torch.equal(inputs.metadata.block_tables, tables[:, :width])
+        for name in ("query_lens", "kv_lens", "max_query_len", "max_context_len"):
+            assert getattr(inputs.metadata, name) == getattr(metadata, name)
+        for one in live:
+            one.token_ids.append(7)

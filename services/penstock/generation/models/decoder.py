@@ -46,10 +46,19 @@ class CausalLM:
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding
-        self._fused = FusedLayers(config, self.layers) if can_fuse(config, self.layers, attention) else None
+        self._fused = (
+            FusedLayers(config, self.layers, norm, lm_head, rotary)
+            if can_fuse(config, self.layers, lm_head, attention)
+            else None
+        )
         self._norm = norm
         self._lm_head = lm_head
         self._rotary = rotary
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether `forward_and_draw` may be called."""
+        return self._fused is not None
 
     def shallow(self, num_layers: int) -> CausalLM:
         """A model of the first `num_layers` layers and these very weights: for what a step costs, not what it says."""
@@ -83,12 +92,12 @@ class CausalLM:
         outside the vocabulary are the caller's error (IndexError on CPU). `capture` is filled; `attention` replaces the
         model's own for this step.
         """
-        step = self.step(positions_T, metadata, kv, attention)
         hidden = self.embed(input_ids_T)
+        if self._fused is not None and capture is None and attention in (None, self.attention):
+            return self._fused(hidden, positions_T, metadata, kv, draws=False)[0]
+        step = self.step(positions_T, metadata, kv, attention)
         pending: Tensor | None = None
         if capture is None:
-            if self._fused is not None and step.attention is self.attention:
-                return self._norm.add(hidden, self._fused(hidden, step))
             for layer in self.layers:
                 pending = layer(hidden, pending, step)
             return self._norm.add(hidden, pending)
@@ -98,6 +107,18 @@ class CausalLM:
         hidden = self._norm.add(hidden, pending)
         capture.take(len(self.layers), hidden)
         return hidden
+
+    @torch.inference_mode()
+    def forward_and_draw(
+        self, input_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and each row's id of the highest logit (T): the first of equals, -1 where none is finite.
+
+        The logits are never in memory, and nothing comes between layers and head. Only where `can_draw`.
+        """
+        if self._fused is None:
+            raise RuntimeError("this model's operators are called one by one")
+        return self._fused(self.embed(input_ids_T), positions_T, metadata, kv, draws=True)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor) -> Tensor:

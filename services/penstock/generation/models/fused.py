@@ -1,4 +1,5 @@
-"""All layers of a model as one call of the C++ kernels (csrc/ops_decoder.cpp): the bits of the layers one by one."""
+"""All layers of a model, the last norm and a greedy draw as one call of the C++ kernels (csrc/ops_decoder.cpp): the
+bits of the operators one by one."""
 
 from __future__ import annotations
 
@@ -13,42 +14,57 @@ from penstock.generation.models.kernels import NativeKernels
 from penstock.generation.quantization.native import NativeLinear
 
 if TYPE_CHECKING:
+    from penstock.generation.attention.base import AttentionMetadata
     from penstock.generation.models.config import ModelConfig
-    from penstock.generation.models.layers import DecoderLayer, Step
+    from penstock.generation.models.layers import DecoderLayer, RMSNorm
+    from penstock.generation.models.rope import RotaryEmbedding
+    from penstock.generation.quantization.base import Linear
+    from penstock.generation.runner.kv_cache import KVCachePool
 
 
 class FusedLayers:
     """Threads go through the layers together; between two operations they meet instead of being woken anew."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[DecoderLayer]) -> None:
-        """`layers` must be `can_fuse`."""
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, head: Linear, rotary: RotaryEmbedding
+    ) -> None:
+        """`layers` and `head` must be `can_fuse`."""
+        last = cast(NativeLinear, head)
         first = cast(NativeLinear, layers[0].mlp.gated)
         sizes = [first.format, config.hidden_size, config.intermediate_size]
         sizes += [config.num_heads, config.num_kv_heads, config.head_dim]
+        sizes += [last.format, last.out_features]
         tensors = [tensor for layer in layers for tensor in _tensors(layer)]
+        tensors += [norm.weight, *last.tensors()]
         windows = [layer.attention.window or 0 for layer in layers]
         decoder: Any = torch.classes.penstock.Decoder(sizes, config.rms_norm_eps, tensors, windows)
         self._forward = decoder.forward
+        self._rotary = rotary
 
-    def __call__(self, hidden_TI: Tensor, step: Step) -> Tensor:
-        """What is pending after the last layer, (T, hidden); `hidden` holds the rest of the residual stream."""
-        metadata, kv = step.metadata, step.kv
-        pending: Tensor = self._forward(
+    def __call__(
+        self, hidden_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, *, draws: bool
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_TI after the final norm; overwrites the embeddings that it is given. `draws`:
+        also each row's id of the highest logit (T), the first of equals, -1 where that is not finite; else empty."""
+        cos, sin = self._rotary.tables(metadata.max_context_len)
+        result: tuple[Tensor, Tensor] = self._forward(
             hidden_TI,
-            step.cos,
-            step.sin,
+            cos,
+            sin,
+            positions_T,
             metadata.slot_mapping,
             metadata.block_tables,
             metadata.query_start,
             metadata.context_lens,
+            draws,
             *kv.tensors,
         )
-        return pending
+        return result
 
 
-def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], attention: object) -> bool:
+def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, attention: object) -> bool:
     """Whether everything is native, and no width needs padding."""
-    if not layers or not isinstance(attention, NativeAttention):
+    if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
     native = all(
         isinstance(linear, NativeLinear)

@@ -21,6 +21,11 @@ class ResizedVocabulary(CausalLM):
         vars(self).update(vars(model))
         self._vocab_size = vocab_size
 
+    @property
+    def can_draw(self) -> bool:
+        """See CausalLM: the head has the model's own vocabulary."""
+        return False
+
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """See CausalLM."""
         return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1))

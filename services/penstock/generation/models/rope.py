@@ -13,6 +13,8 @@ from torch import Tensor
 
 from penstock.generation.models.config import ConfigReader, RopeConfig
 
+# That tables of cos and sin begin with.
+_FIRST_POSITIONS = 2048
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -129,12 +131,25 @@ def _yarn(rope: RopeConfig, inv_freq: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryEmbedding:
-    """cos and sin of a step's positions, made once for all layers: no table that grows with the context."""
+    """cos and sin of a step's positions, once for all layers."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
+        empty = torch.empty(0, head_dim // 2, dtype=dtype, device=device)
+        self._tables = empty, empty
+
+    def tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions below `length` at least, each (positions, head_dim / 2): what a call computes.
+
+        Kept, and made twice as long where they do not reach: head_dim x 2 bytes a position in bfloat16, up to a few
+        percent of the keys and values of one sequence that is so long. Computed anew they take 0.3 ms of a decode step.
+        """
+        if length > len(self._tables[0]):
+            cos, sin = self(torch.arange(max(_FIRST_POSITIONS, 2 * length), device=self._inv_freq.device))
+            self._tables = cos.squeeze(1), sin.squeeze(1)
+        return self._tables
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (T, 1, head_dim / 2), computed in float32 and rounded to the model's dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
 from penstock.generation.runner.guidance import guide_rows
 from penstock.generation.runner.hidden_history import HiddenHistories
-from penstock.generation.runner.input_batch import InputBatch
+from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 from penstock.generation.runner.pooling import MeanPooling
 from penstock.generation.runner.prompt_logprobs import PromptScorer
 from penstock.generation.runner.tensors import StepTensorTaker
@@ -38,6 +38,8 @@ _WARM_UP_ID = -1
 # Which many rows go through when they are to touch and load things only: the layers are all alike.
 _WARM_UP_LAYERS = 2
 _NOBODY: frozenset[int] = frozenset()
+# What the drawers get, and the ids of those that get nothing, as in RunnerOutput.
+_Drawn: TypeAlias = "tuple[dict[int, SampledToken], frozenset[int], frozenset[int]]"
 
 
 class ModelRunner:
@@ -83,15 +85,19 @@ class ModelRunner:
         exits = EarlyExits(draws, self._model.device) if draws.dola else None
         tensors = self._start_tensors(draws, inputs.row_starts) if draws.tensors else None
         masks = self._start_masks(draws)
-        hidden_TI = self._model.forward(
-            inputs.input_ids_T,
-            inputs.positions_T,
-            inputs.metadata,
-            self._kv,
-            capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
-            attention=None if tensors is None else tensors.attention,
-        )
-        sampled, failed, exhausted = self._sample(draws, hidden_TI, exits, tensors, masks)
+        drawn = None
+        if exits is None and tensors is None and masks is None and self._wants_only_highest(draws, inputs):
+            hidden_TI, drawn = self._forward_and_draw(draws, inputs)
+        else:
+            hidden_TI = self._model.forward(
+                inputs.input_ids_T,
+                inputs.positions_T,
+                inputs.metadata,
+                self._kv,
+                capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
+                attention=None if tensors is None else tensors.attention,
+            )
+        sampled, failed, exhausted = drawn or self._sample(draws, hidden_TI, exits, tensors, masks)
         if draws.remembered:
             self._compare(draws, hidden_TI, sampled)
         if draws.pooled:
@@ -158,6 +164,26 @@ class ModelRunner:
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._kv.block_size)
 
+    def _wants_only_highest(self, draws: DrawRows, inputs: ModelInputs) -> bool:
+        """Whether every row is drawn from once, greedily: a decode step of plain requests."""
+        return (
+            self._model.can_draw
+            and len(draws.rows) == len(draws.sequences) == inputs.row_starts[-1]
+            and not draws.guided
+            and self._sampler.wants_only_highest(draws.sequences)
+        )
+
+    def _forward_and_draw(self, draws: DrawRows, inputs: ModelInputs) -> tuple[torch.Tensor, _Drawn | None]:
+        """No draws where some row has no token."""
+        hidden_TI, ids_T = self._model.forward_and_draw(
+            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv
+        )
+        ids = ids_T.tolist()
+        if -1 in ids:
+            return hidden_TI, None
+        sampled = {sequence.seq_id: SampledToken(id) for sequence, id in zip(draws.sequences, ids, strict=True)}
+        return hidden_TI, (sampled, _NOBODY, _NOBODY)
+
     def _start_masks(self, draws: DrawRows) -> PendingMasks | None:
         """Masks are computed while the device computes the forward pass."""
         if not draws.constrained:
@@ -176,7 +202,7 @@ class ModelRunner:
         exits: EarlyExits | None,
         tensors: StepTensorTaker | None,
         pending: PendingMasks | None,
-    ) -> tuple[dict[int, SampledToken], frozenset[int], frozenset[int]]:
+    ) -> _Drawn:
         """What every drawer but the guides gets, and who gets nothing, as in RunnerOutput; siblings draw from copies of
         one row."""
         results = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}

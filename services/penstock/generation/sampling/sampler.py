@@ -77,6 +77,11 @@ class Sampler:
                 tokens[row] = token
         return tokens
 
+    def wants_only_highest(self, sequences: Seq[Sequence]) -> bool:
+        """Whether `sample` would give every one of these rows the id of its highest logit and nothing else, and change
+        no state."""
+        return self._batch_of(sequences).is_only_highest
+
     @torch.inference_mode()
     def processed_scores(
         self, logits_NV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None

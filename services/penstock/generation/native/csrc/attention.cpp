@@ -220,10 +220,10 @@ size_t attention_scratch_bytes() { return sizeof(Work<4, BLOCKS>); }
 int most_heads(const AttentionArgs&, int64_t) { return 1; }
 void prepare(const AttentionArgs&, const AttentionTask&) {}
 #endif
-void attend(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next, void* scratch) {
+void attend(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* next, Ahead& ahead, void* scratch) {
   constexpr Mode pairs = HAS_UNITS ? Mode::PAIRS : Mode::FLOATS;
 #ifdef __AVX512BF16__
-  if (can_attend_pairs(a, task)) return attend_pairs(a, task, next, *(PairsWork*)scratch);
+  if (can_attend_pairs(a, task)) return attend_pairs(a, task, next, ahead, *(PairsWork*)scratch);
 #endif
   if (!a.is_bf16) run_stored<float>(a, task, next, scratch);
   else if (a.key_scales == nullptr && a.head_dim % 2 == 0) run<bf16, bf16, pairs>(a, task, next, scratch);

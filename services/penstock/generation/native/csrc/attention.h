@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ahead.h"
+
 namespace penstock {
 
 // The pool as one layer of it lies in memory: (blocks, block_size, K, D), with (blocks, block_size, K) scales for int8.
@@ -39,7 +41,8 @@ struct RopeArgs {
   const void* qkv;
   int64_t qkv_stride;
   const void* cos;
-  const void* sin;     // (T, D / 2)
+  const void* sin;           // (rows, D / 2)
+  const int64_t* positions;  // row of cos and sin of each row, or null: its own
   const void* q_norm;  // (D) or null
   const void* k_norm;
   void* q;
@@ -53,13 +56,14 @@ struct RopeArgs {
   bool is_bf16;
 };
 
-// `next`: what the thread will probably be given after this, whose first keys are fetched meanwhile; may be null.
+// `next`: what the thread will probably be given after this, whose first keys are fetched meanwhile; may be null. `ahead`: what
+// it reads after all of its tasks.
 #define PENSTOCK_ATTENTION_KERNELS                                        \
   size_t attention_scratch_bytes();                                       \
   int most_heads(const AttentionArgs&, int64_t rows);                     \
   /* Fetches what a task reads first. */                                  \
   void prepare(const AttentionArgs&, const AttentionTask&);               \
-  void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, void* scratch); \
+  void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, Ahead& ahead, void* scratch); \
   /* Of these key/value heads and the query heads that go with them. */  \
   void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head);
 namespace avx512 { PENSTOCK_ATTENTION_KERNELS }

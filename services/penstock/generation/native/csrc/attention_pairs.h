@@ -42,6 +42,8 @@ struct PairsHead {
   vf high;
 };
 constexpr int MOST_HEADS = 8;  // of a task
+// Of what comes after attention, a few at a time.
+constexpr int LINES_AHEAD = 8;
 struct PairsWork {
   PairsHead heads[MOST_HEADS];
   alignas(64) float s[TILE * MAX_FEW];
@@ -187,7 +189,7 @@ static void fetch_first(const AttentionArgs& a, const AttentionTask& task) {
   tile.fetch(tile.v, 0, 1, stride, bytes);
 }
 
-static void attend_pairs(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* following, PairsWork& w) {
+static void attend_pairs(const AttentionArgs& a, const AttentionTask& task, const AttentionTask* following, Ahead& ahead, PairsWork& w) {
   const int D = a.head_dim, G = a.num_heads / a.num_kv_heads, M = task.count, H = task.heads;
   const int64_t stride = int64_t(a.num_kv_heads) * D * sizeof(bf16), bytes = int64_t(H) * D * sizeof(bf16);
   const int64_t first_row = a.query_start[task.seq], first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
@@ -230,12 +232,14 @@ static void attend_pairs(const AttentionArgs& a, const AttentionTask& task, cons
       const int64_t offset = int64_t(h) * D * sizeof(bf16);
       for (int g = 0; g < RUNS; ++g) {
         next.fetch(next.k, h * RUNS + g, H * RUNS, stride, bytes);
+        if (g * RUN < n) ahead.fetch(LINES_AHEAD);
         if (g * RUN < n) score_run(tile.k[g] + offset, stride, head.q, D / 2, w.s + g * RUN * MAX_FEW);
       }
       whole ? softmax_pairs<false>(w, head, lanes, M, t0, n, D) : softmax_pairs<true>(w, head, lanes, M, t0, n, D);
       const int slices = D / (2 * L);
       for (int i = 0; i < slices; ++i) {
         next.fetch(next.v, h * slices + i, H * slices, stride, bytes);
+        ahead.fetch(LINES_AHEAD);
         add(tile, offset + i * 4 * L, stride, w.p, head.o + i * 2 * L, D);
       }
     }

@@ -76,7 +76,7 @@ inline void* attention_scratch() {
 // knows the next one; and then what others have left. `progress` is that of all threads. `rope`: what a task writes before it
 // reads, where it may; else null.
 inline void attend_share(const AttentionArgs& args, const RopeArgs* rope, const std::vector<AttentionTask>& tasks, Progress* progress,
-                         int64_t thread, int64_t threads) {
+                         Ahead& ahead, int64_t thread, int64_t threads) {
   void* memory = attention_scratch();
   const int64_t count = tasks.size();
   for (int64_t i = 0; i < threads; ++i) {
@@ -86,7 +86,7 @@ inline void attend_share(const AttentionArgs& args, const RopeArgs* rope, const 
       const bool has_next = i == 0 && number + threads < count;
       if (rope != nullptr)
         KERNEL(rope)(*rope, args.query_start[task.seq], args.query_start[task.seq + 1], task.kv_head, task.kv_head + task.heads);
-      KERNEL(attend)(args, task, has_next ? &tasks[number + threads] : nullptr, memory);
+      KERNEL(attend)(args, task, has_next ? &tasks[number + threads] : nullptr, ahead, memory);
     }
   }
 }

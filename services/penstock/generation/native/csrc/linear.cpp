@@ -219,6 +219,25 @@ static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t
   }
 }
 
+// Instead of store_rows, where only the highest output of a row is wanted.
+static void find_highest(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows, int64_t panel) {
+  const vi width = vi{} + int32_t(std::min<int64_t>(PANEL, a.width - panel * PANEL)), number = vi{} + int32_t(panel);
+  vi column;
+  for (int l = 0; l < L; ++l) column[l] = l;
+  for (int v = 0; v < V; ++v, column += L) {
+    const vf bias = a.bias == nullptr ? vf{} : load(a.bias + panel * PANEL + v * L);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * PANEL + v * L;
+      const vf value = load(block[r] + v * L) + bias, best = load(a.highest + at);
+      const vi first = load_bits((const char*)(a.highest_panel + at));
+      const vi is_better = ((value > best) | ((value == best) & (number < first)) | (value != value)) & (column < width);
+      store_all(a.highest + at, is_better ? value : best);
+      const vi chosen = is_better ? number : first;
+      std::memcpy(a.highest_panel + at, &chosen, sizeof(chosen));
+    }
+  }
+}
+
 void multiply(const LinearArgs& a, const LinearTask& task) {
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
   const int64_t parts = (a.granules + PART - 1) / PART;
@@ -233,6 +252,10 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
         const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
         pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
+        if (a.highest != nullptr) {
+          find_highest(a, blocks + first, task.first_row + first, last - first, panel);
+          continue;
+        }
         const auto put = a.out_bf16 ? (a.gated ? store_rows<bf16, true> : store_rows<bf16, false>)
                                     : (a.gated ? store_rows<float, true> : store_rows<float, false>);
         put(a, blocks + first, task.first_row + first, last - first, panel);

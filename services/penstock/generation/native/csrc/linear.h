@@ -28,6 +28,10 @@ struct LinearArgs {
   int64_t width, out_stride;   // in elements
   bool out_bf16;
   bool gated;  // a panel is 16 gates and the 16 values that they gate: out is silu(gate) * value, half as wide
+  // Not null: nothing is written to `out`; (rows, PANEL) of the highest output in each column of the panels so far, NaN where
+  // there was one, and of the first panel that has it.
+  float* highest = nullptr;
+  int32_t* highest_panel = nullptr;
 };
 
 // Rows times panels of one thread.

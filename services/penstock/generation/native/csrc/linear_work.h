@@ -40,6 +40,11 @@ struct LinearShare {
     const int64_t block = number / parts, part = number % parts;
     return {rows * block / blocks, rows * (block + 1) / blocks, part * each, std::min(panels, (part + 1) * each)};
   }
+  // Of the weight that `thread` reads in its own share, where rows are one block.
+  int64_t bytes_of(const LinearArgs& args, int64_t thread) const {
+    const int64_t first = first_of(thread), end = first_of(thread + 1);
+    return first == end ? 0 : std::max<int64_t>(0, task(end - 1).last_panel - task(first).first_panel) * args.granules * PANEL * 4;
+  }
   // What `thread` will read first.
   const char* beginning(const LinearArgs& args, int64_t thread) const {
     return args.weight + task(first_of(thread)).first_panel * args.granules * PANEL * 4;

@@ -35,7 +35,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
   std::vector<Progress> progress(threads);
   at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-    for (int64_t thread = first; thread < last; ++thread) attend_share(args, nullptr, tasks, progress.data(), thread, threads);
+    Ahead nothing;
+    for (int64_t thread = first; thread < last; ++thread) attend_share(args, nullptr, tasks, progress.data(), nothing, thread, threads);
   });
   return out;
 }
@@ -49,7 +50,7 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == T * D / 2 && sin.numel() == T * D / 2);
   TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && qkv.scalar_type() == cos.scalar_type());
   auto q = at::empty({T, num_heads, D}, qkv.options());
-  const RopeArgs args{qkv.const_data_ptr(), qkv.stride(0), cos.const_data_ptr(), sin.const_data_ptr(),
+  const RopeArgs args{qkv.const_data_ptr(), qkv.stride(0), cos.const_data_ptr(), sin.const_data_ptr(), nullptr,
                       q_norm ? q_norm->const_data_ptr() : nullptr, k_norm ? k_norm->const_data_ptr() : nullptr,
                       q.data_ptr(), keys.data_ptr(), values.data_ptr(), scale_data(key_scales), scale_data(value_scales),
                       slots.const_data_ptr<int64_t>(), int(num_heads), int(K), int(D), float(eps), is_bf16(qkv)};

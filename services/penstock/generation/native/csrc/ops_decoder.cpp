@@ -22,15 +22,16 @@ T* data(const std::optional<at::Tensor>& tensor) {
 }
 
 struct Linear {
+  Format format;
   at::Tensor weight;
   std::optional<at::Tensor> bias, scale, sum;
   int64_t inputs, width, granules, panels;
   bool gated;
 
   Linear(const Tensors& from, int64_t at, Format format, int64_t inputs, int64_t width, bool gated)
-      : weight(*from.get(at)), bias(from.get(at + 1)), scale(from.get(at + 2)), sum(from.get(at + 3)), inputs(inputs), width(width),
+      : format(format), weight(*from.get(at)), bias(from.get(at + 1)), scale(from.get(at + 2)), sum(from.get(at + 3)), inputs(inputs), width(width),
         granules(granules_of(format, inputs)), panels(weight.numel() / (granules * PANEL * 4)), gated(gated) {
-    TORCH_CHECK(panels * granules * PANEL * 4 == weight.numel() && width <= panels * (gated ? PANEL / 2 : PANEL), "a weight has the wrong size");
+    TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() && width <= panels * (gated ? PANEL / 2 : PANEL), "a weight has the wrong size");
   }
 };
 
@@ -42,11 +43,18 @@ struct Layer {
 };
 constexpr int64_t LINEARS = 4;
 constexpr int64_t TENSORS_OF_A_LAYER = 4 + LINEARS * 4;
+// The final norm's weight and the head's.
+constexpr int64_t LAST_TENSORS = 1 + 4;
 // Norms, rope, and what linear layers quantise first, where they are shared: by a counter for all threads. By a share for each: linear layers, attention.
 constexpr int64_t MOST_STAGES = 2 + 1 + LINEARS;
 constexpr int64_t SHARED_STAGES = LINEARS + 1;
+constexpr int64_t LAST_STAGES = 2;
 // Of the next linear layer's weight, fetched by who waits.
 constexpr int64_t AHEAD_BYTES = 64 << 10;
+// Of it, before a row of a norm or of what is quantised.
+constexpr int LINES_A_ROW = 128;
+// Of the output projection's, fetched during attention.
+constexpr int64_t AHEAD_OF_ATTENTION = 256 << 10;
 
 // What a forward pass writes on its way. Of `normed`, `residual` and what is quantised every thread may have its own.
 struct Buffers {
@@ -66,10 +74,12 @@ struct Step {
   // Of every shared stage and thread.
   std::vector<Progress> progress;
   Buffers buffers;
-  at::Tensor hidden;
+  at::Tensor hidden, out;
   int64_t rows;
   std::vector<AttentionTask> tasks;
   bool writes_alone;
+  // Of every thread, row and column of a panel, as LinearArgs has them; empty where nobody asks.
+  at::Tensor highest, highest_panel;
 };
 
 // Where a thread is: all go through the same stages.
@@ -84,13 +94,17 @@ struct Decoder : torch::CustomClassHolder {
   int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
   double eps;
   std::vector<Layer> layers;
+  at::Tensor final_norm;
+  Linear head;
 
-  // `sizes`: format, hidden, inner, heads, kv heads, head_dim. `tensors`: for each layer input norm, post-attention norm, q norm,
-  // k norm, and weight, bias, scale, sum of qkv, output, gated and down. `windows`: 0 for none.
+  // `sizes`: format, hidden, inner, heads, kv heads, head_dim, the head's format and outputs. `tensors`: for each layer input norm,
+  // post-attention norm, q norm, k norm, and weight, bias, scale, sum of qkv, output, gated and down; then the final norm, and
+  // those four of the head. `windows`: 0 for none.
   Decoder(std::vector<int64_t> sizes, double eps, Tensors tensors, std::vector<int64_t> windows)
       : format(Format(sizes.at(0))), hidden(sizes.at(1)), inner(sizes.at(2)), num_heads(sizes.at(3)), num_kv_heads(sizes.at(4)),
-        head_dim(sizes.at(5)), eps(eps) {
-    TORCH_CHECK(tensors.size() == windows.size() * TENSORS_OF_A_LAYER);
+        head_dim(sizes.at(5)), eps(eps), final_norm(*tensors.get(tensors.size() - LAST_TENSORS)),
+        head(tensors, tensors.size() - LAST_TENSORS + 1, Format(sizes.at(6)), sizes.at(1), sizes.at(7), false) {
+    TORCH_CHECK(!windows.empty() && tensors.size() == windows.size() * TENSORS_OF_A_LAYER + LAST_TENSORS);
     const int64_t heads = num_heads * head_dim, fused = heads + 2 * num_kv_heads * head_dim;
     for (size_t i = 0; i < windows.size(); ++i) {
       const int64_t at = i * TENSORS_OF_A_LAYER;
@@ -103,10 +117,11 @@ struct Decoder : torch::CustomClassHolder {
 
   Buffers buffers(int64_t rows, int64_t threads, const at::TensorOptions& options) const {
     const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
-    const int64_t padded = granules_of(format, widest) * granule_inputs(format), size = options.dtype().itemsize();
+    // As many as any format pads to.
+    const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4), size = options.dtype().itemsize();
     const auto inputs = [&](int64_t count, int64_t width) { return at::empty({count, spread(width * size) / size}, options); };
     const int64_t groups = format == Format::INT4 ? padded / GROUP : 1;
-    const int64_t quantised = format < Format::INT8 ? 0 : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows : rows;
+    const int64_t quantised = format < Format::INT8 && head.format < Format::INT8 ? 0 : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows : rows;
     const int64_t own = is_small(rows, hidden) ? threads : 1;
     return {inputs(own * rows, hidden), at::empty({own - 1, rows, hidden}, options),
             at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
@@ -116,11 +131,15 @@ struct Decoder : torch::CustomClassHolder {
             at::empty({quantised * groups}, options.dtype(at::kInt))};
   }
 
-  // Adds what every layer adds to `hidden`, but for the last layer's MLP, which is returned: the final norm adds it.
-  at::Tensor forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
-                     at::Tensor context_lens, at::Tensor pool, std::optional<at::Tensor> scales) const;
+  // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up by `positions`. With `draws`
+  // also each row's id of the highest logit, the first of equals, -1 where that is none or infinite; else an empty tensor.
+  std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions, at::Tensor slots,
+                                             at::Tensor tables, at::Tensor query_start, at::Tensor context_lens, bool draws,
+                                             at::Tensor pool, std::optional<at::Tensor> scales) const;
 
  private:
+  void finish(Step& step, Walk& walk) const;
+  static at::Tensor highest_ids(const Step& step, int64_t threads);
   void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const;
 
   // So few rows of `width` elements that one thread would do them all: then every thread does, for itself, and none waits.
@@ -134,37 +153,51 @@ struct Decoder : torch::CustomClassHolder {
     step.team.wait(walk.ahead);
   }
 
+  // What every thread does for itself, while the memory fetches the weight that comes next.
+  template <typename F>
+  static void by_row(const Step& step, Walk& walk, F work) {
+    for (int64_t row = 0; row < step.rows; ++row) {
+      walk.ahead.fetch(LINES_A_ROW);
+      work(row);
+    }
+  }
+
   // `from`: rows of a linear layer's inputs. What it multiplies is in `args` then.
   void quantise(Step& step, Walk& walk, const Linear& layer, Inputs from, bool bf16, LinearArgs& args) const {
     Buffers& b = step.buffers;
     const bool small = is_small(step.rows, layer.inputs);
-    const int64_t padded = layer.granules * granule_inputs(format), stride = spread(padded);
-    const int64_t groups = format == Format::INT4 ? padded / GROUP : 1, own = small ? walk.thread * step.rows : 0;
-    const QuantizeArgs to{from.rows, layer.inputs, from.stride, bf16, format == Format::INT4, (int8_t*)b.bytes.data_ptr() + own * stride, padded, stride,
+    const int64_t padded = layer.granules * granule_inputs(layer.format), stride = spread(padded);
+    const int64_t groups = layer.format == Format::INT4 ? padded / GROUP : 1, own = small ? walk.thread * step.rows : 0;
+    const QuantizeArgs to{from.rows, layer.inputs, from.stride, bf16, layer.format == Format::INT4, (int8_t*)b.bytes.data_ptr() + own * stride, padded, stride,
                           b.scales.data_ptr<float>() + own * groups, b.sums.data_ptr<int32_t>() + own * groups};
-    if (small) KERNEL(quantize)(to, 0, step.rows);
+    if (small) by_row(step, walk, [&](int64_t row) { KERNEL(quantize)(to, row, row + 1); });
     else over_rows(step, walk, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(to, first, last); });
     args.x = to.out, args.x_stride = stride / 4, args.row_scale = to.scale, args.row_sum = to.sum;
   }
 
   // `then`: the next one. The caller waits.
-  void linear(Step& step, Walk& walk, const Linear& layer, Inputs x, at::Tensor& out, const Linear* then) const {
+  void linear(Step& step, Walk& walk, const Linear& layer, Inputs x, at::Tensor& out, const Linear* then, int64_t ahead = AHEAD_BYTES) const {
     const bool bf16 = is_bf16(out);
-    LinearArgs args{format, x.rows, x.stride / granule_inputs(format), (const char*)layer.weight.const_data_ptr(), layer.granules,
+    LinearArgs args{layer.format, x.rows, x.stride / granule_inputs(layer.format), (const char*)layer.weight.const_data_ptr(), layer.granules,
                     data<float>(layer.bias), nullptr, data<float>(layer.scale), data<int32_t>(layer.sum),
                     nullptr, out.data_ptr(), layer.width, out.stride(0), bf16, layer.gated};
-    if (format >= Format::INT8) quantise(step, walk, layer, x, bf16, args);
-    const int64_t threads = step.team.threads();
-    multiply_share(args, LinearShare(args, step.rows, layer.panels, threads), &step.progress[walk.shared++ * threads], walk.thread);
-    walk.ahead = then == nullptr ? Ahead{} : beginning(*then, step.rows, walk.thread, threads);
+    multiply(step, walk, layer, x, args);
+    walk.ahead = then == nullptr ? Ahead{} : beginning(*then, step.rows, walk.thread, step.team.threads(), ahead);
   }
 
-  // Of a thread's share.
-  Ahead beginning(const Linear& layer, int64_t rows, int64_t thread, int64_t threads) const {
+  void multiply(Step& step, Walk& walk, const Linear& layer, Inputs x, LinearArgs& args) const {
+    if (layer.format >= Format::INT8) quantise(step, walk, layer, x, is_bf16(step.hidden), args);
+    const int64_t threads = step.team.threads();
+    multiply_share(args, LinearShare(args, step.rows, layer.panels, threads), &step.progress[walk.shared++ * threads], walk.thread);
+  }
+
+  // Of a thread's share, `bytes` at most.
+  static Ahead beginning(const Linear& layer, int64_t rows, int64_t thread, int64_t threads, int64_t bytes) {
     LinearArgs args{};
     args.weight = (const char*)layer.weight.const_data_ptr();
     args.granules = layer.granules;
-    return {LinearShare(args, rows, layer.panels, threads).beginning(args, thread), AHEAD_BYTES};
+    const LinearShare share(args, rows, layer.panels, threads);
+    return {share.beginning(args, thread), std::min(bytes, share.bytes_of(args, thread))};
   }
 
   // The norm of `hidden` and what was added; where rows are few, of a copy that is the thread's own.
@@ -176,27 +209,35 @@ struct Decoder : torch::CustomClassHolder {
     const NormArgs args{residual, has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
                         (char*)b.normed.data_ptr() + own * step.rows * stride * b.normed.itemsize(), hidden, stride, float(eps),
                         is_bf16(step.hidden)};
-    if (small) KERNEL(add_norm)(args, 0, step.rows);
+    if (small) by_row(step, walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });
     else over_rows(step, walk, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
     return {args.out, stride};
   }
 };
 
-at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor slots, at::Tensor tables,
-                            at::Tensor query_start, at::Tensor context_lens, at::Tensor pool,
-                            std::optional<at::Tensor> scales) const {
+std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions,
+                                                    at::Tensor slots, at::Tensor tables, at::Tensor query_start,
+                                                    at::Tensor context_lens, bool draws, at::Tensor pool,
+                                                    std::optional<at::Tensor> scales) const {
   const int64_t T = hidden_rows.size(0), S = context_lens.size(0);
   TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
   // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales of int8.
   TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) && pool.size(4) == num_kv_heads && pool.size(5) == head_dim);
   TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()) && head_dim <= MAX_HEAD_DIM);
   TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat && scales->sizes() == pool.sizes().slice(0, 5)));
-  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.numel() == T * head_dim / 2 && slots.is_contiguous() && slots.size(0) == T);
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(-1) == head_dim / 2 && cos.sizes() == sin.sizes());
+  TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && positions.is_contiguous() && positions.size(0) == T);
+  const int64_t* position = positions.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < T; ++row) TORCH_CHECK(position[row] >= 0 && position[row] < cos.size(0), "no such position");
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
   const bool bf16 = is_bf16(hidden_rows);
   TORCH_CHECK(is_bf16(cos) == bf16);
-  Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES),
-            std::vector<Progress>(layers.size() * SHARED_STAGES * at::get_num_threads()), buffers(T, at::get_num_threads(), hidden_rows.options()), hidden_rows, T, {}, false};
+  const int64_t most_threads = at::get_num_threads();
+  Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
+            std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads), buffers(T, most_threads, hidden_rows.options()),
+            hidden_rows, at::empty_like(hidden_rows), T, {}, false,
+            at::empty({draws ? most_threads : 0, T, PANEL}, hidden_rows.options().dtype(at::kFloat)),
+            at::empty({draws ? most_threads : 0, T, PANEL}, hidden_rows.options().dtype(at::kInt))};
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -210,13 +251,13 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
                          tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
                          context_lens.const_data_ptr<int32_t>(), num_heads * head_dim, b.attended.stride(0), int(head_dim), int(num_heads),
                          int(num_kv_heads), int(pool.size(3)), layers[i].window, float(1 / std::sqrt(double(head_dim))), bf16});
-    rope.push_back(RopeArgs{b.qkv.const_data_ptr(), b.qkv.size(1), cos.const_data_ptr(), sin.const_data_ptr(), data<char>(layers[i].q_norm),
+    rope.push_back(RopeArgs{b.qkv.const_data_ptr(), b.qkv.size(1), cos.const_data_ptr(), sin.const_data_ptr(), position, data<char>(layers[i].q_norm),
                     data<char>(layers[i].k_norm), b.q.data_ptr(), keys, values, key_scales, value_scales,
                     slots.const_data_ptr<int64_t>(), int(num_heads), int(num_kv_heads), int(head_dim), float(eps), bf16});
   }
-  step.tasks = attention_tasks(attention[0], S, at::get_num_threads());
+  step.tasks = attention_tasks(attention[0], S, most_threads);
   step.writes_alone = can_write_alone(attention[0], step.tasks, slots.const_data_ptr<int64_t>(), S, pool.size(2));
-#pragma omp parallel num_threads(at::get_num_threads())
+#pragma omp parallel num_threads(most_threads)
   {
 #pragma omp single
     step.team.gather(omp_get_num_threads());
@@ -224,26 +265,63 @@ at::Tensor Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor s
     if (walk.thread > 0 && is_small(T, hidden))
       std::memcpy((char*)b.residual.data_ptr() + (walk.thread - 1) * hidden_rows.nbytes(), hidden_rows.const_data_ptr(), hidden_rows.nbytes());
     for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
+    finish(step, walk);
   }
-  return b.added;
+  return {step.out, draws ? highest_ids(step, step.team.threads()) : at::empty({0}, positions.options())};
+}
+
+// The final norm, and the head where tokens are drawn.
+void Decoder::finish(Step& step, Walk& walk) const {
+  const Inputs normed = norm(step, walk, final_norm, true);
+  const int64_t size = step.out.itemsize(), last = step.rows * (walk.thread + 1) / step.team.threads();
+  for (int64_t row = step.rows * walk.thread / step.team.threads(); row < last; ++row)
+    std::memcpy((char*)step.out.data_ptr() + row * hidden * size, (const char*)normed.rows + row * normed.stride * size, hidden * size);
+  if (step.highest.numel() == 0) return;
+  const int64_t own = walk.thread * step.rows * PANEL;
+  float* highest = step.highest.data_ptr<float>() + own;
+  int32_t* panel = step.highest_panel.data_ptr<int32_t>() + own;
+  std::fill_n(highest, step.rows * PANEL, -INFINITY);
+  std::fill_n(panel, step.rows * PANEL, INT32_MAX);
+  LinearArgs args{head.format, normed.rows, normed.stride / granule_inputs(head.format), (const char*)head.weight.const_data_ptr(), head.granules,
+                  data<float>(head.bias), nullptr, data<float>(head.scale), data<int32_t>(head.sum),
+                  nullptr, nullptr, head.width, 0, false, false, highest, panel};
+  multiply(step, walk, head, normed, args);
+}
+
+// What the threads found, put together.
+at::Tensor Decoder::highest_ids(const Step& step, int64_t threads) {
+  at::Tensor ids = at::empty({step.rows}, step.hidden.options().dtype(at::kLong));
+  const float* found = step.highest.const_data_ptr<float>();
+  const int32_t* panel = step.highest_panel.const_data_ptr<int32_t>();
+  for (int64_t row = 0; row < step.rows; ++row) {
+    float best = -INFINITY;
+    int64_t id = -1;
+    for (int64_t thread = 0; thread < threads && !std::isnan(best); ++thread)
+      for (int64_t column = 0; column < PANEL; ++column) {
+        const int64_t at = (thread * step.rows + row) * PANEL + column, here = int64_t(panel[at]) * PANEL + column;
+        if (found[at] > best || (found[at] == best && here < id) || std::isnan(found[at])) best = found[at], id = here;
+      }
+    ids.data_ptr<int64_t>()[row] = std::isfinite(best) ? id : -1;
+  }
+  return ids;
 }
 
 void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const {
   const Layer& layer = layers[i];
   Buffers& b = step.buffers;
-  linear(step, walk, layer.qkv, norm(step, walk, layer.input_norm, i > 0), b.qkv, &layer.output);
+  linear(step, walk, layer.qkv, norm(step, walk, layer.input_norm, i > 0), b.qkv, &layer.output, AHEAD_OF_ATTENTION);
   const int64_t threads = step.team.threads();
   if (walk.thread < int64_t(step.tasks.size())) KERNEL(prepare)(attention, step.tasks[walk.thread]);
   step.team.wait(walk.ahead);
   if (!step.writes_alone)
     over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last, 0, int(num_kv_heads)); });
-  attend_share(attention, step.writes_alone ? &rope : nullptr, step.tasks, &step.progress[walk.shared++ * threads], walk.thread, threads);
+  attend_share(attention, step.writes_alone ? &rope : nullptr, step.tasks, &step.progress[walk.shared++ * threads], walk.ahead, walk.thread, threads);
   step.team.wait(walk.ahead);
   linear(step, walk, layer.output, inputs_of(b.attended), b.added, &layer.gated);
   step.team.wait(walk.ahead);
   linear(step, walk, layer.gated, norm(step, walk, layer.post_norm, true), b.inner, &layer.down);
   step.team.wait(walk.ahead);
-  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : nullptr);
+  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : step.highest.numel() > 0 ? &head : nullptr);
   step.team.wait(walk.ahead);
 }
 

@@ -142,7 +142,7 @@ at::Tensor packed_rows(const at::Tensor& weight, const at::Tensor& ids, int64_t 
     TORCH_CHECK_INDEX(id[row] >= 0 && id[row] < outputs, "index out of range in self");
   const char* source = (const char*)weight.const_data_ptr<uint8_t>();
   char* target = (char*)out.data_ptr();
-  at::parallel_for(0, ids.size(0), grain(inputs * 16), [&](int64_t first, int64_t last) {
+  at::parallel_for(0, ids.size(0), grain(inputs * 2), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const char* from = source + id[row] / PANEL * granules * PANEL * 4 + id[row] % PANEL * 4;
       char* to = target + row * inputs * size;

@@ -76,7 +76,8 @@ static void turn_head(const RopeArgs& a, int64_t row, int head, const void* weig
     norm_head<T>(x, (const T*)weight, normed, D, a.eps);
     x = normed;
   }
-  rotate_head(x, (const T*)a.cos + row * half, (const T*)a.sin + row * half, out, half);
+  const int64_t at = (a.positions == nullptr ? row : a.positions[row]) * half;
+  rotate_head(x, (const T*)a.cos + at, (const T*)a.sin + at, out, half);
 }
 
 // One row: q into `q`, k and v of these key/value heads into their slot of the pool.

@@ -5,26 +5,10 @@
 #include <atomic>
 #include <cstdint>
 
+#include "ahead.h"
+
 namespace penstock {
 
-// What a thread will read next, fetched into its second-level cache while it has nothing else to do.
-class Ahead {
- public:
-  Ahead() = default;
-  Ahead(const char* from, int64_t bytes) : at_(from), end_(from + bytes) {}
-
-  // One line; whether there was one left.
-  bool fetch() {
-    if (at_ >= end_) return false;
-    __builtin_prefetch(at_, 0, 2);
-    at_ += 64;
-    return true;
-  }
-
- private:
-  const char* at_ = nullptr;
-  const char* end_ = nullptr;
-};
 
 class Team {
  public:
