@@ -95,10 +95,9 @@ class SamplingBatch:
         # Row -> number of top logprobs, of the rows that asked for logprobs.
         self.num_top = {row: plan.num_top for row, plan in enumerate(plans) if plan.num_top is not None}
 
-        # Of every row the highest logit, whatever the others are.
-        self.is_only_highest = not (
-            self.sampled_rows or self.processors or self.late_processors or self.following or self.num_top
-        ) and all(kind is DrawKind.TOKEN for kind in self._kinds)
+        self.is_only_highest = all(state.wants_only_highest for state in states) and all(
+            kind is DrawKind.TOKEN for kind in self._kinds
+        )
 
         sampled = [states[row].sequence.params for row in self.sampled_rows]
         self.temperature = Temperature(sampled, device)

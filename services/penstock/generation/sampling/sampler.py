@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.generation.engine.draw import DrawKind
 from penstock.generation.sampling.batch import SamplingBatch
 from penstock.generation.sampling.candidate_draws import draw_candidates
 from penstock.generation.sampling.drawing import Drawing
@@ -80,7 +81,13 @@ class Sampler:
     def wants_only_highest(self, sequences: Seq[Sequence]) -> bool:
         """Whether `sample` would give every one of these rows the id of its highest logit and nothing else, and change
         no state."""
-        return self._batch_of(sequences).is_only_highest
+        if all(sequence.origin is None for sequence in sequences):
+            return self._batch_of(sequences).is_only_highest
+        # A batch with probes is built for one step: not to find that it is of no use.
+        return all(
+            sequence.draw.kind is DrawKind.TOKEN and self._state_of(sequence.origin or sequence).wants_only_highest
+            for sequence in sequences
+        )
 
     @torch.inference_mode()
     def processed_scores(
