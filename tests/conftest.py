@@ -21,5 +21,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """More time for tests of the kernels."""
     for item in items:
         module = getattr(item, "module", None)
-        if hasattr(module, "use_native") or hasattr(module, "use_instruction_set"):
+        if any(hasattr(module, name) for name in ("use_native", "use_instruction_set", "use_packing")):
             item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))

@@ -9,7 +9,6 @@ from pathlib import Path
 import grpc
 import pytest
 from factories.generation import request
-from factories.native import use_native
 from factories.packed import use_packing
 from factories.stack import Process, Stack, start, wait_serving
 from penstock.common.checkpoint import demo_folder
@@ -18,7 +17,6 @@ from penstock.v1 import generation_pb2_grpc
 from penstock_client import AsyncClient
 
 FLAGS = ("--kv-memory", "16MiB", "--threads", "1")
-assert use_native
 
 
 def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:

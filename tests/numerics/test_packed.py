@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.native import use_native
 from factories.packed import load, packed, use_packing
 from factories.paged import PagedDriver, PagedSequence
 from penstock.generation.models.decoder import CausalLM
@@ -21,7 +20,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 12, "tie_word_embeddings": True}),
 ]
 FORMATS = [(dtype, kind) for dtype in ("bfloat16", "float32") for kind in ("none", "int8", "int4")]
-assert use_native
 
 
 @pytest.fixture(autouse=True)

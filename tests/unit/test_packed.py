@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from factories.checkpoints import tiny_checkpoint
-from factories.native import use_native
 from factories.packed import load, native_device, packed, read, rewrite, use_packing
 from penstock.common.errors import StartupError
 from penstock.generation import early, packing
@@ -27,8 +26,6 @@ from penstock.generation.models.registry import load_model
 from penstock.generation.models.shards import PACKED_FILE
 from penstock.generation.quantization.native import NativeLinear
 from safetensors import safe_open
-
-assert use_native
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def pack(
     """Write the model of `folder`, packed as `dtype` and `quantization`, to the folder `output`.
 
     Under its name a file is whole or not there; the weights come last. What was written is read back and compared. In
-    memory are embedding and head, then one matrix at a time. Raises StartupError naming what to change.
+    memory are embedding, head and one matrix of a layer. Raises StartupError naming what to change.
     """
     if is_packed(folder):
         raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made of", flag="MODEL")
