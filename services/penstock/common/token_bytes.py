@@ -7,12 +7,14 @@ is not UTF-8, gives what the tokenizer decodes these ids to (with clean_up_token
 
 from __future__ import annotations
 
+import codecs
 import enum
 import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,7 @@ class TokenBytes:
         self._special = frozenset(special)
         parts = [tokens.get(token_id, b"") for token_id in range(max(tokens, default=-1) + 1)]
         self._buffer = b"".join(parts)
-        self._offsets = array("I", [0])
-        end = 0
-        for part in parts:
-            end += len(part)
-            self._offsets.append(end)
+        self._offsets = array("I", accumulate(map(len, parts), initial=0))
 
     @classmethod
     def from_folder(cls, folder: Path) -> TokenBytes:
@@ -82,6 +80,14 @@ class TokenBytes:
         if token_id >= len(self._offsets) - 1 or self.skipped(token_id, skip_special=skip_special):
             return b""
         return self._buffer[self._offsets[token_id] : self._offsets[token_id + 1]]
+
+    def texts(self) -> dict[int, bytes]:
+        """The bytes of every token that has any and is not special, by id."""
+        ends = pairwise(self._offsets)
+        found = {token_id: self._buffer[first:end] for token_id, (first, end) in enumerate(ends) if first < end}
+        for token_id in self._special:
+            found.pop(token_id, None)
+        return found
 
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
         """What is left of the token's `data` when it is the first of a text that is not skipped."""
@@ -256,12 +262,12 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + position): byte for position, byte in enumerate(hidden)}
 
 
-_ALPHABET = _byte_level_alphabet()
+_ALPHABET = {ord(character): byte for character, byte in _byte_level_alphabet().items()}
 
 
 def _byte_level_bytes(text: str) -> bytes:
     """A token with a character outside the alphabet stands for itself, as in the tokenizers library."""
     try:
-        return bytes([_ALPHABET[character] for character in text])
-    except KeyError:
+        return codecs.charmap_encode(text, "strict", _ALPHABET)[0]
+    except UnicodeEncodeError:
         return text.encode()
