@@ -1,7 +1,7 @@
 """Memory for weights that a thread takes from the operating system while the process does something else. No torch.
 
 Fresh memory costs its first user: the kernel clears it, and a virtual machine may have to get it from its host. While
-Python imports torch, which one core does, another can pay for that.
+Python imports torch, which one core does, another can pay for that, and later fill the gaps that packing leaves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 import sys
 import threading
 
-# Touched at a time: who is in a hurry waits for no more than that.
+# Touched at a time. A taker waits for no more than that.
 PIECE_BYTES = 2**25
 # Where a vector register, and a cache line, may begin.
 ALIGNMENT = 64
@@ -21,10 +21,11 @@ _SPARE = 1 / 8
 
 
 class Arena:
-    """One private mapping in large pages, handed out from its beginning and touched ahead of that by a thread, which
-    ends when it is no longer ahead.
+    """One private mapping in large pages, handed out from its beginning and touched from its end by a thread, until the
+    two meet.
 
-    What was handed out lives as long as something refers to it. Methods may be called from any thread.
+    So the thread goes on beside those who fill what they took, and no core waits: packers wait for one another now and
+    then. What was handed out lives as long as something refers to it. Methods may be called from any thread.
     """
 
     def __init__(self, num_bytes: int, untouched: int = 0) -> None:
@@ -39,9 +40,9 @@ class Arena:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._end = num_bytes - untouched
         self._is_closed = False
-        # Before `_taken` it is handed out; from there to `_touched` in memory, and from there to `_touching` being
-        # written: nobody's yet.
-        self._taken = self._touched = self._touching = 0
+        # Handed out before `_taken`; in memory from `_touched` to `_end`, being written from `_touching` to `_touched`.
+        self._taken = 0
+        self._touched = self._touching = self._end
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._touch, name="arena", daemon=True)
         self._thread.start()
@@ -50,7 +51,7 @@ class Arena:
     def num_touched(self) -> int:
         """Bytes that are in this process's memory already and not handed out."""
         with self._changed:
-            return max(0, self._touched - self._taken)
+            return max(0, self._end - max(self._touched, self._taken))
 
     @property
     def num_taken(self) -> int:
@@ -66,18 +67,15 @@ class Arena:
             if self._is_closed or last > len(self._memory):
                 return None
             self._taken = last
-            if last > self._touched:
-                # The takers have caught up: they are as many as there are cores, and touch faster than one thread.
-                self._end = min(self._end, self._touching)
             # The thread writes zeros, which must not meet what the taker writes.
-            while self._touched < min(last, self._touching):
+            while max(first, self._touching) < min(last, self._touched):
                 self._changed.wait()
         return memoryview(self._memory)[first:last]
 
     def close(self) -> None:
         """Hand out no more, and give back what nobody took. Returns when the thread has ended."""
         with self._changed:
-            self._is_closed, self._end = True, 0
+            self._is_closed = True
         self._thread.join()
         first = -(-self._taken // mmap.PAGESIZE) * mmap.PAGESIZE
         if first < len(self._memory):
@@ -95,11 +93,11 @@ class Arena:
     def _next(self) -> tuple[int, int] | None:
         """The next piece to touch, from where to where; None when there is none."""
         with self._changed:
-            # Who was in a hurry has written what lies between the two.
-            first = self._touched = max(self._touching, self._taken)
-            last = self._touching = max(first, min(first + PIECE_BYTES, self._end))
+            last = self._touched = self._touching
+            if not self._is_closed:
+                self._touching = min(last, max(self._taken, last - PIECE_BYTES))
             self._changed.notify_all()
-            return (first, last) if first < last else None
+            return (self._touching, last) if self._touching < last else None
 
 
 def open_arena(num_bytes: int, untouched: int = 0) -> Arena | None:
