@@ -12,7 +12,7 @@ import enum
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -81,13 +81,11 @@ class TokenBytes:
             return b""
         return self._buffer[self._offsets[token_id] : self._offsets[token_id + 1]]
 
-    def texts(self) -> dict[int, bytes]:
-        """The bytes of every token that has any and is not special, by id."""
-        ends = pairwise(self._offsets)
-        found = {token_id: self._buffer[first:end] for token_id, (first, end) in enumerate(ends) if first < end}
-        for token_id in self._special:
-            found.pop(token_id, None)
-        return found
+    def texts(self) -> Iterator[tuple[int, bytes]]:
+        """Id and bytes of every token that has any and is not special."""
+        for token_id, (first, end) in enumerate(pairwise(self._offsets)):
+            if first < end and token_id not in self._special:
+                yield token_id, self._buffer[first:end]
 
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
         """What is left of the token's `data` when it is the first of a text that is not skipped."""

@@ -15,8 +15,8 @@ class TokenPrefixes:
     def __init__(self, table: TokenBytes) -> None:
         """Only whole text takes part: no special tokens, and none that begin or end inside a character."""
         self._bytes_of = table.bytes_of
-        texts = {token_id: data for token_id, data in table.texts().items() if _is_text(data)}
-        self._ids = array("I", sorted(texts, key=texts.__getitem__))
+        whole = [token_id for token_id, data in table.texts() if _is_text(data)]
+        self._ids = array("I", sorted(whole, key=table.bytes_of))
 
     def extensions(self, token_id: int) -> frozenset[int]:
         """Ids whose text begins with that of `token_id`, itself included; none where that is no whole text."""
