@@ -12,13 +12,17 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.native import INSTRUCTION_SETS, use_instruction_set
 from factories.paged import PagedDriver, PagedSequence
+from factories.sequences import params
+from factories.sequences import sequence as new_sequence
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.quantization.native import Format, NativeLinear, Slabs
+from penstock.generation.quantization.native import Format, NativeLinearMethod
 from penstock.generation.runner.kv_cache import KVCachePool
+from penstock.generation.runner.model_runner import ModelRunner
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
@@ -170,7 +174,7 @@ def with_head(model: CausalLM, weight_VI: torch.Tensor) -> CausalLM:
         embedding=model._embedding,
         layers=model.layers,
         norm=model._norm,
-        lm_head=NativeLinear(weight_VI, None, Format.BF16, Slabs(), gated=False),
+        lm_head=NativeLinearMethod(Format.BF16).head(weight_VI),
         rotary=model._rotary,
         attention=model.attention,
         dtype=model.dtype,
@@ -204,3 +208,29 @@ def test_a_row_without_a_finite_highest_logit_draws_nothing(tmp_path: Path, bad:
         id == -1 for id in chosen
     ]
     assert -1 in chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "has_logits"),
+    [
+        ([{}, {}], False),
+        ([{}, {"do_sample": True}], True),
+        ([{}, {"repetition_penalty": 1.1}], True),
+        ([{"top_logprobs": 2}, {}], True),
+    ],
+)
+def test_logits_are_made_only_where_more_than_the_highest_is_wanted(
+    tmp_path: Path, options: list[dict[str, Any]], has_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = native(tiny_checkpoint(tmp_path), "none")
+    facts, calls = model.config, []
+    compute_logits = model.compute_logits
+    monkeypatch.setattr(model, "compute_logits", lambda hidden: calls.append(1) or compute_logits(hidden))
+    kv = KVCachePool(facts.num_layers, 8, 8, facts.num_kv_heads, facts.head_dim, model.dtype, torch.device("cpu"))
+    runner = ModelRunner(model, kv)
+    live = [new_sequence([3 + place], params(**given), seq_id=place) for place, given in enumerate(options)]
+    for place, one in enumerate(live):
+        one.block_table.append(place)
+    step = SchedulerOutput(tuple(ScheduledSequence(one, 0, 1, (one,)) for one in live))
+    assert set(runner.execute(step).sampled) == {0, 1}
+    assert bool(calls) == has_logits
