@@ -53,6 +53,10 @@ class PagedDriver:
         self._free = list(range(num_blocks))
         self.random.shuffle(self._free)
 
+    def take_blocks(self, count: int) -> list[int]:
+        """Blocks for a sequence, for a test that shares them."""
+        return [self._free.pop() for _ in range(count)]
+
     def step(self, work: Sequence[tuple[PagedSequence, int]]) -> None:
         """Compute the next `count` tokens of each (sequence, count); appends their logits."""
         for sequence, count in work:

@@ -31,6 +31,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 12}),
 ]
 FORMATS = ("none", "int8", "int4")
+# With blocks of 16 keys and heads of whole vectors, decode steps read keys and values where they lie in the pool.
+PAGED_HEADS: dict[str, Any] = {"head_dim": 32}
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
@@ -52,11 +54,17 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def logits(
-    model: CausalLM, ids: list[list[int]], *, max_chunk: int, together: bool, kv_dtype: torch.dtype | None = None
+    model: CausalLM,
+    ids: list[list[int]],
+    *,
+    max_chunk: int,
+    together: bool,
+    block_size: int = 8,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Of every position of every prompt."""
     sequences = [PagedSequence(list(prompt)) for prompt in ids]
-    driver = PagedDriver(model, num_blocks=64, block_size=8, kv_dtype=kv_dtype)
+    driver = PagedDriver(model, num_blocks=64, block_size=block_size, kv_dtype=kv_dtype)
     for group in [sequences] if together else [[sequence] for sequence in sequences]:
         driver.prefill(group, max_chunk)
     return [torch.stack(sequence.logits) for sequence in sequences]
@@ -64,13 +72,20 @@ def logits(
 
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(("family", "config"), CASES, ids=[family for family, _ in CASES])
+@pytest.mark.parametrize("block_size", [8, 16])
 def test_the_same_bits_as_layer_by_layer(
-    tmp_path: Path, family: str, config: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str,
+    config: dict[str, Any],
+    quantization: str,
+    block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = native(tiny_checkpoint(tmp_path, family, **config), quantization)
+    heads = PAGED_HEADS if block_size == 16 else {}
+    model = native(tiny_checkpoint(tmp_path, family, **config, **heads), quantization)
     ids = prompts(6)
     # int8 weights with int8 keys and values, so that both are in some case.
-    options: dict[str, Any] = {"max_chunk": 16, "together": True}
+    options: dict[str, Any] = {"max_chunk": 16, "together": True, "block_size": block_size}
     options["kv_dtype"] = torch.int8 if quantization == "int8" else None
     fused = logits(model, ids, **options)
     threads = torch.get_num_threads()
@@ -95,6 +110,58 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch(tmp_path: Path, qu
     alone = logits(model, ids, max_chunk=1, together=False)
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("max_chunk", [1, 40])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_a_sequence_gets_the_same_bits_whatever_the_size_of_blocks(
+    tmp_path: Path, quantization: str, max_chunk: int
+) -> None:
+    model = native(tiny_checkpoint(tmp_path, **PAGED_HEADS), quantization)
+    ids = prompts(4)
+    found = [logits(model, ids, max_chunk=max_chunk, together=True, block_size=size) for size in (16, 5)]
+    for one, other in zip(*found, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tail", [1, 3])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_blocks_that_a_step_writes_and_others_read_in_it_give_the_bits_of_steps_one_by_one(
+    tmp_path: Path, block_size: int, kv_dtype: torch.dtype | None, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = native(tiny_checkpoint(tmp_path, num_hidden_layers=3, **PAGED_HEADS), "none")
+    draw = random.Random(7)
+    common = [draw.randrange(VOCAB_SIZE) for _ in range(2 * block_size)]
+    endings = [[draw.randrange(VOCAB_SIZE) for _ in range(tail)] for _ in range(4)]
+
+    def run(*, together: bool) -> list[torch.Tensor]:
+        driver = PagedDriver(model, num_blocks=16, block_size=block_size, kv_dtype=kv_dtype)
+        first, *others = sequences = [PagedSequence([*common, *ending]) for ending in endings]
+        first.blocks.extend(driver.take_blocks(3))
+        for other in others:
+            other.blocks.extend(first.blocks[:2])
+            other.computed = len(common)
+        # Who reads comes before who writes, so that threads meet what is not there yet.
+        work = [(sequence, sequence.left) for sequence in [*others, first]]
+        for step in [work] if together else [[entry] for entry in reversed(work)]:
+            driver.step(step)
+        return [torch.stack(sequence.logits) for sequence in sequences]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        # A race would not show every time.
+        together = [run(together=True) for _ in range(5)]
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(model, "_fused", None)
+    expected = run(together=False)
+    for found in together:
+        for one, other in zip(found, expected, strict=True):
+            assert one.isfinite().all()
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("family", "config"), CASES, ids=[family for family, _ in CASES])

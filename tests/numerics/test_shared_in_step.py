@@ -31,7 +31,7 @@ def test_rows_read_what_another_sequence_writes_in_the_same_step(
     PagedDriver(model, num_blocks=20, block_size=BLOCK_SIZE).step([(alone, alone.left)])
     together = PagedDriver(model, num_blocks=20, block_size=BLOCK_SIZE)
     writes, reads = PagedSequence([*COMMON, 5, 6]), PagedSequence([*COMMON, 7, 8, 9])
-    writes.blocks.extend(together._free.pop() for _ in range(5))
+    writes.blocks.extend(together.take_blocks(5))
     reads.blocks.extend(writes.blocks[: len(COMMON) // BLOCK_SIZE])
     reads.computed = len(COMMON)
     work = [(writes, writes.left), (reads, reads.left)]
