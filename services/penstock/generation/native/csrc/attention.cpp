@@ -130,20 +130,45 @@ static void start_block(const AttentionArgs& a, const AttentionTask& task, Work<
   }
 }
 
+#ifdef __AVX512BF16__
+static inline void store_run(bf16* to, vf x) { _mm256_storeu_si256((__m256i*)to, rounded_bits(x)); }
+static inline void store_run(float* to, vf x) { store_all(to, x); }
+
+// Outputs of L rows, which are lanes in `o`, times `by`, as L dims at a time in each row's place.
+template <typename T>
+static void store_turned(const float* o, int64_t stride, int D, vf by, T* const (&to)[L], int rows) {
+  for (int d = 0; d < D; d += L) {
+    __m512i r[L];
+    for (int i = 0; i < L; ++i) r[i] = (__m512i)(*(const vf*)(o + (d + i) * stride) * by);
+    transpose(r);
+    for (int i = 0; i < rows; ++i) store_run(to[i] + d, (vf)r[i]);
+  }
+}
+#endif
+
 template <typename T, int V, int NB>
 static void finish(const AttentionArgs& a, const AttentionTask& task, Work<V, NB>& w) {
   constexpr int W = V * L;
   const int D = a.head_dim, G = a.num_heads / a.num_kv_heads;
-  for (int b = 0; b * W < task.count; ++b)
+  for (int first = 0; first < task.count; first += L) {
+    const int b = first / W, v = first % W / L, rows = std::min(L, task.count - first);
     for (int half = SUMS / 2; half; half /= 2)
-      for (int i = 0; i < half; ++i)
-        for (int v = 0; v < V; ++v) w.sums[b][i][v] += w.sums[b][i + half][v];
-  for (int row = 0; row < task.count; ++row) {
-    const int b = row / W, r = row % W;
-    const int64_t query = (task.first + row) / G, head = task.kv_head * G + (task.first + row) % G;
-    T* to = (T*)a.out + (a.query_start[task.seq] + query) * a.out_stride + head * D;
-    const float by = 1.0f / ((float*)w.sums[b][0])[r];
-    for (int d = 0; d < D; ++d) store(to + d, w.o[b][d * W + r] * by);
+      for (int i = 0; i < half; ++i) w.sums[b][i][v] += w.sums[b][i + half][v];
+    const vf by = splat(1.0f) / w.sums[b][0][v];
+    const float* o = w.o[b] + v * L;
+    T* to[L] = {};
+    for (int r = 0; r < rows; ++r) {
+      const int64_t query = (task.first + first + r) / G, head = task.kv_head * G + (task.first + first + r) % G;
+      to[r] = (T*)a.out + (a.query_start[task.seq] + query) * a.out_stride + head * D;
+    }
+#ifdef __AVX512BF16__
+    if (D % L == 0) {
+      store_turned(o, W, D, by, to, rows);
+      continue;
+    }
+#endif
+    for (int r = 0; r < rows; ++r)
+      for (int d = 0; d < D; ++d) store(to[r] + d, o[d * W + r] * by[r]);
   }
 }
 
