@@ -238,6 +238,17 @@ static void find_highest(const LinearArgs& a, const float (*block)[PANEL], int64
   }
 }
 
+// Rows that a tile should have: with fewer its sums are too few to hide how long a product takes.
+constexpr int64_t ENOUGH_ROWS = 5;
+
+// The first row of tile `t` of `tiles`. The first tile waits for the memory, which has the longer for the weight the more rows it
+// has: so it gets what the others, which find the weight in the cache, can spare.
+static int64_t first_of(int64_t rows, int64_t t, int64_t tiles) {
+  if (t == 0 || tiles == 1) return rows * t / tiles;
+  const int64_t first = std::max(rows / tiles, std::min<int64_t>(TILE, rows - ENOUGH_ROWS * (tiles - 1)));
+  return first + (rows - first) * (t - 1) / (tiles - 1);
+}
+
 void multiply(const LinearArgs& a, const LinearTask& task) {
   const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
   const int64_t parts = (a.granules + PART - 1) / PART;
@@ -249,7 +260,7 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
       const int64_t to = p + 1 < parts ? a.granules * (p + 1) / parts / UNROLL * UNROLL : a.granules;
       Part part{a.weight + (panel * a.granules + from) * PANEL * 4, from, to, p + 1 == parts, true};
       for (int64_t t = 0; t < tiles; ++t, part.is_new = false) {
-        const int64_t first = rows * t / tiles, last = rows * (t + 1) / tiles;
+        const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
         pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
         if (a.highest != nullptr) {
