@@ -153,10 +153,13 @@ async def test_data_after_the_end_of_a_request_resets_its_stream() -> None:
     "misuse",
     [
         lambda stream: frames.frame(frames.DATA, 0, stream, b"x"),
+        lambda stream: frames.frame(
+            frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream, Encoder().encode([("a", "b")])
+        ),
         lambda stream: frames.window_update(stream, 0),
         lambda stream: frames.window_update(stream, frames.MAX_WINDOW),
     ],
-    ids=["data after the end", "no more window", "too much window"],
+    ids=["data after the end", "headers after the end", "no more window", "too much window"],
 )
 async def test_resets_that_a_client_provokes_have_the_budget_of_its_own(misuse: Callable[[int], bytes]) -> None:
     peer = Peer()
@@ -202,6 +205,16 @@ async def test_calls_that_were_being_answered_may_all_be_cancelled() -> None:
     for number in range(2000):
         call = peer.open(2 * number + 1)
         await call.write(b"")
+        peer.reset(call.stream)
+    assert not peer.socket.is_closed
+
+
+async def test_calls_that_were_being_answered_may_be_cancelled_all_at_once() -> None:
+    peer = Peer(replace(LIMITS, max_streams=1000))
+    calls = [peer.open(2 * number + 1) for number in range(1000)]
+    for call in calls:
+        await call.write(b"")
+    for call in calls:
         peer.reset(call.stream)
     assert not peer.socket.is_closed
 
@@ -344,3 +357,25 @@ async def test_a_connection_that_says_nothing_is_given_up_without_a_ping() -> No
     connection.connection_made(socket)
     await given_up.wait()
     assert not socket.written
+
+
+async def test_more_headers_than_are_taken_cost_their_call_only() -> None:
+    peer = Peer()
+    other = peer.open(1)
+    fields = [(":method", "POST"), (":path", "/a/b"), ("content-type", "application/grpc"), ("x", "y" * (40 << 10))]
+    peer.send(frames.header_frames(3, Encoder().encode(fields), end=False, limit=frames.DEFAULT_FRAME_SIZE))
+    (block,) = await peer.received(frames.HEADERS, 3)
+    assert dict(Decoder().decode(block))["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    assert len(peer.calls) == 1
+    assert not other.is_over
+    # The table is what the client takes it for.
+    assert peer.open(5, ("z", "1")).invocation_metadata() == (("z", "1"),)
+
+
+@pytest.mark.parametrize("huffman", [True, False])
+async def test_a_header_that_is_no_text_costs_nobody_the_connection(huffman: bool) -> None:
+    peer = Peer()
+    fields = [(b":method", b"POST"), (b":path", b"/a/b"), (b"content-type", b"application/grpc"), (b"x", b"Jos\xe9")]
+    block = Encoder().encode(fields, huffman=huffman)
+    peer.send(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+    assert peer.calls[0].invocation_metadata() == (("x", "Jos\ufffd"),)

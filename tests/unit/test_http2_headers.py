@@ -7,7 +7,7 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.http2 import frames
-from penstock.common.http2.headers import HeaderDecoder
+from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
 
 NAMES = st.sampled_from([":path", ":method", "te", "x-request-id", "grpc-timeout", "content-type", "y" * 130])
 FIELDS = st.lists(st.tuples(NAMES, st.text("a/é0", max_size=140)), max_size=8)
@@ -16,8 +16,9 @@ LIMIT = 1 << 14
 
 def by_hpack(decoder: Decoder, block: bytes) -> dict[str, str] | None:
     try:
-        return {str(name): str(value) for name, value in decoder.decode(block)}
-    except (HPACKError, UnicodeDecodeError):
+        fields = [(bytes(name), bytes(value)) for name, value in decoder.decode(block, raw=True)]
+        return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields}
+    except HPACKError:
         return None
 
 
@@ -37,7 +38,7 @@ def test_any_bytes_are_read_as_hpack_reads_them(block: bytes, limit: int) -> Non
     ours = HeaderDecoder(limit)
     expected = by_hpack(Decoder(max_header_list_size=limit), block)
     if expected is None:
-        with pytest.raises((HPACKError, UnicodeDecodeError)):
+        with pytest.raises((HPACKError, HeadersTooLarge)):
             ours.decode(block)
     else:
         assert ours.decode(block) == expected
@@ -54,7 +55,7 @@ def test_a_block_that_was_cut_or_changed_is_read_as_hpack_reads_it(
     cut = bytes(block[: data.draw(st.integers(0, len(block)))])
     expected = by_hpack(Decoder(max_header_list_size=LIMIT), cut)
     if expected is None:
-        with pytest.raises((HPACKError, UnicodeDecodeError)):
+        with pytest.raises((HPACKError, HeadersTooLarge)):
             HeaderDecoder(LIMIT).decode(cut)
     else:
         assert HeaderDecoder(LIMIT).decode(cut) == expected

@@ -98,8 +98,8 @@ class ServerConfig(TransportConfig):
     )
     idle_frames: int = option(
         2000,
-        "Frames that ask for work without doing any (resets, pings, settings): a connection that sends more at once is "
-        "cut off (asyncio transport).",
+        "Frames that ask for work without doing any (resets of calls without an answer, settings, priorities): a "
+        "connection that sends more at once is cut off (asyncio transport).",
         group=LIMITS,
         minimum=16,
     )

@@ -132,6 +132,11 @@ class Call:
 
     # What the connection and the server use.
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether an answer has begun."""
+        return self._has_headers
+
     def finish(self, code: grpc.StatusCode, details: str = "") -> None:
         """Send the status, once. Later writes fail."""
         if self.is_over:

@@ -15,7 +15,7 @@ from hpack import HPACKError
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import CODE_BY_NUMBER
 from penstock.common.http2 import frames
-from penstock.common.http2.headers import HeaderDecoder
+from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
 from penstock.common.http2.keepalive import KeepAlive
 from penstock.common.http2.metadata import parse_metadata
 from penstock.common.transport import MAX_METADATA_BYTES
@@ -186,7 +186,12 @@ class ClientConnection(asyncio.Protocol, ABC):
             return  # of an answer by this transport
         try:
             headers = self._decoder.decode(block)
-        except (HPACKError, UnicodeDecodeError):
+        except HeadersTooLarge:
+            self._take_status(
+                stream, rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer's metadata is too large")
+            )
+            return
+        except HPACKError:
             raise frames.Violation(frames.PROTOCOL_ERROR, "headers cannot be decoded") from None
         status = headers.get(":status", "200")
         if status != "200" and "grpc-status" not in headers:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+import grpc
 from hpack import HPACKError
 
 from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
-from penstock.common.http2.headers import HeaderDecoder
+from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
 from penstock.common.http2.keepalive import KeepAlive
 from penstock.common.http2.limits import IdleFrames, Limits
 
@@ -214,8 +215,9 @@ class Connection(asyncio.Protocol):
         elif kind == frames.PING:
             self._take_ping(flags, payload)
         elif kind == frames.RST_STREAM:
-            self._idle_frames.spend()
             call = self._known(stream)
+            if call is None or not call.is_answered:
+                self._idle_frames.spend()
             if call is not None:
                 call.gone()
         elif kind == frames.PUSH_PROMISE:
@@ -239,15 +241,20 @@ class Connection(asyncio.Protocol):
             return
         self._open_block = None
         try:
-            headers = self._decoder.decode(block)
-        except (HPACKError, UnicodeDecodeError):
+            headers: dict[str, str] | None = self._decoder.decode(block)
+        except HeadersTooLarge:
+            headers = None
+        except HPACKError:
             raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
         known = self.calls.get(stream)
         if known is not None:
             # Trailers of a request: nothing but its end.
             if not flags & frames.END_STREAM:
                 raise frames.Violation(frames.PROTOCOL_ERROR, "a request has headers twice")
-            self._give(known, b"", ended=True)
+            if known.request_ended:
+                self._break_off(known, frames.STREAM_CLOSED)
+            else:
+                self._give(known, b"", ended=True)
             return
         if stream <= self._last_stream or not stream & 1:
             if stream & 1:
@@ -257,16 +264,20 @@ class Connection(asyncio.Protocol):
         self._last_stream = stream
         self._open(stream, headers, ended=bool(flags & frames.END_STREAM))
 
-    def _open(self, stream: int, headers: dict[str, str], *, ended: bool) -> None:
+    def _open(self, stream: int, headers: dict[str, str] | None, *, ended: bool) -> None:
+        """`headers` None: there were too many."""
         if self._is_draining or len(self.calls) >= self._limits.max_streams:
             self._idle_frames.spend()
             self.send(_reset(stream, frames.REFUSED_STREAM))
             return
-        if headers.get(":method") != "POST" or not _is_grpc(headers.get("content-type", "")):
+        if headers is not None and not _is_call(headers):
             self._idle_frames.spend()
             self.send(frames.header_frames(stream, frames.refusal(415), end=True, limit=frames.DEFAULT_FRAME_SIZE))
             return
         try:
+            if headers is None:
+                most = self._limits.max_header_list_bytes
+                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"metadata of more than {most} bytes")
             call = Call(self, stream, headers, self._limits)
         except Refused as refused:
             self._idle_frames.spend()
@@ -377,7 +388,8 @@ def _reset(stream: int, code: int) -> bytes:
     return frames.frame(frames.RST_STREAM, 0, stream, code.to_bytes(4, "big"))
 
 
-def _is_grpc(content_type: str) -> bool:
-    """Not gRPC-Web, whose bodies are others."""
+def _is_call(headers: dict[str, str]) -> bool:
+    """Of gRPC; not of gRPC-Web, whose bodies are others."""
+    content_type = headers.get("content-type", "")
     kind, rest = content_type[: len(_CONTENT_TYPE)], content_type[len(_CONTENT_TYPE) :]
-    return kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";")
+    return headers.get(":method") == "POST" and kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";")

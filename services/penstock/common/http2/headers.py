@@ -15,6 +15,12 @@ _FIELD_BYTES = 32
 # The first byte of a field: one of a table; a literal that goes into the table, or a new size of the table.
 _INDEXED, _CHANGES_TABLE = 0x80, 0x60
 _NAME_BITS = 0x0F
+# So many times what is taken is read all the same: whoever sends it loses one call, not the connection.
+_READ_BEYOND = 4
+
+
+class HeadersTooLarge(Exception):
+    """More than is taken; the blocks that follow can be read."""
 
 
 class HeaderDecoder:
@@ -23,17 +29,23 @@ class HeaderDecoder:
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` of headers are taken, counted as RFC 9113 does."""
         self._max_bytes = max_bytes
-        self._decoder = Decoder(max_header_list_size=max_bytes)
+        self._decoder = Decoder(max_header_list_size=_READ_BEYOND * max_bytes)
 
     def decode(self, block: bytes) -> dict[str, str]:
-        """The headers; of a repeated one the last. Raises hpack.HPACKError, UnicodeDecodeError."""
+        """The headers; of a repeated one the last, and what is not UTF-8 replaced.
+
+        Raises HeadersTooLarge, hpack.HPACKError.
+        """
         try:
             plain = self._plain(block)
         except IndexError:  # it is cut short
             plain = None
         if plain is not None:
             return plain
-        return {str(name): str(value) for name, value in self._decoder.decode(block)}
+        fields = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+        if sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields) > self._max_bytes:
+            raise HeadersTooLarge
+        return {_text(name): _text(value) for name, value in fields}
 
     def _plain(self, block: bytes) -> dict[str, str] | None:
         """None for a block that hpack has to see."""
@@ -62,12 +74,16 @@ class HeaderDecoder:
                     # 127 and above: more bytes of the length follow, or it is Huffman code.
                     if size >= 127 or at >= end:
                         return None
-                    name = block[at - size : at].decode()
+                    name = _text(block[at - size : at])
                 size = block[at]
                 at += 1 + size
                 if size >= 127 or at > end:
                     return None
-                value = block[at - size : at].decode()
+                value = _text(block[at - size : at])
             total += len(name) + len(value) + _FIELD_BYTES
             headers[name] = value
         return headers if total <= self._max_bytes else None
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")

@@ -48,7 +48,7 @@ class Limits:
 
 
 class IdleFrames:
-    """The budget of frames that ask for work without doing any (resets, pings, settings)."""
+    """The budget of frames that ask for work without doing any (resets, settings, priorities)."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = float(limits.idle_frames)
