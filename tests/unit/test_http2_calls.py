@@ -81,6 +81,26 @@ async def test_a_peer_that_takes_more_calls_is_given_all_that_wait() -> None:
     assert {await status_of(task) for task in tasks} == {grpc.StatusCode.UNAVAILABLE}
 
 
+async def test_settings_that_say_nothing_of_it_allow_any_number_of_calls() -> None:
+    peer = Peer()
+    tasks = [await peer.call() for _ in range(150)]
+    assert len(peer.received(frames.HEADERS)) == 100
+    peer.send(frames.settings(()))
+    await peer.turns()
+    assert len(peer.received(frames.HEADERS)) == 150
+    peer.connection.close()
+    assert {await status_of(task) for task in tasks} == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_trailers_that_are_too_large_end_their_call_only() -> None:
+    peer = Peer()
+    first, second = await peer.call(), await peer.call()
+    peer.answer(1, message(b"one"), frames.trailers(0, "", (("x", "y" * 20_000),)))
+    assert await status_of(first) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    peer.answer(3, message(b"two"))
+    assert await second == b"two"
+
+
 async def test_calls_that_leave_in_one_turn_are_one_write() -> None:
     peer = Peer()
     writes: list[Any] = []

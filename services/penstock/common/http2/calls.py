@@ -18,8 +18,9 @@ from penstock.common.http2.client_connection import ClientConnection, rpc_error,
 # Of what may be received, the connection's and each stream's: owed to the peer before it is given back.
 _OWED = frames.STREAM_WINDOW // 4
 _MAX_STREAM = frames.MAX_WINDOW - 2
-# What a server lets a client have open at once before it says so.
+# Calls at once before the server's settings, which mean any number where they say nothing of it (RFC 9113, 6.5.2).
 _MAX_CALLS = 100
+_ALL_SENT = memoryview(b"")
 _COMPRESSED = "a message is compressed, which nobody asked for"
 
 
@@ -34,7 +35,7 @@ class _Call(ABC):
         self.owed = 0
         # What the peer lets us send on the stream, and what waits for that.
         self.window = window
-        self.unsent = b""
+        self.unsent = _ALL_SENT
 
     @property
     def may_go_on(self) -> bool:
@@ -152,6 +153,7 @@ class CallsConnection(ClientConnection):
         self._calls: dict[int, _Call] = {}
         self._next_stream = 1
         self._max_calls = _MAX_CALLS
+        self._has_settings = False
         # Callers beyond that wait for their turn.
         self._turns: deque[asyncio.Future[None]] = deque()
         self._owed = 0
@@ -221,7 +223,7 @@ class CallsConnection(ClientConnection):
     def _begin(self, stream: int, call: _Call, head: bytes, request: bytes) -> None:
         self._calls[stream] = call
         self._send(frames.header_frames(stream, head, end=False, limit=frames.DEFAULT_FRAME_SIZE))
-        call.unsent = b"\0" + len(request).to_bytes(4, "big") + request
+        call.unsent = memoryview(b"\0" + len(request).to_bytes(4, "big") + request)
         self._send_more(stream, call)
 
     def _gone(self) -> None:
@@ -302,12 +304,17 @@ class CallsConnection(ClientConnection):
         for call in self._calls.values():
             call.window += change
 
+    def _take_settings(self, payload: bytes) -> None:
+        if not self._has_settings:
+            self._has_settings, self._max_calls = True, frames.MAX_WINDOW
+        super()._take_settings(payload)
+        for _ in range(min(len(self._turns), self._max_calls - len(self._calls))):
+            self._next_turn()
+
     def _take_setting(self, key: int, value: int) -> None:
         super()._take_setting(key, value)
         if key == frames.MAX_CONCURRENT_STREAMS:
             self._max_calls = value
-            for _ in range(min(len(self._turns), value - len(self._calls))):
-                self._next_turn()
 
     def _take_goaway(self, last_stream: int) -> None:
         self._is_leaving = True
@@ -346,7 +353,9 @@ class CallsConnection(ClientConnection):
             room = min(call.window, self._connection_window, frames.DEFAULT_FRAME_SIZE)
             if room <= 0:
                 return
-            part, call.unsent = call.unsent[:room], call.unsent[room:]
+            # A view: of a large request every frame would have the rest of it copied.
+            part, rest = bytes(call.unsent[:room]), call.unsent[room:]
+            call.unsent = rest or _ALL_SENT
             call.window -= len(part)
             self._connection_window -= len(part)
             flags = 0 if call.unsent else frames.END_STREAM
