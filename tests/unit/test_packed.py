@@ -16,6 +16,7 @@ import pytest
 import torch
 from factories.checkpoints import tiny_checkpoint
 from factories.packed import load, native_device, packed, read, rewrite, use_packing
+from penstock.cli.pack import run_pack
 from penstock.common.errors import StartupError
 from penstock.generation import early, packing
 from penstock.generation.config import GenerationServiceConfig
@@ -101,6 +102,13 @@ def test_without_the_kernels_or_on_another_device_it_cannot_be_used(
         assert "checkpoint" in refused(lambda: Device.mapped_weights(CPUDevice(), memory, "it"), "--device")
 
 
+def test_without_the_kernels_nothing_is_packed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.generation.devices.cpu.library.load", lambda *folders: None)
+    with pytest.raises(StartupError, match="penstock build-kernels") as caught:
+        packing.pack(model, tmp_path / "other")
+    assert caught.value.flag is None
+
+
 def _resize(folder: Path, by: int) -> None:
     path = folder / PACKED_FILE
     with path.open("r+b") as file:
@@ -116,9 +124,16 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     return edit
 
 
-def _set_config(folder: Path) -> None:
+def _set_config(folder: Path, **values: int) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 96}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _longer_header(folder: Path) -> None:
+    path = folder / PACKED_FILE
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    path.write_bytes((size + 1).to_bytes(8, "little") + content[8 : 8 + size] + b" " + content[8 + size :])
 
 
 def _link_to_nothing(folder: Path) -> None:
@@ -129,7 +144,7 @@ def _link_to_nothing(folder: Path) -> None:
 NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda folder: (folder / PACKED_FILE).write_bytes(b""), "no complete file"),
-    "a link to nothing": (_link_to_nothing, "no complete file"),
+    "a link to nothing": (_link_to_nothing, "cannot be read (No such file"),
     "no header": (lambda folder: (folder / PACKED_FILE).write_bytes(b"\xff" * 100), "no complete file"),
     "a header that ends early": (
         lambda folder: _resize(folder, 200 - (folder / PACKED_FILE).stat().st_size),
@@ -140,6 +155,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "facts that are no text": (_edit(lambda header: header["__metadata__"].update(dtype=[])), "no complete file"),
     "too short": (lambda folder: _resize(folder, -1), "bytes"),
     "too long": (lambda folder: _resize(folder, 1), "bytes"),
+    "no version": (_edit(lambda header: header["__metadata__"].pop("layout_version")), "no complete file"),
     "another layout": (_edit(lambda header: header["__metadata__"].update(layout_version="999")), "layout version"),
     "another format": (_edit(lambda header: header["__metadata__"].update(format_version="0")), "format version"),
     "an unknown dtype": (_edit(lambda header: header["__metadata__"].update(dtype="int3")), "int3"),
@@ -147,8 +163,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "offsets": (_edit(lambda header: header[NORM].update(data_offsets=[2**60, 2**60 + 88])), NORM),
     "a shape": (_edit(lambda header: header[NORM].update(shape=[88])), NORM),
     "a missing tensor": (_edit(lambda header: header.pop(NORM)), NORM),
-    "another tensor": (_edit(lambda header: header.update(more=header[NORM])), "unexpected tensor more"),
-    "another model": (_set_config, "config.json"),
+    "another tensor": (_edit(lambda header: header.update(more=header[NORM])), "unexpected tensor 'more'"),
+    "tensors between two places": (_longer_header, "multiple of 64"),
+    "another model": (lambda folder: _set_config(folder, intermediate_size=96), "config.json"),
+    # What the kernels compute with these sizes is no 64-bit number.
+    "a vocabulary beyond numbers": (lambda folder: _set_config(folder, vocab_size=2**58), "too small"),
+    "widths beyond numbers": (lambda folder: _set_config(folder, intermediate_size=2**59), "too small"),
+    "widths beyond integers": (lambda folder: _set_config(folder, intermediate_size=2**80), "too small"),
+    "heads beyond numbers": (
+        lambda folder: _set_config(folder, num_attention_heads=2**57, num_key_value_heads=2**57),
+        "too small",
+    ),
 }
 
 
@@ -186,23 +211,45 @@ def test_what_is_in_the_output_is_replaced_only_with_force(model: Path, folder: 
     assert (folder / PACKED_FILE).stat().st_ino == before
     held = load(folder)
     (folder / "chat_template.jinja").write_text("of the model that was here")
-    (folder / "mine.txt").write_text("kept")
+    mine = ("mine.txt", "package.json", "page.jinja")
+    for name in mine:
+        (folder / name).write_text("kept")
     (folder / ".penstock-pack-killed").mkdir()
     packed(model, folder, quantization="none", force=True)
     assert not (folder / "chat_template.jinja").exists()
-    assert (folder / "mine.txt").read_text() == "kept"
+    assert {(folder / name).read_text() for name in mine} == {"kept"}
     assert not list(folder.glob(".penstock*"))
     assert load(folder).layers[0].mlp.down.num_bytes > held.layers[0].mlp.down.num_bytes
 
 
 def test_side_files_come_along_and_old_weights_do_not(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model", max_shard_size="30KB")
-    (model / "chat_templates").mkdir()
-    for name in ("tokenizer.json", "chat_template.jinja", "chat_templates/tools.jinja", "LICENSE.txt", "notes.md"):
+    others = ("additional_chat_templates/rag.jinja", "chat_templates/tools.jinja")
+    for name in (*others, "tokenizer.json", "tokenizer.model", "chat_template.jinja", "LICENSE.txt", "notes.md"):
+        (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text("{}")
     found = listing(packed(model, tmp_path / "new" / "folder"))
-    expected = ["LICENSE.txt", "chat_template.jinja", "chat_templates/tools.jinja", "config.json"]
-    assert found == [*expected, "generation_config.json", PACKED_FILE, "tokenizer.json"]
+    expected = ["LICENSE.txt", others[0], "chat_template.jinja", others[1], "config.json", "generation_config.json"]
+    assert found == [*expected, PACKED_FILE, "tokenizer.json", "tokenizer.model"]
+
+
+def test_somebody_elses_folder_keeps_what_is_no_models(model: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("package.json", "page.jinja", "LICENSE", "tokenizer_config.json"):
+        (project / name).write_text("theirs")
+    packed(model, project, force=True)
+    assert [name for name in listing(project) if (project / name).read_bytes() == b"theirs"] == [
+        "LICENSE",
+        "package.json",
+        "page.jinja",
+    ]
+
+
+@pytest.mark.parametrize("output", [None, ""])
+def test_no_output_is_not_the_working_folder(model: Path, output: str | None) -> None:
+    assert "missing" in refused(lambda: run_pack(str(model), output, {}), "OUTPUT")
+    assert "has no penstock.safetensors" in refused(lambda: run_pack(str(model), output, {"check": True}), "MODEL")
 
 
 def test_a_full_disk_is_told_before_and_leaves_nothing(

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 def run_pack(model: str, output: str | None, given: Overrides) -> None:
     """Write the folder `output`, or with --check read `model`. Raises StartupError."""
     config = from_env_and_flags(PackConfig, given)
-    if config.check == (output is not None):
+    # An empty one, as an unset variable of a shell gives, would be the working folder.
+    if config.check == bool(output):
         wanted = "--check takes no OUTPUT: nothing is written" if config.check else "OUTPUT is missing"
         raise StartupError(wanted, flag="OUTPUT")
     folder = resolve_model(model, progress=say)
     from penstock.generation import packing
 
     with _bar() as progress:
-        if output is None:
+        if not output:
             packed = packing.check(folder, progress)
         else:
             packed = packing.pack(
@@ -44,7 +45,7 @@ def run_pack(model: str, output: str | None, given: Overrides) -> None:
             )
     facts = packed.facts
     say(f"{packed.path}: {format_size(packed.num_bytes)}, {facts.dtype}, quantization {facts.quantization}, whole")
-    if output is not None:
+    if output:
         say(f"serve it with: penstock serve {output}")
 
 

@@ -6,15 +6,37 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.common.errors import StartupError
-from penstock.generation.models.shards import INDEX_FILE
+from penstock.generation.models.shards import INDEX_FILE, is_packed
 
-# All that a service reads of a folder besides the weights, and what the model may be used for.
-_SIDE_FILES = ("*.json", "*.jinja", "chat_templates/*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
+# What the model may be used for.
+_LICENCES = ("LICENSE*", "NOTICE*")
+# Vocabularies and templates that have names of their own.
+_NAMED = (
+    "chat_template.jinja",
+    "chat_templates/*.jinja",
+    "additional_chat_templates/*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+)
+# All that a service reads of a folder besides the weights, and more.
+_SIDE_FILES = ("*.json", "*.jinja", *_NAMED, *_LICENCES)
+# What would be read of an earlier model as if it were this one's. Other files, JSON or not, are somebody's.
+_MISTAKABLE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    *_NAMED,
+)
 _UNFINISHED = ".penstock-pack-"
 
 
@@ -48,7 +70,8 @@ def unfinished(folder: Path, output: Path, *, force: bool) -> Iterator[Path]:
 
 def copy_side_files(folder: Path, scratch: Path, output: Path) -> None:
     """Those of `folder` to `output`, by way of `scratch`; ones that an earlier model left in `output` go."""
-    ours, theirs = _side_files(folder), _side_files(output)
+    ours = _found(folder, _SIDE_FILES)
+    theirs = _found(output, (*_MISTAKABLE, *_LICENCES) if is_packed(output) else _MISTAKABLE)
     for name in ours:
         (scratch / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, scratch / name)
@@ -69,6 +92,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _side_files(folder: Path) -> list[str]:
-    found = {path for pattern in _SIDE_FILES for path in folder.glob(pattern) if path.is_file()}
+def _found(folder: Path, patterns: Iterable[str]) -> list[str]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(folder).as_posix() for path in found if path.name != INDEX_FILE)

@@ -64,7 +64,11 @@ def pack(
     if is_packed(folder):
         raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made of", flag="MODEL")
     device = CPUDevice()
-    device.start(num_threads=threads, kernels="native")
+    try:
+        device.start(num_threads=threads, kernels="native")
+    except StartupError as error:
+        # There is no --kernels to change here.
+        raise StartupError(error.message, flag=None if error.flag == "--kernels" else error.flag) from error
     config = read_model_config(folder)
     weights = checkpoint_weights(folder, config, device, dtype, quantization)
     name = str(weights.dtype).removeprefix("torch.")
@@ -86,6 +90,8 @@ def pack(
 
 def check(folder: Path, progress: Progress = lambda task, done, total: None) -> Packed:
     """Read a packed folder's weights from end to end and compare them with their digest. Raises StartupError."""
+    if not is_packed(folder):
+        raise StartupError(f"MODEL {folder} has no {PACKED_FILE}: `penstock pack` did not write it", flag="MODEL")
     file = PackedFile(folder)
     size = len(file.memory)
     digest = hashlib.sha256()

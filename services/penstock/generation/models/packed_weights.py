@@ -6,6 +6,7 @@ file must say the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.generation.devices.mapped import map_file, populate
 from penstock.generation.models.config import ModelConfig
-from penstock.generation.models.packed_layout import DTYPES, HEAD, PackedFacts, entries_of, layout
+from penstock.generation.models.packed_layout import ALIGNMENT, DTYPES, HEAD, PackedFacts, entries_of, layout
 from penstock.generation.models.shards import PACKED_FILE, parse_header
-from penstock.generation.models.tensors import EMBEDDING, LayerLinear
+from penstock.generation.models.tensors import EMBEDDING, LayerLinear, layer_linears
 from penstock.generation.quantization.native import Format, NativeLinear, PackedWeight, formats, part_sizes
 from penstock.generation.quantization.registry import QUANTIZATIONS
 
@@ -39,7 +40,9 @@ class PackedFile:
             entries, self.data_begin = parse_header(self.memory)
             self.facts = _facts(entries.pop("__metadata__"))
             self.entries: dict[str, Any] = entries
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except OSError as error:
+            raise self.error(f"cannot be read ({error.strerror})") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self.error("is no complete file of packed weights") from error
         self._check_facts()
 
@@ -60,7 +63,7 @@ class PackedFile:
                 if found != one.default:
                     raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
         if facts.dtype not in DTYPES or facts.quantization not in QUANTIZATIONS:
-            raise self.error(f"is said to be {facts.dtype} and {facts.quantization}, which there is not")
+            raise self.error(f"is said to be {facts.dtype!r} and {facts.quantization!r}, which there is not")
 
 
 class PackedWeights:
@@ -86,6 +89,7 @@ class PackedWeights:
         self._layers, self._head = formats(file.dtype, file.facts.quantization)
         # Only a matrix that is kept as it is can be looked up in.
         has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
+        _check_scale(file, config)
         self._places = layout(config, file.dtype, file.facts.quantization, has_table=has_table)
         _check_places(file, entries_of(self._places))
         size = max(place.end for place in self._places.values())
@@ -125,8 +129,11 @@ class PackedWeights:
 
 
 def _facts(metadata: dict[str, str]) -> PackedFacts:
-    """Of a header; a later release may know more of them. Raises TypeError, ValueError."""
-    known = {one.name: metadata[one.name] for one in fields(PackedFacts) if one.name in metadata}
+    """Of a header; a later release may know more of them. Raises LookupError, TypeError, ValueError."""
+    versions = ("format", "format_version", "layout_version")
+    known = {
+        one.name: metadata[one.name] for one in fields(PackedFacts) if one.name in metadata or one.name in versions
+    }
     if not all(isinstance(value, str) for value in known.values()):
         raise ValueError("metadata is text")
     return PackedFacts(**known)
@@ -147,10 +154,21 @@ def _check_wanted(file: PackedFile, device: Device, dtype: str, quantization: st
             )
 
 
+def _check_scale(file: PackedFile, config: ModelConfig) -> None:
+    """Whether a file of this size can hold so many numbers, the smallest of which take half a byte. Said in Python's
+    integers: what the kernels compute with sizes of config.json would overflow, and fit then."""
+    shapes = [linear.shape for linear in layer_linears(config)]
+    numbers = config.vocab_size * config.hidden_size + config.num_layers * sum(map(math.prod, shapes))
+    if numbers > 2 * len(file.memory):
+        raise file.error(f"does not fit {file.folder / 'config.json'}: it is too small for such a model")
+
+
 def _check_places(file: PackedFile, expected: dict[str, object]) -> None:
-    """Every entry is what config.json asks for, and there is no other."""
+    """Every entry is what config.json asks for, there is no other, and vectors begin where they may."""
     for name, entry in expected.items():
         if file.entries.get(name) != entry:
             raise file.error(f"does not fit {file.folder / 'config.json'} in tensor {name}")
     if extra := [name for name in file.entries if name not in expected]:
-        raise file.error(f"has unexpected tensor {extra[0]}")
+        raise file.error(f"has unexpected tensor {extra[0]!r}")
+    if file.data_begin % ALIGNMENT:
+        raise file.error(f"has a header of {file.data_begin} bytes, which is no multiple of {ALIGNMENT}")
