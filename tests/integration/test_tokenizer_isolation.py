@@ -253,9 +253,9 @@ async def test_closing_leaves_no_process() -> None:
 
 
 def broken(folder: Path, name: str, content: str) -> Path:
-    folder.mkdir(exist_ok=True)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes((demo_folder() / "tokenizer.json").read_bytes())
-    (folder / name).write_text(content)
+    (folder / name).write_text(content, encoding="latin-1")
     return folder
 
 
@@ -266,6 +266,7 @@ def broken(folder: Path, name: str, content: str) -> Path:
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json"),
         ("chat_template.jinja", "{% if %}", "chat template 'default'"),
+        ("additional_chat_templates/tools.jinja", "\xe9", "tools.jinja"),
         ("chat_template.jinja", "{{ " + 5000 * "(" + "1" + 5000 * ")" + " }}", "nested too deeply"),
     ],
 )

@@ -282,6 +282,13 @@ def test_an_interrupted_run_leaves_what_was_there(model: Path, folder: Path) -> 
     assert not list(folder.glob(".penstock*"))
 
 
+def test_who_interrupts_does_not_wait_for_the_digest_of_a_large_checkpoint(tmp_path: Path) -> None:
+    # It has no end.
+    (tmp_path / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(KeyboardInterrupt), packing._source_digests(tmp_path):
+        raise KeyboardInterrupt
+
+
 def test_a_start_takes_no_memory_for_it_and_reads_ahead_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead: list[Path] = []
     monkeypatch.setattr(early, "populate_beside", ahead.append)

@@ -8,8 +8,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import BinaryIO, cast
 
 import torch
@@ -118,15 +120,14 @@ def _write(
     facts = replace(facts, source_sha256=json.dumps(dict.fromkeys(file_names(folder), "0" * 64)))
     start, size = header(places, facts), max(place.end for place in places.values())
     _check_space(path.parent, len(start) + size)
-    with path.open("wb") as file, ThreadPoolExecutor(1, "digests") as beside:
-        digests = beside.submit(_source_digests, folder)
+    with path.open("wb") as file, _source_digests(folder) as digests:
         file.write(start)
         sink = _Sink(file, size, progress)
         for name, tensor in _tensors(config, weights, head, table):
             sink.write(bytes(places[name].begin - sink.position))
             sink.write(tensor.contiguous().view(torch.uint8).numpy().data.cast("B"))
         sink.write(bytes(size - sink.position))
-        facts = replace(facts, source_sha256=json.dumps(digests.result()), sha256=sink.digest.hexdigest())
+        facts = replace(facts, source_sha256=json.dumps(digests()), sha256=sink.digest.hexdigest())
         file.seek(0)
         file.write(header(places, facts))
         file.flush()
@@ -177,16 +178,30 @@ def _parts(name: str, linear: Linear) -> Iterator[tuple[str, Tensor]]:
         yield f"{name}.{part}", tensor
 
 
-def _source_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of the checkpoint's weights. Raises StartupError."""
-    found = {}
-    for name in file_names(folder):
+@contextmanager
+def _source_digests(folder: Path) -> Iterator[Callable[[], dict[str, str]]]:
+    """SHA-256 of every file of the checkpoint's weights, reckoned by a thread; what is given waits for it.
+
+    Nobody waits who leaves without asking. Raises StartupError when asked for a file that cannot be read.
+    """
+    is_given_up = Event()
+    with ThreadPoolExecutor(1, "digests") as beside:
+        found = beside.submit(lambda: {name: _digest(folder / name, is_given_up) for name in file_names(folder)})
         try:
-            with (folder / name).open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise StartupError(f"{folder / name} cannot be read: {error.strerror}", flag="MODEL") from error
-    return found
+            yield found.result
+        finally:
+            is_given_up.set()
+
+
+def _digest(path: Path, is_given_up: Event) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while not is_given_up.is_set() and (piece := file.read(_PIECE_BYTES)):
+                digest.update(piece)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}", flag="MODEL") from error
+    return digest.hexdigest()
 
 
 def _check_space(folder: Path, needed: int) -> None:

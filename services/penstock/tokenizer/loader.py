@@ -43,7 +43,7 @@ def check_folder(folder: Path) -> None:
         raise StartupError(f"{folder} has no tokenizer: tokenizer.json is missing; check {MODEL_FLAG}", flag=MODEL_FLAG)
     for name in _JSON_FILES:
         _check_json(folder / name)
-    for path in [folder / "chat_template.jinja", *sorted((folder / "chat_templates").glob("*.jinja"))]:
+    for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
         if path.is_file():
             _check_text(path)
 

@@ -22,6 +22,9 @@ from penstock.common.http2.metadata import Metadata
 ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
 AnswerT = TypeVar("AnswerT")
 
+# Until a name's next address is tried beside one that is silent (RFC 8305, section 5).
+_NEXT_ADDRESS_SECONDS = 0.25
+
 
 class Peer:
     """An address with what is needed to call it."""
@@ -58,10 +61,17 @@ class Peer:
         try:
             async with asyncio.timeout(timeout):
                 _, protocol = await loop.create_connection(
-                    make, self._host, self._port, ssl=self._tls, server_hostname=self._name
+                    make,
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._name,
+                    happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
                 )
         except (OSError, TimeoutError) as error:
-            raise rpc_error(grpc.StatusCode.UNAVAILABLE, f"no connection: {error}") from error
+            # A TimeoutError of asyncio has no text.
+            reason = str(error) or f"no answer within {timeout:g} s"
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, f"no connection: {reason}") from error
         return protocol
 
 
