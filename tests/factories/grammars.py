@@ -24,7 +24,10 @@ EOS = (4089, 4087)
 
 @functools.cache
 def text_tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
+    """Encodes text as it stands: a model may write any bytes, and a grammar means the very ones it was given."""
+    tokenizer = Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
+    tokenizer.normalizer = None
+    return tokenizer
 
 
 @functools.cache

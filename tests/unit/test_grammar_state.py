@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 from factories.grammars import EOS, VOCAB_SIZE, accepts, allowed, choice, compiled, ids_of, lark, regex, schema
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.generation.engine.grammar import GrammarError
@@ -158,6 +158,7 @@ def test_a_choice_is_its_values_and_nothing_else(values: tuple[str, ...]) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=6), min_size=1, max_size=5, unique=True))
+@example(["\uf900"])  # NFC, which the tokenizer applies to what it encodes, makes another character of it.
 def test_any_text_can_be_a_choice(values: list[str]) -> None:
     grammar = compiled(choice(*values))
     assert all(accepts(grammar, value) for value in values)
