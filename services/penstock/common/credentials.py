@@ -14,9 +14,13 @@ from penstock.common.errors import StartupError, Unauthenticated
 
 def _read(path: str, flag: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        data = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
+    if not data:
+        # Python's ssl takes no CAs for the system's, and a file that is being replaced may be empty for a moment.
+        raise StartupError(f"{flag} {path}: is empty", flag=flag)
+    return data
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
@@ -90,6 +94,13 @@ def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
     except (OSError, ssl.SSLError) as error:
         flag = "--channel-tls-cert"
         raise StartupError(f"{flag} and --channel-tls-key are not a chain and its key (PEM)", flag=flag) from error
+
+
+def check_channel_files(config: ChannelConfig) -> None:
+    """Raises StartupError naming the flag of a file that no connection could be made with now."""
+    channel_tls_context(config)
+    if config.channel_token_file is not None:
+        TokenFile(config.channel_token_file, "--channel-token-file")
 
 
 class TokenFile:

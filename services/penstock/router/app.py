@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 from prometheus_client import CollectorRegistry
 
+from penstock.common.credentials import check_channel_files
 from penstock.common.errors import StartupError
 from penstock.router.admission import Admission
 from penstock.router.attempts import Attempts
@@ -104,7 +105,9 @@ class RouterApp:
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
-        """Return once the tokenizer and a backend are ready. Raises StartupError naming --tokenizer or --backend."""
+        """Returns once tokenizer and a backend are ready. Raises StartupError: a file, --tokenizer or --backend."""
+        # Later they are waited for: they may be replaced while a connection is dialled again.
+        check_channel_files(self._config)
         until = time.monotonic() + self._config.start_timeout_seconds
         self._spawn(self._link.run())
         with contextlib.suppress(TimeoutError):

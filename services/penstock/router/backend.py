@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import grpc
 
-from penstock.common.errors import PenstockError, Unavailable, from_rpc_error
+from penstock.common.errors import PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.router.config import RouterConfig, is_address, split_target
 from penstock.router.peers import channel_to, until_serving, watch_health
@@ -202,7 +202,8 @@ class Backend:
             except grpc.aio.AioRpcError as error:
                 self._set_state(BackendState.CONNECTING)
                 _log.info("backend connection ended", backend=self.key, code=error.code().name)
-            except (_Lost, PenstockError, asyncio.InvalidStateError) as error:
+            except (_Lost, PenstockError, StartupError, asyncio.InvalidStateError) as error:
+                # StartupError: a TLS or token file cannot be read, perhaps because it is being replaced.
                 # InvalidStateError: a command was written to a stream that had just ended.
                 _log.warning("backend lost", backend=self.key, cause=str(error))
             if time.monotonic() - begin > self._config.reconnect_max_seconds:

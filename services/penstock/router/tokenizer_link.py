@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import grpc
 
 from penstock.common.detokenize.detokenizer import DecodeTable
-from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error
+from penstock.common.errors import DeadlineExceeded, PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.router import decode_table
 from penstock.router.config import RouterConfig
@@ -96,7 +96,8 @@ class TokenizerLink:
             await self._connect_and_serve(address)
         except grpc.aio.AioRpcError as error:
             self.last_problem = error.code().name
-        except (_Lost, PenstockError, asyncio.InvalidStateError) as error:
+        except (_Lost, PenstockError, StartupError, asyncio.InvalidStateError) as error:
+            # StartupError: a TLS or token file cannot be read, perhaps because it is being replaced.
             # InvalidStateError: a message was written to a stream that had just ended.
             self.last_problem = str(error)
         finally:
