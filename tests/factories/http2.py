@@ -6,7 +6,26 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+from hpack import Encoder
 from penstock.common.http2 import frames
+from penstock.common.http2.call import Call
+from penstock.common.http2.connection import Connection
+from penstock.common.http2.limits import Limits
+
+LIMITS = Limits(
+    max_message_bytes=4 << 20,
+    max_header_list_bytes=16 << 10,
+    max_streams=100,
+    keepalive_seconds=60.0,
+    keepalive_timeout_seconds=20.0,
+    min_ping_interval_seconds=10.0,
+    stream_window_bytes=frames.STREAM_WINDOW,
+    connection_window_bytes=4 << 20,
+    write_buffer_bytes=256 << 10,
+    idle_frames=200,
+    idle_frames_per_second=0.0,
+    early_reset_seconds=60.0,
+)
 
 
 class Socket(asyncio.Transport):
@@ -54,3 +73,37 @@ def frames_of(written: bytes | bytearray) -> Iterator[tuple[int, int, int, bytes
 def message(data: bytes, *, compressed: bool = False) -> bytes:
     """A gRPC message with its head."""
     return bytes((compressed,)) + len(data).to_bytes(4, "big") + data
+
+
+class Peer:
+    """A client; the server's handlers are the test."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.calls: list[Call] = []
+        self.socket = Socket()
+        self.connection = Connection(limits, self.calls.append, lambda _: None, lambda _: None)
+        self.connection.connection_made(self.socket)
+        self.send(frames.PREFACE + frames.settings(()))
+
+    def send(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+    def open(self, stream: int, *headers: tuple[str, str]) -> Call:
+        fields = [(":method", "POST"), (":path", "/a/b"), ("content-type", "application/grpc"), *headers]
+        self.send(frames.frame(frames.HEADERS, frames.END_HEADERS, stream, Encoder().encode(fields)))
+        return self.calls[-1]
+
+    def data(self, stream: int, payload: bytes, *, end: bool = False) -> None:
+        self.send(frames.frame(frames.DATA, frames.END_STREAM if end else 0, stream, payload))
+
+    def reset(self, stream: int) -> None:
+        self.send(frames.reset(stream, frames.CANCEL))
+
+    async def received(self, kind: int, stream: int) -> list[bytes]:
+        """Payloads of the frames of one kind so far."""
+        await asyncio.sleep(0)  # the queue leaves at the end of a turn
+        return [payload for *where, payload in frames_of(self.socket.written) if (where[0], where[2]) == (kind, stream)]
+
+    async def given_back(self, stream: int) -> int:
+        """Bytes of window."""
+        return sum(int.from_bytes(one, "big") for one in await self.received(frames.WINDOW_UPDATE, stream))

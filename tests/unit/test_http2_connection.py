@@ -11,60 +11,11 @@ from urllib.parse import unquote
 
 import grpc
 import pytest
-from factories.http2 import Socket, frames_of, message
+from factories.http2 import LIMITS, Peer, Socket, message
 from hpack import Decoder, Encoder
 from penstock.common.http2 import frames
-from penstock.common.http2.call import Call, Refused
+from penstock.common.http2.call import Refused
 from penstock.common.http2.connection import Connection
-from penstock.common.http2.limits import Limits
-
-LIMITS = Limits(
-    max_message_bytes=4 << 20,
-    max_header_list_bytes=16 << 10,
-    max_streams=100,
-    keepalive_seconds=60.0,
-    keepalive_timeout_seconds=20.0,
-    min_ping_interval_seconds=10.0,
-    stream_window_bytes=frames.STREAM_WINDOW,
-    connection_window_bytes=4 << 20,
-    write_buffer_bytes=256 << 10,
-    idle_frames=200,
-    idle_frames_per_second=0.0,
-)
-
-
-class Peer:
-    """A client; the server's handlers are the test."""
-
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.calls: list[Call] = []
-        self.socket = Socket()
-        self.connection = Connection(limits, self.calls.append, lambda _: None, lambda _: None)
-        self.connection.connection_made(self.socket)
-        self.send(frames.PREFACE + frames.settings(()))
-
-    def send(self, data: bytes) -> None:
-        self.connection.data_received(data)
-
-    def open(self, stream: int, *headers: tuple[str, str]) -> Call:
-        fields = [(":method", "POST"), (":path", "/a/b"), ("content-type", "application/grpc"), *headers]
-        self.send(frames.frame(frames.HEADERS, frames.END_HEADERS, stream, Encoder().encode(fields)))
-        return self.calls[-1]
-
-    def data(self, stream: int, payload: bytes, *, end: bool = False) -> None:
-        self.send(frames.frame(frames.DATA, frames.END_STREAM if end else 0, stream, payload))
-
-    def reset(self, stream: int) -> None:
-        self.send(frames.frame(frames.RST_STREAM, 0, stream, frames.CANCEL.to_bytes(4, "big")))
-
-    async def received(self, kind: int, stream: int) -> list[bytes]:
-        """Payloads of the frames of one kind so far."""
-        await asyncio.sleep(0)  # the queue leaves at the end of a turn
-        return [payload for *where, payload in frames_of(self.socket.written) if (where[0], where[2]) == (kind, stream)]
-
-    async def given_back(self, stream: int) -> int:
-        """Bytes of window."""
-        return sum(int.from_bytes(one, "big") for one in await self.received(frames.WINDOW_UPDATE, stream))
 
 
 async def test_a_peer_that_does_not_read_is_not_read() -> None:
@@ -177,6 +128,29 @@ async def test_cancelled_calls_that_nobody_answered_are_forgiven_with_time() -> 
     for number in range(2000):
         peer.reset(peer.open(2 * number + 1).stream)
     assert not peer.socket.is_closed
+
+
+@pytest.mark.parametrize(
+    ("early_reset_seconds", "header"),
+    [(0.0, ("a", "b")), (60.0, ("grpc-timeout", "1n"))],
+    ids=["old enough", "their time is over"],
+)
+async def test_cancelled_calls_that_held_their_place_for_long_are_not_counted(
+    early_reset_seconds: float, header: tuple[str, str]
+) -> None:
+    peer = Peer(replace(LIMITS, early_reset_seconds=early_reset_seconds))
+    for number in range(2000):
+        peer.reset(peer.open(2 * number + 1, header).stream)
+    assert not peer.socket.is_closed
+
+
+async def test_calls_opened_and_reset_at_once_without_end_end_the_connection() -> None:
+    peer = Peer()
+    for number in range(LIMITS.idle_frames + 1):
+        peer.reset(peer.open(2 * number + 1).stream)
+    (goaway,) = await peer.received(frames.GOAWAY, 0)
+    assert int.from_bytes(goaway[4:8], "big") == frames.ENHANCE_YOUR_CALM
+    assert goaway[8:] == b"too many early resets of calls without an answer"
 
 
 async def test_calls_that_wait_are_woken_once_however_many_frames_make_room() -> None:

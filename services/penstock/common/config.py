@@ -98,13 +98,20 @@ class ServerConfig(TransportConfig):
     )
     idle_frames: int = option(
         2000,
-        "Frames that ask for work without doing any (resets of calls without an answer, settings, priorities): a "
-        "connection that sends more at once is cut off (asyncio transport).",
+        "Frames that ask for work without doing any (early resets of calls without an answer, settings, priorities): a "
+        "connection that sends more at once is cut off (asyncio transport). Never fewer than calls may be in flight: "
+        "all of them may be cancelled at once.",
         group=LIMITS,
         minimum=16,
     )
     idle_frames_per_second: float = option(
         100.0, "How fast there may be more of them; every call that is answered allows four.", group=LIMITS, minimum=0.0
+    )
+    early_reset_seconds: float = option(
+        1.0,
+        "A call that its client resets before it is this old, and before it has an answer, is such a frame.",
+        group=LIMITS,
+        minimum=0.0,
     )
     drain_grace_seconds: float = option(
         30.0, "Time that live work has to finish after SIGTERM.", group=LIMITS, minimum=0

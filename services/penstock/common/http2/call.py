@@ -48,6 +48,8 @@ class Call:
         self.serializer: Callable[[Any], bytes] | None = None
         self.request_ended = False
         self._connection = connection
+        self._began = time.monotonic()
+        self._early_reset_seconds = limits.early_reset_seconds
         self._max_message_bytes = limits.max_message_bytes
         self._window_bytes = limits.stream_window_bytes
         self._metadata: Metadata = _metadata(headers)
@@ -66,7 +68,9 @@ class Call:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if self._deadline is not None:
-            left = max(0.0, self._deadline - time.monotonic())
+            left = max(0.0, self._deadline - self._began)
+            # Whose time is over gives up by a reset, too, which may be here before our own timer.
+            self._early_reset_seconds = min(self._early_reset_seconds, left / 2)
             self._timer = asyncio.get_running_loop().call_later(left, self._expire)
 
     # What handlers use of grpc.aio.ServicerContext.
@@ -133,9 +137,9 @@ class Call:
     # What the connection and the server use.
 
     @property
-    def is_answered(self) -> bool:
-        """Whether an answer has begun."""
-        return self._has_headers
+    def may_be_reset(self) -> bool:
+        """Whether its client may give it up unsuspected: an answer has begun, or it has held its place for long."""
+        return self._has_headers or time.monotonic() - self._began >= self._early_reset_seconds
 
     def finish(self, code: grpc.StatusCode, details: str = "") -> None:
         """Send the status, once. Later writes fail."""
@@ -146,7 +150,7 @@ class Call:
             block = frames.RESPONSE_HEADERS + block
         out = frames.header_frames(self.stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE)
         if not self.request_ended:
-            out += frames.frame(frames.RST_STREAM, 0, self.stream, frames.NO_ERROR.to_bytes(4, "big"))
+            out += frames.reset(self.stream, frames.NO_ERROR)
         self._connection.send(out)
         self._connection.answered()
         self._end()

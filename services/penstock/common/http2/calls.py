@@ -345,7 +345,7 @@ class CallsConnection(ClientConnection):
         self._turns.clear()
 
     def _reset(self, stream: int) -> None:
-        self._send(frames.frame(frames.RST_STREAM, 0, stream, frames.CANCEL.to_bytes(4, "big")))
+        self._send(frames.reset(stream, frames.CANCEL))
 
     def _send_more(self, stream: int, call: _Call) -> None:
         """As much of a request as there is room for."""

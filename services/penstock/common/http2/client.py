@@ -118,7 +118,7 @@ class StreamCall(ClientConnection, Generic[RequestT, ResponseT]):
     def cancel(self) -> None:
         """Give the call up, and its connection."""
         if self._status is None:
-            self._send(frames.frame(frames.RST_STREAM, 0, _STREAM, frames.CANCEL.to_bytes(4, "big")))
+            self._send(frames.reset(_STREAM, frames.CANCEL))
             self._end_all(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
 
     # What its connection calls.

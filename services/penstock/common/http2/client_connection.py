@@ -35,6 +35,8 @@ _RESETS = {
     frames.CANCEL: grpc.StatusCode.CANCELLED,
     frames.ENHANCE_YOUR_CALM: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+# Of what GOAWAY says.
+_MAX_GOODBYE_BYTES = 200
 
 
 def rpc_error(
@@ -57,6 +59,8 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._open_block: tuple[int, bool, bytes] | None = None
         self._initial_window = self._connection_window = frames.DEFAULT_WINDOW
         self._is_paused = False
+        # What the peer gave as its reason to hang up, if any.
+        self._goodbye = ""
         # Set once nothing can be sent any more.
         self.is_over = False
         wait, patience = config.keepalive_seconds, config.keepalive_timeout_seconds
@@ -113,7 +117,8 @@ class ClientConnection(asyncio.Protocol, ABC):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._fail(grpc.StatusCode.UNAVAILABLE, f"the connection was lost: {error}" if error else "hung up on")
+        what = f"the connection was lost: {error}" if error else "hung up on"
+        self._fail(grpc.StatusCode.UNAVAILABLE, what + self._goodbye)
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -171,6 +176,7 @@ class ClientConnection(asyncio.Protocol, ABC):
             status = _RESETS.get(code, grpc.StatusCode.INTERNAL)
             self._take_status(stream, rpc_error(status, f"the stream was reset ({code})"))
         elif kind == frames.GOAWAY:
+            self._goodbye = _goodbye(payload)
             self._take_goaway(int.from_bytes(payload[:4], "big") & frames.MAX_WINDOW)
         elif kind == frames.PUSH_PROMISE:
             raise frames.Violation(frames.PROTOCOL_ERROR, "nothing may be pushed")
@@ -246,6 +252,14 @@ class ClientConnection(asyncio.Protocol, ABC):
         if self._transport is not None:
             self._transport.abort()
         self._fail(grpc.StatusCode.UNAVAILABLE, "a ping was not answered")
+
+
+def _goodbye(goaway: bytes) -> str:
+    """Behind "hung up on"; empty without an error."""
+    code, text = int.from_bytes(goaway[4:8], "big"), goaway[8 : 8 + _MAX_GOODBYE_BYTES].decode("ascii", "replace")
+    if code == frames.NO_ERROR:
+        return ""
+    return f" (GOAWAY {code}: {''.join(one for one in text if one.isprintable())})"
 
 
 def _status(trailers: dict[str, str]) -> grpc.aio.AioRpcError:

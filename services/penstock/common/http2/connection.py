@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import time
 from collections.abc import Callable
 from typing import cast
 
@@ -15,12 +14,13 @@ from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
 from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
 from penstock.common.http2.keepalive import KeepAlive
-from penstock.common.http2.limits import IdleFrames, Limits
+from penstock.common.http2.limits import IdleFrames, Limits, Pings
+from penstock.common.logging import get_logger
 
 # A request's headers, compressed; also what CONTINUATION may add up to.
 MAX_HEADER_BYTES = 64 << 10
-_PING_STRIKES = 3
 _CONTENT_TYPE = "application/grpc"
+_log = get_logger("penstock.http2")
 
 
 class Connection(asyncio.Protocol):
@@ -58,8 +58,7 @@ class Connection(asyncio.Protocol):
         # A frame made room for calls that wait: they are woken once, however many frames come together.
         self._has_room = False
         self._idle_frames = IdleFrames(limits)
-        self._ping_strikes = 0
-        self._last_ping = 0.0
+        self._pings = Pings(limits.min_ping_interval_seconds)
         self._has_sent = False
         wait, patience = limits.keepalive_seconds, limits.keepalive_timeout_seconds
         self._keepalive = KeepAlive(wait, patience, self._ping, self._give_up)
@@ -121,7 +120,7 @@ class Connection(asyncio.Protocol):
         """Take no further calls; close once the last one is over."""
         if not self._is_draining:
             self._is_draining = True
-            self.send(frames.frame(frames.GOAWAY, 0, 0, struct.pack(">II", self._last_stream, frames.NO_ERROR)))
+            self.send(frames.goaway(self._last_stream, frames.NO_ERROR))
 
     def close(self) -> None:
         """Send what is queued and hang up."""
@@ -149,8 +148,9 @@ class Connection(asyncio.Protocol):
             self._received = data[self._take_frames(data) :]
         except frames.Violation as violation:
             self._received = b""
-            payload = struct.pack(">II", self._last_stream, violation.code) + str(violation).encode()
-            self.send(frames.frame(frames.GOAWAY, 0, 0, payload))
+            if violation.code == frames.ENHANCE_YOUR_CALM:
+                _log.warning("connection cut off", cause=str(violation), calls=len(self.calls))
+            self.send(frames.goaway(self._last_stream, violation.code, str(violation)))
             self.close()
             for call in list(self.calls.values()):
                 call.gone()
@@ -216,8 +216,8 @@ class Connection(asyncio.Protocol):
             self._take_ping(flags, payload)
         elif kind == frames.RST_STREAM:
             call = self._known(stream)
-            if call is None or not call.is_answered:
-                self._idle_frames.spend()
+            if call is None or not call.may_be_reset:
+                self._idle_frames.spend("early resets of calls without an answer")
             if call is not None:
                 call.gone()
         elif kind == frames.PUSH_PROMISE:
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
         """`headers` None: there were too many."""
         if self._is_draining or len(self.calls) >= self._limits.max_streams:
             self._idle_frames.spend()
-            self.send(_reset(stream, frames.REFUSED_STREAM))
+            self.send(frames.reset(stream, frames.REFUSED_STREAM))
             return
         if headers is not None and not _is_call(headers):
             self._idle_frames.spend()
@@ -337,7 +337,7 @@ class Connection(asyncio.Protocol):
     def _break_off(self, call: Call, code: int) -> None:
         """A call whose frames make no sense: a client that has us reset its calls is one that resets them."""
         self._idle_frames.spend()
-        self.send(_reset(call.stream, code))
+        self.send(frames.reset(call.stream, code))
         call.gone()
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
@@ -361,14 +361,7 @@ class Connection(asyncio.Protocol):
     def _take_ping(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
             return
-        now = time.monotonic()
-        if not self._has_sent and now - self._last_ping < self._limits.min_ping_interval_seconds:
-            self._ping_strikes += 1
-            if self._ping_strikes >= _PING_STRIKES:
-                raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
-        elif self._has_sent:
-            self._ping_strikes = 0
-        self._last_ping = now
+        self._pings.take(is_idle=not self._has_sent)
         self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
         self._flush()
         self._has_sent = False
@@ -382,10 +375,6 @@ class Connection(asyncio.Protocol):
     def _give_up(self) -> None:
         if self._transport is not None:
             self._transport.abort()
-
-
-def _reset(stream: int, code: int) -> bytes:
-    return frames.frame(frames.RST_STREAM, 0, stream, code.to_bytes(4, "big"))
 
 
 def _is_call(headers: dict[str, str]) -> bool:

@@ -99,6 +99,16 @@ def timeout(seconds: float) -> str:
     return f"{min(math.ceil(seconds / 3600), 10**8 - 1)}H"
 
 
+def reset(stream: int, code: int) -> bytes:
+    """An RST_STREAM frame."""
+    return frame(RST_STREAM, 0, stream, code.to_bytes(4, "big"))
+
+
+def goaway(last_stream: int, code: int, text: str = "") -> bytes:
+    """A GOAWAY frame: streams above `last_stream` are not served; `text` is for whoever looks into it."""
+    return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream, code) + text.encode())
+
+
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
     """A SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in values))

@@ -9,6 +9,8 @@ from penstock.common.config import ServerConfig
 from penstock.common.http2 import frames
 from penstock.common.transport import MAX_METADATA_BYTES
 
+_PING_STRIKES = 3
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -28,6 +30,8 @@ class Limits:
     # Frames that ask for work without doing any: how many at once, and how fast there may be more.
     idle_frames: int
     idle_frames_per_second: float
+    # A reset is one of them while its call is younger than this and has no answer.
+    early_reset_seconds: float
 
     @classmethod
     def of(cls, config: ServerConfig, *, max_streams: int) -> Limits:
@@ -42,8 +46,10 @@ class Limits:
             stream_window_bytes=config.stream_window_bytes,
             connection_window_bytes=config.connection_window_bytes,
             write_buffer_bytes=config.write_buffer_bytes,
-            idle_frames=config.idle_frames,
+            # Whatever a connection has in flight it may cancel at once.
+            idle_frames=max(config.idle_frames, max_streams),
             idle_frames_per_second=config.idle_frames_per_second,
+            early_reset_seconds=config.early_reset_seconds,
         )
 
 
@@ -56,15 +62,36 @@ class IdleFrames:
         self._left = self._most
         self._filled_at = time.monotonic()
 
-    def spend(self) -> None:
-        """Raises Violation when there were too many."""
+    def spend(self, what: str = "frames that do nothing") -> None:
+        """Raises Violation, which names `what` the last one was, when there were too many."""
         now = time.monotonic()
         self.refund((now - self._filled_at) * self._per_second)
         self._filled_at = now
         self._left -= 1
         if self._left < 0:
-            raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too many frames that do nothing")
+            raise frames.Violation(frames.ENHANCE_YOUR_CALM, f"too many {what}")
 
     def refund(self, count: float) -> None:
         """There is reason for `count` more."""
         self._left = min(self._most, self._left + count)
+
+
+class Pings:
+    """Those of a client that comes too often while nothing else happens."""
+
+    def __init__(self, min_interval_seconds: float) -> None:
+        self._min_interval_seconds = min_interval_seconds
+        self._strikes = 0
+        self._last = 0.0
+
+    def take(self, *, is_idle: bool) -> None:
+        """Raises Violation at the third that is too early. `is_idle`: nothing was sent since the one before."""
+        now = time.monotonic()
+        if is_idle and now - self._last < self._min_interval_seconds:
+            self._strikes += 1
+            if self._strikes >= _PING_STRIKES:
+                # As grpc says it: its clients ping less often then.
+                raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
+        elif not is_idle:
+            self._strikes = 0
+        self._last = now
