@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import grpc
 import pytest
 from factories.emitting_backend import count_up
-from factories.router import Answer, backend, chat, collect, generate, running_router
+from factories.router import Answer, backend, chat, collect, generate, running_router, until
+from penstock.router.live import LiveRequest
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
 
 IDS = count_up(8)(None)  # type: ignore[arg-type]
@@ -218,3 +221,18 @@ async def test_backends_are_told_how_much_time_is_left() -> None:
         with_deadline, without = one.submitted
         assert 3000 < with_deadline.timeout_seconds < 3601
         assert not without.HasField("timeout_seconds")
+
+
+async def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -> None:
+    seen: list[weakref.ref[LiveRequest]] = []
+    async with backend(allowance=4) as one, running_router(one) as router:
+        gc.disable()
+        try:
+            async for message in router.stub.Chat(chat("Hi")):
+                if message.HasField("started"):
+                    seen = [weakref.ref(found) for found in gc.get_objects() if isinstance(found, LiveRequest)]
+                    await one.allow(None)
+            assert seen
+            await until(lambda: all(request() is None for request in seen))
+        finally:
+            gc.enable()

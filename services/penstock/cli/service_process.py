@@ -23,6 +23,9 @@ EVERYTHING = "all"
 # Flags by which a process of the tree is told about its parent, which are in no configuration: children inherit
 # variables.
 PARENT_OPTIONS = ("report_fd", "parent_pid", "gate_fd")
+# Python's own first one is 700: with hundreds of requests live, that is a look at all their objects every few
+# milliseconds, though hardly any is garbage that its references do not free.
+_GC_THRESHOLDS = (20_000, 10, 10)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
             # Modules, tables and the model live as long as the process: without this, every full collection would look
             # at all of them again, and stop every thread's Python for tens of milliseconds.
             gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
             gc.enable()
             reporter.ready(role.name, bound, service.status_lines())
             if not reporter.is_heard:

@@ -200,8 +200,19 @@ class LiveRequest:
         if attempt is not None:
             attempt.abort()
         self._detokenizer.drop(self.sequences.values())
-        if self.on_close is not None:
-            self.on_close()
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
+
+    def release(self) -> None:
+        """Its handler is done with it: undo the references in circles, so that all of it is freed here and now.
+
+        A request left to the garbage collector keeps its messages until then, and costs a tenth of this process's time.
+        """
+        self.last_batch = None
+        for sequence in self.sequences.values():
+            sequence.last_piece = None
+        self.sequences = {}
 
     def _on_plain_text(self, piece: Piece, text: str) -> None:
         spec = self.spec

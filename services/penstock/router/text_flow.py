@@ -232,6 +232,7 @@ class _Call:
         finally:
             live.close()
             last_wait.end()
+            live.release()
             if timer is not None:
                 timer.cancel()
 
