@@ -35,7 +35,7 @@ from penstock.v1 import (
 )
 
 from benchmarks._wire_pace import Pace, add_backend_flags
-from benchmarks._wire_proto import block
+from benchmarks._wire_proto import block, varint
 
 MODEL = "penstock-demo"
 
@@ -48,6 +48,8 @@ class Running:
     slot: int
     # request_id and attempt_epoch, serialized.
     head: bytes
+    # A varint; empty where the router gave none.
+    handle: bytes
     position: int = 0
 
 
@@ -58,6 +60,9 @@ class Emitter:
         """`received[slot]` counts tokens at the client."""
         parts = [ids[at : at + pace.interval] for at in range(0, len(ids), pace.interval)]
         self._tokens = len(ids)
+        # Of the tokens that are told by handles, as varints; deltas of several are not.
+        self._seqs = [varint(seq) for seq in range(len(parts))]
+        self._ids = [varint(one) for one in ids] if pace.interval == 1 else []
         self._deltas = [
             block(4, generation_pb2.TokenDelta(seq=seq, token_ids=part).SerializeToString())
             for seq, part in enumerate(parts[:-1])
@@ -70,19 +75,29 @@ class Emitter:
         self.running: dict[str, Running] = {}
         self.wakeup = asyncio.Event()
 
-    def submit(self, request: generation_pb2.GenerateRequest) -> None:
+    def submit(self, request: generation_pb2.GenerateRequest, handle: int) -> None:
         """Answer `request` from the next step on."""
         ids = generation_pb2.SessionEvent(request_id=request.request_id, attempt_epoch=request.attempt_epoch)
-        self.running[request.request_id] = Running(request, request.config.seed, ids.SerializeToString())
+        number = varint(handle) if handle and self._ids else b""
+        self.running[request.request_id] = Running(request, request.config.seed, ids.SerializeToString(), number)
         self.wakeup.set()
 
     def step(self) -> bytes:
         """A SessionResponse with the next token of every request that may have one; empty when none may."""
         events: list[bytes] = []
-        pace = self._pace
+        handles: list[bytes] = []
+        seqs: list[bytes] = []
+        ids: list[bytes] = []
+        pace, last = self._pace, len(self._deltas) - 1
         for running in list(self.running.values()):
             position = running.position
             if pace.window and position * pace.interval - self._received[running.slot] >= pace.window:
+                continue
+            if running.handle and 0 < position < last:
+                handles.append(running.handle)
+                seqs.append(self._seqs[position])
+                ids.append(self._ids[position])
+                running.position = position + 1
                 continue
             if not position:
                 events.append(block(1, running.head + block(3, self._started(running))))
@@ -91,6 +106,9 @@ class Emitter:
             if running.position == len(self._deltas):
                 events.append(block(1, running.head + block(5, self._finished(running))))
                 del self.running[running.request.request_id]
+        if handles:
+            columns = (block(field, b"".join(column)) for field, column in enumerate((handles, seqs, ids), 1))
+            events.append(block(1, block(7, b"".join(columns))))
         return b"".join(events)
 
     def _started(self, running: Running) -> bytes:
@@ -158,7 +176,7 @@ class Servicer:
 async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], emitter: Emitter) -> None:
     async for command in commands:
         if command.HasField("submit"):
-            emitter.submit(command.submit)
+            emitter.submit(command.submit, command.handle)
         else:
             emitter.running.pop(command.abort.request_id, None)
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import grpc
 from factories.plain_server import listen, plain_server
+from factories.token_rows import in_rows
+from factories.watched_health import WatchedHealth
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
@@ -77,6 +79,8 @@ class EmittingBackend:
     draining: bool = False
     # Changes a message before it is sent; what it returns is sent.
     distort: Callable[[generation_pb2.SessionResponse], generation_pb2.SessionResponse] | None = None
+    # As a generation service of this release: plain tokens are told by the handles of their requests.
+    uses_handles: bool = True
 
     transport: str = field(default_factory=lambda: os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport))
 
@@ -94,7 +98,7 @@ class EmittingBackend:
         self._frozen = False
         self.watchers = 0
         self._server: Any = None
-        self.health: HealthServicer = CountingHealth(self)
+        self.health: HealthServicer = WatchedHealth(self._watched)
 
     @property
     def address(self) -> str:
@@ -109,7 +113,7 @@ class EmittingBackend:
         """Listen; a port that was given or had before is used again."""
         self._frozen = False
         self._server = plain_server(self.transport)
-        self.health = CountingHealth(self)
+        self.health = WatchedHealth(self._watched)
         await self.set_serving(self.serving)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         servicer: Any = _Servicer(self)
@@ -156,6 +160,10 @@ class EmittingBackend:
             session.ended = True
         await self.notify()
 
+    async def _watched(self) -> None:
+        self.health_watches += 1
+        await self.notify()
+
     async def notify(self) -> None:
         """Something changed that somebody may wait for."""
         async with self._changed:
@@ -192,30 +200,21 @@ class EmittingBackend:
         return self._frozen
 
 
-class CountingHealth(HealthServicer):
-    """Says when somebody watches it."""
-
-    def __init__(self, backend: EmittingBackend) -> None:
-        super().__init__()
-        self._backend = backend
-
-    async def Watch(self, request: Any, context: Any) -> None:
-        self._backend.health_watches += 1
-        await self._backend.notify()
-        await super().Watch(request, context)
-
-
 class Session:
     """One Session stream."""
 
     def __init__(self, backend: EmittingBackend) -> None:
         self._backend = backend
         self.running: dict[str, Running] = {}
+        # By request id and epoch.
+        self._handles: dict[tuple[str, int], int] = {}
         self.refusals: list[generation_pb2.SessionEvent] = []
         self.ended = False
 
-    def submit(self, request: generation_pb2.GenerateRequest) -> None:
+    def submit(self, request: generation_pb2.GenerateRequest, handle: int) -> None:
         backend = self._backend
+        if backend.uses_handles:
+            self._handles[request.request_id, request.attempt_epoch] = handle
         backend.submitted.append(request)
         if backend.refuse is not None:
             status = to_status(backend.refuse)
@@ -247,7 +246,8 @@ class Session:
             backend.steps += 1
             for running in list(self.running.values()):
                 self._advance(running, message)
-        return backend.distort(message) if backend.distort is not None else message
+        distorted = backend.distort(message) if backend.distort is not None else message
+        return in_rows(distorted, self._handles)
 
     def _advance(self, running: Running, message: generation_pb2.SessionResponse) -> None:
         request = running.request
@@ -362,7 +362,7 @@ class _Servicer:
     async def _read(self, commands: AsyncIterator[generation_pb2.SessionRequest], session: Session) -> None:
         async for command in commands:
             if command.HasField("submit"):
-                session.submit(command.submit)
+                session.submit(command.submit, command.handle)
             else:
                 self._backend.aborted.append(command.abort.request_id)
                 session.running.pop(command.abort.request_id, None)

@@ -15,8 +15,8 @@ class Session:
         self.call: Any = client.generation.Session()
         self.messages: list[generation_pb2.SessionResponse] = []
 
-    async def submit(self, message: generation_pb2.GenerateRequest) -> None:
-        await self.call.write(generation_pb2.SessionRequest(submit=message))
+    async def submit(self, message: generation_pb2.GenerateRequest, handle: int = 0) -> None:
+        await self.call.write(generation_pb2.SessionRequest(submit=message, handle=handle))
 
     async def abort(self, request_id: str, attempt_epoch: int = 0) -> None:
         abort = generation_pb2.SessionAbort(request_id=request_id, attempt_epoch=attempt_epoch)
@@ -41,3 +41,9 @@ class Session:
 
     def ids(self, request_id: str) -> list[int]:
         return [token for event in self.events(request_id) for token in event.delta.token_ids]
+
+    def rows(self, handle: int) -> list[tuple[int, int]]:
+        """seq and id of every token that was told by `handle`."""
+        tokens = [event.tokens for message in self.messages for event in message.events]
+        rows = [row for one in tokens for row in zip(one.handles, one.seqs, one.token_ids, strict=True)]
+        return [(seq, token_id) for number, seq, token_id in rows if number == handle]

@@ -50,6 +50,41 @@ async def test_requests_share_one_message_per_engine_step(client: Client) -> Non
         assert session.ids(f"r{number}") == alone.ids()
 
 
+async def test_plain_tokens_of_a_request_with_a_handle_are_rows(client: Client) -> None:
+    session = Session(client)
+    fields: dict[str, Any] = {"config": {"max_new_tokens": 8}}
+    with held_after(0):
+        await session.submit(request((5, 6), request_id="rows", **fields), handle=7)
+        await session.submit(request((6, 6), request_id="others", **fields), handle=2**40)
+        await session.submit(request((5, 6), request_id="deltas", **fields))
+        await client.until(lambda load: load.waiting_requests == 3)
+    await session.rest()
+    # What says more than a token is an event of its own: the first delta comes with Started, the last with the result.
+    assert session.kinds("rows") == ["started", "delta", "delta", "finished"]
+    first, last = (event.delta for event in session.events("rows")[1:3])
+    told = [(first.seq, *first.token_ids), *session.rows(7), (last.seq, *last.token_ids)]
+    assert told == list(enumerate(session.ids("deltas")))
+    assert len(session.rows(2**40)) == 6
+
+
+async def test_deltas_that_are_more_than_a_token_are_no_rows(client: Client) -> None:
+    session = Session(client)
+    cases = {
+        "logprobs": request((5, 6), output={"top_logprobs": 1}, request_id="logprobs"),
+        "interval": request((5, 6), output={"stream_interval": 3}, request_id="interval"),
+        "several": request(
+            (5, 6), config={"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 8}, request_id="several"
+        ),
+    }
+    for handle, message in enumerate(cases.values(), 1):
+        await session.submit(message, handle=handle)
+    await session.rest()
+    assert session.rows(1) == session.rows(2) == []
+    # Only the first of several sequences has rows.
+    told = [event.delta for event in session.events("several") if event.HasField("delta")]
+    assert sum(len(delta.token_ids) for delta in told) + len(session.rows(3)) == 16
+
+
 async def test_a_refused_request_is_an_error_event_and_the_session_goes_on(client: Client) -> None:
     session = Session(client)
     await session.submit(request(config={"top_p": 2}, request_id="bad", attempt_epoch=1))

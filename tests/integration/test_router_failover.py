@@ -134,6 +134,29 @@ async def test_frames_that_are_missing_are_noticed() -> None:
         assert answer.finished.attempts == 2
 
 
+async def test_rows_that_are_cut_short_cost_the_backend_its_session() -> None:
+    async with held(allowance=None, uses_handles=False) as one, running_router(one) as router:
+        distorted = 0
+
+        def cut(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
+            nonlocal distorted
+            if any(event.delta.seq == 3 for event in message.events) and not distorted:
+                distorted += 1
+                message.events.add().tokens.handles.append(1)
+            return message
+
+        one.distort = cut
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)))
+        assert (answer.ids(), distorted) == (IDS, 1)
+        assert answer.finished.attempts == 2
+
+
+async def test_a_backend_without_handles_is_understood() -> None:
+    async with held(allowance=None, uses_handles=False) as one, running_router(one) as router:
+        answer = await collect(router.stub.Generate(generate(output=WANT_IDS)))
+        assert (answer.ids(), answer.finished.attempts) == (IDS, 1)
+
+
 async def test_frames_of_another_epoch_are_dropped() -> None:
     async with held(allowance=None) as one, running_router(one) as router:
 
@@ -145,6 +168,7 @@ async def test_frames_of_another_epoch_are_dropped() -> None:
                     stale.attempt_epoch += 7
                     stale.delta.token_ids[0] = 999
             message.events.add(request_id="nobody's").delta.token_ids.append(1)
+            message.events.add(tokens={"handles": [999], "seqs": [0], "token_ids": [1]})
             return message
 
         one.distort = add_stale

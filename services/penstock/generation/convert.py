@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.common.errors import PenstockError, to_status
 from penstock.generation.convert_options import DEFAULT_LIMITS, check_count, to_options
@@ -203,6 +203,15 @@ def add_event(response: SessionResponse, request: Request, model: str, event: Ev
     """Append an event of one request to its session's message."""
     message = response.events.add(request_id=request.request_id, attempt_epoch=request.attempt_epoch)
     _fill(message, request, model, event)
+
+
+def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, DeltaOutput]]) -> None:
+    """Append one event of all deltas that are one token each, by the handles of their requests."""
+    if tokens:
+        columns = response.events.add().tokens
+        columns.handles.extend([handle for handle, _ in tokens])
+        columns.seqs.extend([delta.seq for _, delta in tokens])
+        columns.token_ids.extend([delta.token_ids[0] for _, delta in tokens])
 
 
 def add_error(response: SessionResponse, request_id: str, attempt_epoch: int, error: PenstockError) -> None:

@@ -17,9 +17,21 @@ class Emitter:
     def __init__(self, request: Request, model: str, stream_interval: int) -> None:
         self.request = request
         self.model = model
+        # By which its session's caller knows it; 0: by its id alone.
+        self.handle = 0
         has_tensors, in_one = request.params.tensors is not None, request.params.beams is not None
         is_plain = stream_interval == 1 and not has_tensors and not in_one
         self._merger = None if is_plain else DeltaMerger(stream_interval, has_tensors)
+
+    def plain_token(self, output: RequestOutput) -> DeltaOutput | None:
+        """The delta that an engine step's output is, where it is nothing but a token of sequence 0."""
+        if self._merger is not None or output.started is not None or output.finished is not None:
+            return None
+        if len(output.deltas) != 1:
+            return None
+        (delta,) = output.deltas
+        is_plain = len(delta.token_ids) == 1 and not delta.index and delta.finish is None and not delta.logprobs
+        return delta if is_plain else None
 
     def events(self, output: RequestOutput) -> Iterator[Event]:
         """Events of one engine step."""

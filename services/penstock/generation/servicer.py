@@ -96,16 +96,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 if kind is None:
                     raise InvalidArgument("command", "must be submit or abort")
-                self._submit(submit, session, deadline)
+                self._submit(submit, command.handle, session, deadline)
             except PenstockError as error:
                 session.refuse(self._step(), submit.request_id, submit.attempt_epoch, error)
 
-    def _submit(self, message: generation_pb2.GenerateRequest, session: SessionStream, deadline: float | None) -> None:
+    def _submit(
+        self, message: generation_pb2.GenerateRequest, handle: int, session: SessionStream, deadline: float | None
+    ) -> None:
         core = self._lifecycle.accepting()
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
         command = convert.to_command(message, core.limits)
         emitter = core.prepare(command, deadline)
+        emitter.handle = handle
         if command.constraint is not None:
             # The session's other commands do not wait for a compiler.
             session.later(emitter, self._submit_constrained(emitter, command.constraint, session))

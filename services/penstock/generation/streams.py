@@ -98,8 +98,16 @@ class SessionStream:
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
         """One message with every event, or more where they are more than 4 MiB hold."""
         message = convert.SessionResponse(step=step)
+        tokens: list[tuple[int, DeltaOutput]] = []
         for output in outputs:
-            message = self._append(message, output)
+            emitter = self._emitters[output.request.request_id]
+            delta = emitter.plain_token(output) if emitter.handle else None
+            if delta is None:
+                message = self._append(message, emitter, output)
+            else:
+                tokens.append((emitter.handle, delta))
+        # A few bytes each: there is always room for those of every request that may run at once.
+        convert.add_tokens(message, tokens)
         self._send(message)
         self._num_bytes = 0
         self._settle()
@@ -120,9 +128,10 @@ class SessionStream:
         if message.events:
             self.outbox.put(message)
 
-    def _append(self, message: convert.SessionResponse, output: RequestOutput) -> convert.SessionResponse:
+    def _append(
+        self, message: convert.SessionResponse, emitter: Emitter, output: RequestOutput
+    ) -> convert.SessionResponse:
         """The message that what follows goes into: another one where `message` is full."""
-        emitter = self._emitters[output.request.request_id]
         request, finished = emitter.request, output.finished
         error = finished.error if finished is not None else None
         for event in emitter.events(output):

@@ -47,13 +47,15 @@ class SessionCall(Protocol):
 class Attempt:
     """One try of a request at one backend. Frames carry its id and epoch back."""
 
-    __slots__ = ("_session", "epoch", "expected_seq", "live", "repeats_ended", "wire_id")
+    __slots__ = ("_session", "epoch", "expected_seq", "handle", "live", "repeats_ended", "wire_id")
 
-    def __init__(self, session: BackendSession, live: LiveRequest, wire_id: str, epoch: int) -> None:
+    def __init__(self, session: BackendSession, live: LiveRequest, wire_id: str, epoch: int, handle: int) -> None:
         self._session = session
         self.live = live
         self.wire_id = wire_id
         self.epoch = epoch
+        # By which its plain tokens are told.
+        self.handle = handle
         # None: take what comes first, since a resumed attempt may go on counting or begin again.
         self.expected_seq: int | None = 0 if epoch == 0 else None
         # Some sequence had ended before: the backend was given it again and may go on with it.
@@ -82,6 +84,8 @@ class BackendSession:
         self._metrics = metrics
         self._on_frame = on_frame
         self._attempts: dict[str, Attempt] = {}
+        self._by_handle: dict[int, Attempt] = {}
+        self._last_handle = 0
         self._commands: deque[generation_pb2.SessionRequest] = deque()
         self._wakeup = Wakeup()
         self._closed = False
@@ -93,15 +97,16 @@ class BackendSession:
 
     def submit(self, live: LiveRequest, request: generation_pb2.GenerateRequest) -> None:
         """Start an attempt: `request` carries its id and epoch."""
-        attempt = Attempt(self, live, request.request_id, request.attempt_epoch)
-        self._attempts[attempt.wire_id] = attempt
+        self._last_handle = handle = self._last_handle + 1
+        attempt = Attempt(self, live, request.request_id, request.attempt_epoch, handle)
+        self._attempts[attempt.wire_id] = self._by_handle[handle] = attempt
         live.attempt = attempt
-        self._commands.append(generation_pb2.SessionRequest(submit=request))
+        self._commands.append(generation_pb2.SessionRequest(submit=request, handle=handle))
         self._wakeup.set()
 
     def abort(self, attempt: Attempt) -> None:
         """Forget an attempt and tell the backend."""
-        if self._attempts.pop(attempt.wire_id, None) is not None and not self._closed:
+        if self._forget(attempt) and not self._closed:
             command = generation_pb2.SessionAbort(request_id=attempt.wire_id, attempt_epoch=attempt.epoch)
             self._commands.append(generation_pb2.SessionRequest(abort=command))
             self._wakeup.set()
@@ -110,6 +115,7 @@ class BackendSession:
         """The stream is gone: every request on it needs another backend."""
         self._closed = True
         attempts, self._attempts = self._attempts, {}
+        self._by_handle.clear()
         for attempt in attempts.values():
             attempt.live.on_lost(Loss(error, death, self._backend))
 
@@ -145,36 +151,70 @@ class BackendSession:
         self._on_frame()
         now = time.monotonic()
         batch = Batch()
-        attempts = self._attempts
         tokens = 0
-        for event in message.events:  # once a token
-            attempt = attempts.get(event.request_id)
-            if attempt is None or attempt.epoch != event.attempt_epoch:
+        try:
+            for event in message.events:
+                tokens += self._on_event(event, batch, now)
+        finally:
+            # What came before a message broke off counts.
+            if tokens:
+                self._metrics.generation_tokens.inc(tokens)
+            if batch.pieces:
+                self._detokenizer.send(batch)
+
+    def _on_event(self, event: generation_pb2.SessionEvent, batch: Batch, now: float) -> int:
+        """Returns how many tokens it brought. Raises Internal when it makes no sense."""
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            return self._on_tokens(event.tokens, batch)
+        attempt = self._attempts.get(event.request_id)
+        if attempt is None or attempt.epoch != event.attempt_epoch:
+            self._metrics.stale_frames.inc()
+        elif kind == "delta":
+            return self._on_delta(attempt, event.delta, batch)
+        elif kind == "started":
+            attempt.live.on_started(event.started, now)
+        elif kind == "finished":
+            self._on_finished(attempt, event.finished, batch)
+        elif kind == "error":
+            self._on_error(attempt, event.error)
+        return 0
+
+    def _on_tokens(self, tokens: generation_pb2.SessionTokens, batch: Batch) -> int:
+        # Lists at once: every look at a message's own costs more than the copy.
+        handles, seqs, token_ids = tokens.handles[:], tokens.seqs[:], tokens.token_ids[:]
+        if not len(handles) == len(seqs) == len(token_ids):
+            raise _broken("columns of different lengths")
+        attempts, add, taken = self._by_handle, self._detokenizer.add, 0
+        for handle, seq, token_id in zip(handles, seqs, token_ids, strict=True):  # once a token
+            attempt = attempts.get(handle)
+            if attempt is None:
                 self._metrics.stale_frames.inc()
                 continue
-            kind = event.WhichOneof("event")
-            if kind == "delta":
-                tokens += self._on_delta(attempt, event.delta, batch)
-            elif kind == "started":
-                attempt.live.on_started(event.started, now)
-            elif kind == "finished":
-                self._on_finished(attempt, event.finished, batch)
-            elif kind == "error":
-                self._on_error(attempt, event.error)
-        if tokens:
-            self._metrics.generation_tokens.inc(tokens)
-        if batch.pieces:
-            self._detokenizer.send(batch)
+            if seq != attempt.expected_seq and not self._may_follow(attempt, seq):
+                continue
+            attempt.expected_seq = seq + 1
+            live = attempt.live
+            sequence = live.sequences.get(0) or live.sequence(0)
+            if sequence.result is None:
+                sequence.token_ids.append(token_id)
+                add(batch, sequence, [token_id])
+                taken += 1
+        return taken
+
+    def _may_follow(self, attempt: Attempt, seq: int) -> bool:
+        """Whether a delta that is not the expected one is the first of its attempt."""
+        if attempt.expected_seq is None:
+            return True
+        if seq > attempt.expected_seq:
+            self._break_off(attempt, "frames are missing")
+        else:
+            self._metrics.stale_frames.inc()
+        return False
 
     def _on_delta(self, attempt: Attempt, delta: generation_pb2.TokenDelta, batch: Batch) -> int:
         live, seq = attempt.live, delta.seq
-        if attempt.expected_seq is None:
-            attempt.expected_seq = seq
-        if seq != attempt.expected_seq:
-            if seq > attempt.expected_seq:
-                self._break_off(attempt, "frames are missing")
-            else:
-                self._metrics.stale_frames.inc()
+        if seq != attempt.expected_seq and not self._may_follow(attempt, seq):
             return 0
         attempt.expected_seq = seq + 1
         index = delta.index
@@ -213,11 +253,11 @@ class BackendSession:
         if not live.all_sequences_ended:
             self._break_off(attempt, "finished before its sequences were")
             return
-        self._attempts.pop(attempt.wire_id, None)
+        self._forget(attempt)
         live.on_backend_finished(finished)
 
     def _on_error(self, attempt: Attempt, error: generation_pb2.RequestError) -> None:
-        self._attempts.pop(attempt.wire_id, None)
+        self._forget(attempt)
         status = status_pb2.Status(code=error.code, message=error.message)
         if error.status_details:
             try:
@@ -236,6 +276,11 @@ class BackendSession:
             attempt.live.fail(Aborted(why, reason="BACKEND_LOST"))
         else:
             attempt.live.fail(failure)
+
+    def _forget(self, attempt: Attempt) -> bool:
+        """What still comes of it is stale; False when it is forgotten already."""
+        self._by_handle.pop(attempt.handle, None)
+        return self._attempts.pop(attempt.wire_id, None) is not None
 
     def _break_off(self, attempt: Attempt, what: str) -> None:
         """The backend does not keep to the protocol: this attempt cannot be trusted any further."""

@@ -26,7 +26,7 @@ from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 from penstock.v1 import config_pb2 as penstock_dot_v1_dot_config__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/generation.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\"\x80\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattempt_epoch\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x30\n\x11resumed_token_ids\x18\x04 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12-\n\x06\x63onfig\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12%\n\x04stop\x18\x06 \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12)\n\x06output\x18\x07 \x01(\x0b\x32\x19.penstock.v1.OutputConfig\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x1d\n\x15tokenizer_fingerprint\x18\x0e \x01(\t\x12\r\n\x05model\x18\x0f \x01(\t\x12\x1c\n\x0ftimeout_seconds\x18\x10 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_seedB\x12\n\x10_timeout_seconds\"\x97\x02\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x34\n\x0fgeneration_mode\x18\x03 \x01(\x0e\x32\x1b.penstock.v1.GenerationMode\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x10\n\x08warnings\x18\x07 \x03(\t\x12\x36\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12\x18\n\x10healed_token_ids\x18\t \x03(\r\x12\x13\n\x0bhealed_text\x18\n \x01(\t\"\xc6\x01\n\nTokenDelta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12-\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SequenceResult\x12)\n\x07tensors\x18\x06 \x03(\x0b\x32\x18.penstock.v1.StepTensors\"\xbf\x01\n\x08\x46inished\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.penstock.v1.SequenceResult\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\x12*\n\x07timings\x18\x03 \x01(\x0b\x32\x19.penstock.v1.StageTimings\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\x15\n\x08last_seq\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_last_seq\"\x99\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.penstock.v1.TokenDeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"w\n\x0eSessionRequest\x12.\n\x06submit\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerateRequestH\x00\x12*\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x19.penstock.v1.SessionAbortH\x00\x42\t\n\x07\x63ommand\"9\n\x0cSessionAbort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattempt_epoch\x18\x02 \x01(\r\"J\n\x0fSessionResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.penstock.v1.SessionEvent\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xec\x01\n\x0cSessionEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattempt_epoch\x18\x02 \x01(\r\x12\'\n\x07started\x18\x03 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12(\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x17.penstock.v1.TokenDeltaH\x00\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x12*\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x19.penstock.v1.RequestErrorH\x00\x42\x07\n\x05\x65vent\"E\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0estatus_details\x18\x03 \x01(\x0c\"\x84\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.penstock.v1.ScoreItem\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x19\n\x0ctop_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"E\n\tScoreItem\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x1e\n\x16\x63ontinuation_token_ids\x18\x02 \x03(\r\"b\n\x0bScoreResult\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12\x11\n\tis_greedy\x18\x03 \x01(\x08\"]\n\rScoreResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ScoreResult\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"k\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\x11\n\tnormalize\x18\x03 \x01(\x08\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"0\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t2\xe8\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.penstock.v1.SessionRequest\x1a\x1c.penstock.v1.SessionResponse(\x01\x30\x01\x12>\n\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\x12>\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponseB_\n\x0eio.penstock.v1B\x0fGenerationProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/generation.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\"\x80\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattempt_epoch\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x30\n\x11resumed_token_ids\x18\x04 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12-\n\x06\x63onfig\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12%\n\x04stop\x18\x06 \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12)\n\x06output\x18\x07 \x01(\x0b\x32\x19.penstock.v1.OutputConfig\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x1d\n\x15tokenizer_fingerprint\x18\x0e \x01(\t\x12\r\n\x05model\x18\x0f \x01(\t\x12\x1c\n\x0ftimeout_seconds\x18\x10 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_seedB\x12\n\x10_timeout_seconds\"\x97\x02\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x34\n\x0fgeneration_mode\x18\x03 \x01(\x0e\x32\x1b.penstock.v1.GenerationMode\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x10\n\x08warnings\x18\x07 \x03(\t\x12\x36\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12\x18\n\x10healed_token_ids\x18\t \x03(\r\x12\x13\n\x0bhealed_text\x18\n \x01(\t\"\xc6\x01\n\nTokenDelta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12-\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SequenceResult\x12)\n\x07tensors\x18\x06 \x03(\x0b\x32\x18.penstock.v1.StepTensors\"\xbf\x01\n\x08\x46inished\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.penstock.v1.SequenceResult\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\x12*\n\x07timings\x18\x03 \x01(\x0b\x32\x19.penstock.v1.StageTimings\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\x15\n\x08last_seq\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_last_seq\"\x99\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.penstock.v1.TokenDeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x87\x01\n\x0eSessionRequest\x12.\n\x06submit\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerateRequestH\x00\x12*\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x19.penstock.v1.SessionAbortH\x00\x12\x0e\n\x06handle\x18\x03 \x01(\x04\x42\t\n\x07\x63ommand\"9\n\x0cSessionAbort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattempt_epoch\x18\x02 \x01(\r\"J\n\x0fSessionResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.penstock.v1.SessionEvent\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\x9a\x02\n\x0cSessionEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rattempt_epoch\x18\x02 \x01(\r\x12\'\n\x07started\x18\x03 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12(\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x17.penstock.v1.TokenDeltaH\x00\x12)\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x12*\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x19.penstock.v1.RequestErrorH\x00\x12,\n\x06tokens\x18\x07 \x01(\x0b\x32\x1a.penstock.v1.SessionTokensH\x00\x42\x07\n\x05\x65vent\"A\n\rSessionTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x0c\n\x04seqs\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"E\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0estatus_details\x18\x03 \x01(\x0c\"\x84\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.penstock.v1.ScoreItem\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x19\n\x0ctop_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"E\n\tScoreItem\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x1e\n\x16\x63ontinuation_token_ids\x18\x02 \x03(\r\"b\n\x0bScoreResult\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12\x11\n\tis_greedy\x18\x03 \x01(\x08\"]\n\rScoreResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ScoreResult\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"k\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x06inputs\x18\x02 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\x11\n\tnormalize\x18\x03 \x01(\x08\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"^\n\rEmbedResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"0\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"$\n\rAbortResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t2\xe8\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x12H\n\x07Session\x12\x1b.penstock.v1.SessionRequest\x1a\x1c.penstock.v1.SessionResponse(\x01\x30\x01\x12>\n\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\x12>\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\x12>\n\x05\x41\x62ort\x12\x19.penstock.v1.AbortRequest\x1a\x1a.penstock.v1.AbortResponseB_\n\x0eio.penstock.v1B\x0fGenerationProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,34 +44,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHED']._serialized_end=1287
   _globals['_GENERATERESPONSE']._serialized_start=1290
   _globals['_GENERATERESPONSE']._serialized_end=1443
-  _globals['_SESSIONREQUEST']._serialized_start=1445
-  _globals['_SESSIONREQUEST']._serialized_end=1564
-  _globals['_SESSIONABORT']._serialized_start=1566
-  _globals['_SESSIONABORT']._serialized_end=1623
-  _globals['_SESSIONRESPONSE']._serialized_start=1625
-  _globals['_SESSIONRESPONSE']._serialized_end=1699
-  _globals['_SESSIONEVENT']._serialized_start=1702
-  _globals['_SESSIONEVENT']._serialized_end=1938
-  _globals['_REQUESTERROR']._serialized_start=1940
-  _globals['_REQUESTERROR']._serialized_end=2009
-  _globals['_SCOREREQUEST']._serialized_start=2012
-  _globals['_SCOREREQUEST']._serialized_end=2144
-  _globals['_SCOREITEM']._serialized_start=2146
-  _globals['_SCOREITEM']._serialized_end=2215
-  _globals['_SCORERESULT']._serialized_start=2217
-  _globals['_SCORERESULT']._serialized_end=2315
-  _globals['_SCORERESPONSE']._serialized_start=2317
-  _globals['_SCORERESPONSE']._serialized_end=2410
-  _globals['_EMBEDREQUEST']._serialized_start=2412
-  _globals['_EMBEDREQUEST']._serialized_end=2519
-  _globals['_EMBEDDING']._serialized_start=2521
-  _globals['_EMBEDDING']._serialized_end=2548
-  _globals['_EMBEDRESPONSE']._serialized_start=2550
-  _globals['_EMBEDRESPONSE']._serialized_end=2644
-  _globals['_ABORTREQUEST']._serialized_start=2646
-  _globals['_ABORTREQUEST']._serialized_end=2694
-  _globals['_ABORTRESPONSE']._serialized_start=2696
-  _globals['_ABORTRESPONSE']._serialized_end=2732
-  _globals['_GENERATIONSERVICE']._serialized_start=2735
-  _globals['_GENERATIONSERVICE']._serialized_end=3095
+  _globals['_SESSIONREQUEST']._serialized_start=1446
+  _globals['_SESSIONREQUEST']._serialized_end=1581
+  _globals['_SESSIONABORT']._serialized_start=1583
+  _globals['_SESSIONABORT']._serialized_end=1640
+  _globals['_SESSIONRESPONSE']._serialized_start=1642
+  _globals['_SESSIONRESPONSE']._serialized_end=1716
+  _globals['_SESSIONEVENT']._serialized_start=1719
+  _globals['_SESSIONEVENT']._serialized_end=2001
+  _globals['_SESSIONTOKENS']._serialized_start=2003
+  _globals['_SESSIONTOKENS']._serialized_end=2068
+  _globals['_REQUESTERROR']._serialized_start=2070
+  _globals['_REQUESTERROR']._serialized_end=2139
+  _globals['_SCOREREQUEST']._serialized_start=2142
+  _globals['_SCOREREQUEST']._serialized_end=2274
+  _globals['_SCOREITEM']._serialized_start=2276
+  _globals['_SCOREITEM']._serialized_end=2345
+  _globals['_SCORERESULT']._serialized_start=2347
+  _globals['_SCORERESULT']._serialized_end=2445
+  _globals['_SCORERESPONSE']._serialized_start=2447
+  _globals['_SCORERESPONSE']._serialized_end=2540
+  _globals['_EMBEDREQUEST']._serialized_start=2542
+  _globals['_EMBEDREQUEST']._serialized_end=2649
+  _globals['_EMBEDDING']._serialized_start=2651
+  _globals['_EMBEDDING']._serialized_end=2678
+  _globals['_EMBEDRESPONSE']._serialized_start=2680
+  _globals['_EMBEDRESPONSE']._serialized_end=2774
+  _globals['_ABORTREQUEST']._serialized_start=2776
+  _globals['_ABORTREQUEST']._serialized_end=2824
+  _globals['_ABORTRESPONSE']._serialized_start=2826
+  _globals['_ABORTRESPONSE']._serialized_end=2862
+  _globals['_GENERATIONSERVICE']._serialized_start=2865
+  _globals['_GENERATIONSERVICE']._serialized_end=3225
 # @@protoc_insertion_point(module_scope)
