@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from penstock.common.token_bytes import TokenBytes
 from penstock.common.token_prefixes import TokenPrefixes
@@ -54,6 +54,8 @@ def test_added_text_is_what_lies_beyond_the_shorter_token() -> None:
     assert prefixes.added_text(0, 0) == ""
 
 
+@example({})
+@example({0: b"a\0", 1: b"a", 2: b"longer than eight", 3: b"longer than", 4: b"longer t", 5: b"longer t\0"})
 @given(st.dictionaries(st.integers(0, 60), st.binary(max_size=4) | st.text("abé🙂", max_size=3).map(str.encode)))
 def test_extensions_are_those_that_a_scan_of_the_table_finds(tokens: dict[int, bytes]) -> None:
     prefixes = TokenPrefixes(TokenBytes(tokens, special=[]))

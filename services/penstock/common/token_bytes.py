@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_TOKEN_ID = 1 << 24
@@ -86,6 +90,22 @@ class TokenBytes:
         for token_id, (first, end) in enumerate(pairwise(self._offsets)):
             if first < end and token_id not in self._special:
                 yield token_id, self._buffer[first:end]
+
+    def first_bytes(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+        """The first eight bytes of each of these tokens as a number, zeros after shorter ones: as numbers they are in
+        the order of the bytes."""
+        import numpy as np
+
+        buffer = np.frombuffer(self._buffer, dtype=np.uint8)
+        offsets = np.frombuffer(self._offsets, dtype=np.uint32)
+        place, end = offsets[ids], offsets[ids + 1]
+        numbers = np.zeros(len(ids), dtype=np.uint64)
+        for _ in range(8):
+            is_inside = place < end
+            numbers <<= np.uint64(8)
+            numbers[is_inside] |= buffer[place[is_inside]]
+            place += is_inside
+        return numbers
 
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
         """What is left of the token's `data` when it is the first of a text that is not skipped."""

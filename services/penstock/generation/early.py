@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import metadata, util
 from pathlib import Path
 
 from penstock.common.checkpoint import resolve_model
+from penstock.common.deferred import defer
 from penstock.common.environment import cache_folder, system_folder
 from penstock.common.errors import StartupError
 from penstock.generation.config import GenerationServiceConfig
@@ -20,12 +22,38 @@ _BESIDE_BYTES = 2**28
 # What reading the tokenizer takes for a moment. The weights' memory must not be whole before that is over, or the peak
 # of the process would be higher than without all this.
 UNTOUCHED_BYTES = 2**26
+# Parts of torch that nothing here uses, and that torch imports last or for its users only. Two of them register as they
+# are loaded: what operators give for tensors without data (FakeTensor, torch.compile, the device "meta"), and kernels
+# for GPUs. So this is for CPU only, and who comes to need that asks for an attribute of them before.
+UNUSED_OF_TORCH = (
+    "torch._meta_registrations",
+    "torch._native",
+    "torch.compiler",
+    "torch.distributions",
+    "torch.export",
+    "torch.fx.passes",
+    "torch.masked",
+    "torch.nn.intrinsic",
+    "torch.nn.qat",
+    "torch.nn.quantizable",
+    "torch.optim",
+    "torch.profiler",
+    "torch.quantization",
+    "torch.sparse",
+    "torch.testing",
+    "torch.utils.data",
+    "torchgen.model",
+)
 
 
 def begin(config: GenerationServiceConfig) -> Arena | None:
     """Memory for the weights of `config.model`, being taken from now on: no more than they will need. None where it
     would not be used, as for packed weights, which are read ahead instead, or where it is unsure that it fits. Never
-    raises: the loader says what is wrong with a model."""
+    raises: the loader says what is wrong with a model.
+
+    Imports of torch after it leave out UNUSED_OF_TORCH where they may."""
+    if config.defer_imports and _is_for_cpu(config.device):
+        defer(UNUSED_OF_TORCH)
     if not config.prefault_weights or config.device not in ("auto", "cpu") or not _may_have_kernels(config.kernels):
         return None
     try:
@@ -39,6 +67,15 @@ def begin(config: GenerationServiceConfig) -> Arena | None:
     num_bytes = least_weight_bytes(folder, config.dtype, config.quantization)
     _, available = host_memory()
     return open_arena(num_bytes, UNTOUCHED_BYTES) if num_bytes + _BESIDE_BYTES <= available else None
+
+
+def _is_for_cpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cpu"
+    try:
+        return metadata.version("torch").endswith("+cpu") and util.find_spec("torch_npu") is None
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _may_have_kernels(wanted: str) -> bool:

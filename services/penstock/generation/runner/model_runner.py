@@ -114,7 +114,7 @@ class ModelRunner:
         """Most tokens of one prompt that pool and model have room for, and one more."""
         return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
 
-    def warm_up(self, *, num_sequences: int = 4, num_tokens: int = 32) -> None:
+    def warm_up(self, *, num_sequences: int = 2, num_tokens: int = 64) -> None:
         """Run prompts through the first layers and a decode step through all, so that the first request finds memory,
         threads and kernels ready.
 
