@@ -82,11 +82,13 @@ class CausalLM:
         positions_T: Tensor,
         metadata: AttentionMetadata,
         kv: KVCachePool,
+        rows_R: Tensor | None = None,
         *,
         capture: Capture | None = None,
         attention: Attention | None = None,
     ) -> Tensor:
-        """hidden_TI of every row after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.
+        """hidden_RI of `rows_R` (ascending; None: of every row, T) after the final norm, in the model's dtype; writes
+        all T rows' keys and values to `kv`.
 
         `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
         outside the vocabulary are the caller's error (IndexError on CPU). `capture` is filled; `attention` replaces the
@@ -94,31 +96,34 @@ class CausalLM:
         """
         hidden = self.embed(input_ids_T)
         if self._fused is not None and capture is None and attention in (None, self.attention):
-            return self._fused(hidden, positions_T, metadata, kv, draws=False)[0]
+            return self._fused(hidden, positions_T, metadata, kv, rows_R, draws=False)[0]
         step = self.step(positions_T, metadata, kv, attention)
         pending: Tensor | None = None
-        if capture is None:
-            for layer in self.layers:
-                pending = layer(hidden, pending, step)
-            return self._norm.add(hidden, pending)
         for number, layer in enumerate(self.layers):
-            capture.take(number, hidden if pending is None else hidden + pending)
+            if capture is not None:
+                capture.take(number, hidden if pending is None else hidden + pending)
             pending = layer(hidden, pending, step)
         hidden = self._norm.add(hidden, pending)
-        capture.take(len(self.layers), hidden)
-        return hidden
+        if capture is not None:
+            capture.take(len(self.layers), hidden)
+        return hidden if rows_R is None else hidden[rows_R]
 
     @torch.inference_mode()
     def forward_and_draw(
-        self, input_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and each row's id of the highest logit (T): the first of equals, -1 where none is finite.
+        """As `forward`, and each one's id of the highest logit (R): the first of equals, -1 where none is finite.
 
         The logits are never in memory, and nothing comes between layers and head. Only where `can_draw`.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
-        return self._fused(self.embed(input_ids_T), positions_T, metadata, kv, draws=True)
+        return self._fused(self.embed(input_ids_T), positions_T, metadata, kv, rows_R, draws=True)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor) -> Tensor:

@@ -42,10 +42,20 @@ class FusedLayers:
         self._rotary = rotary
 
     def __call__(
-        self, hidden_TI: Tensor, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, *, draws: bool
+        self,
+        hidden_TI: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None,
+        *,
+        draws: bool,
     ) -> tuple[Tensor, Tensor]:
-        """hidden_TI after the final norm; overwrites the embeddings that it is given. `draws`:
-        also each row's id of the highest logit (T), the first of equals, -1 where that is not finite; else empty."""
+        """hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrites the embeddings it is given.
+
+        `draws`: also each one's id of the highest logit (R), the first of equals, -1 where that is not finite; else
+        empty. A row that is not wanted ends with its keys and values in the last layer.
+        """
         cos, sin = self._rotary.tables(metadata.max_context_len)
         result: tuple[Tensor, Tensor] = self._forward(
             hidden_TI,
@@ -56,6 +66,7 @@ class FusedLayers:
             metadata.block_tables,
             metadata.query_start,
             metadata.context_lens,
+            rows_R,
             draws,
             *kv.tensors,
         )

@@ -63,7 +63,7 @@ class DrawRows:
                 found._add(first + offset, (probe,))
             if entry.sample:
                 found._add(end - 1, entry.sample)
-            if entry.sequence.first_logprob_row is not None:
+            if entry.sequence.first_logprob_row is not None and entry.start < entry.sequence.num_prompt_tokens:
                 found.scored.append((entry, first))
             if entry.sequence.draw.kind is DrawKind.EMBEDDING:
                 found.pooled.append((entry, first))
@@ -74,7 +74,17 @@ class DrawRows:
     @property
     def row_of_drawer(self) -> list[int]:
         """(N): each drawer's row."""
-        return [row for row, count in zip(self.rows, self.repeats, strict=True) for _ in range(count)]
+        return self.for_drawers(self.rows)
+
+    def for_drawers(self, values: list[int]) -> list[int]:
+        """(N): what each drawer's row has, of a value for each of `rows`."""
+        if len(self.rows) == len(self.sequences):
+            return values
+        return [value for value, count in zip(values, self.repeats, strict=True) for _ in range(count)]
+
+    def wants_all_of(self, num_rows: int) -> bool:
+        """Whether all rows of the step are wanted, and not those in `rows` alone."""
+        return len(self.rows) == num_rows or bool(self.scored or self.pooled or self.remembered)
 
     def _add(self, row: int, drawers: tuple[Sequence, ...]) -> None:
         if drawers[0].draw.kind in _WITHOUT_LOGITS:

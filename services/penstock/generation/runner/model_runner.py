@@ -86,23 +86,28 @@ class ModelRunner:
         tensors = self._start_tensors(draws, inputs.row_starts) if draws.tensors else None
         masks = self._start_masks(draws)
         drawn = None
-        if exits is None and tensors is None and masks is None and self._wants_only_highest(draws, inputs):
-            hidden_TI, drawn = self._forward_and_draw(draws, inputs)
+        num_rows = inputs.row_starts[-1]
+        # hidden_RI: of the rows that are drawn from, where no other is wanted.
+        rows_R = None if draws.wants_all_of(num_rows) else self._index(draws.rows)
+        num_results = num_rows if rows_R is None else len(draws.rows)
+        if exits is None and tensors is None and masks is None and self._wants_only_highest(draws, num_results):
+            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R)
         else:
-            hidden_TI = self._model.forward(
+            hidden_RI = self._model.forward(
                 inputs.input_ids_T,
                 inputs.positions_T,
                 inputs.metadata,
                 self._kv,
+                rows_R,
                 capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
                 attention=None if tensors is None else tensors.attention,
             )
-        sampled, failed, exhausted = drawn or self._sample(draws, hidden_TI, exits, tensors, masks)
+        sampled, failed, exhausted = drawn or self._sample(draws, hidden_RI, exits, tensors, masks)
         if draws.remembered:
-            self._compare(draws, hidden_TI, sampled)
+            self._compare(draws, hidden_RI, sampled)
         if draws.pooled:
-            sampled.update(self._pool(draws, hidden_TI))
-        return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_TI), failed, exhausted)
+            sampled.update(self._pool(draws, hidden_RI))
+        return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_RI), failed, exhausted)
 
     def release(self, seq_ids: Seq[int]) -> None:
         """See engine.step.Runner."""
@@ -164,25 +169,30 @@ class ModelRunner:
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._kv.block_size)
 
-    def _wants_only_highest(self, draws: DrawRows, inputs: ModelInputs) -> bool:
-        """Whether every row is drawn from once, greedily: a decode step of plain requests."""
+    def _wants_only_highest(self, draws: DrawRows, num_results: int) -> bool:
+        """Whether all rows that are computed to the end, `num_results`, are drawn from, greedily, and nothing else is
+        wanted of their logits: steps of plain requests."""
         return (
             self._model.can_draw
-            and len(draws.rows) == len(draws.sequences) == inputs.row_starts[-1]
+            and 0 < len(draws.rows) == num_results
             and not draws.guided
             and self._sampler.wants_only_highest(draws.sequences)
         )
 
-    def _forward_and_draw(self, draws: DrawRows, inputs: ModelInputs) -> tuple[torch.Tensor, _Drawn | None]:
+    def _forward_and_draw(
+        self, draws: DrawRows, inputs: ModelInputs, rows_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor, _Drawn | None]:
         """No draws where some row has no token."""
-        hidden_TI, ids_T = self._model.forward_and_draw(
-            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv
+        hidden_RI, ids_R = self._model.forward_and_draw(
+            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R
         )
-        ids = ids_T.tolist()
+        ids = ids_R.tolist()
         if -1 in ids:
-            return hidden_TI, None
-        sampled = {sequence.seq_id: SampledToken(id) for sequence, id in zip(draws.sequences, ids, strict=True)}
-        return hidden_TI, (sampled, _NOBODY, _NOBODY)
+            return hidden_RI, None
+        sampled = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}
+        each = zip(draws.sequences, draws.for_drawers(ids), strict=True)
+        sampled.update((sequence.seq_id, SampledToken(id)) for sequence, id in each)
+        return hidden_RI, (sampled, _NOBODY, _NOBODY)
 
     def _start_masks(self, draws: DrawRows) -> PendingMasks | None:
         """Masks are computed while the device computes the forward pass."""
@@ -198,17 +208,18 @@ class ModelRunner:
     def _sample(
         self,
         draws: DrawRows,
-        hidden_TI: torch.Tensor,
+        hidden_RI: torch.Tensor,
         exits: EarlyExits | None,
         tensors: StepTensorTaker | None,
         pending: PendingMasks | None,
     ) -> _Drawn:
         """What every drawer but the guides gets, and who gets nothing, as in RunnerOutput; siblings draw from copies of
-        one row."""
+        one row. `hidden_RI`: of all rows, or of those in `draws` alone."""
         results = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}
         if not draws.rows:
             return results, _NOBODY, _NOBODY
-        hidden_RI = hidden_TI if len(draws.rows) == hidden_TI.shape[0] else hidden_TI[self._index(draws.rows)]
+        if len(draws.rows) < hidden_RI.shape[0]:
+            hidden_RI = hidden_RI[self._index(draws.rows)]
         logits_NV = self._logits(hidden_RI, draws, exits, tensors)
         masks = None if pending is None else pending.take()
         if tensors is not None:

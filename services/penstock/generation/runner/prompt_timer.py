@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.models.decoder import CausalLM
 
-# Enough that one layer's weights do not stay in the cache for its next turn.
-_LAYERS = 2
+# The last, which does only a part of its work for rows that nobody draws from, and before it enough that one layer's
+# weights do not stay in the cache for its next turn.
+_LAYERS = 3
 
 
 class PromptTimer:
@@ -25,8 +26,10 @@ class PromptTimer:
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         small = KVCachePool(layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim, kv.dtype, kv.device)
         self._device = device
-        self._share = len(model.layers) / layers
+        # Of all layers but the last, for each that is timed.
+        self._share = (len(model.layers) - 1) / max(1, layers - 1)
         self._none = ModelRunner(model.shallow(0), small, kernels=device.sampling_kernels())
+        self._last = ModelRunner(model.shallow(1), small.shallow(1), kernels=device.sampling_kernels())
         self._some = ModelRunner(model.shallow(layers), small, kernels=device.sampling_kernels())
         self.longest_prompt = self._some.longest_prompt
         # The first token: one row, however long the prompt is. Of a vocabulary's size, so once is enough.
@@ -37,7 +40,7 @@ class PromptTimer:
         began = time.perf_counter()
         if self._drawing is None:
             self._drawing = min(self._time(self._none, 1, draws=True) for _ in range(2))
-        rest = self._time(self._none, num_tokens, draws=False)
+        rest = self._time(self._last, num_tokens, draws=False)
         layers = max(self._time(self._some, num_tokens, draws=False) - rest, 0.0)
         return self._drawing + rest + layers * self._share, time.perf_counter() - began
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -36,6 +37,18 @@ inline std::vector<AttentionTask> attention_tasks(const AttentionArgs& args, int
   }
   std::stable_sort(tasks.begin(), tasks.end(), [](const auto& x, const auto& y) { return x.cost > y.cost; });
   return tasks;
+}
+
+// Those with one of these `count` rows of the step, which ascend.
+inline std::vector<AttentionTask> tasks_of(const AttentionArgs& args, const std::vector<AttentionTask>& tasks, const int64_t* rows, int64_t count) {
+  const int64_t group = args.num_heads / args.num_kv_heads;
+  std::vector<AttentionTask> found;
+  std::copy_if(tasks.begin(), tasks.end(), std::back_inserter(found), [&](const AttentionTask& task) {
+    const int64_t start = args.query_start[task.seq], first = start + task.first / group, last = start + (task.first + task.count - 1) / group;
+    const int64_t* row = std::lower_bound(rows, rows + count, first);
+    return row < rows + count && *row <= last;
+  });
+  return found;
 }
 
 // Whether no sequence reads what another one writes in this step, and a task is all rows of its heads: then a task may write

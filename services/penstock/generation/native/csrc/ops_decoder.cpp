@@ -63,10 +63,10 @@ struct Buffers {
 
 // Rows of a linear layer's inputs.
 struct Inputs {
-  const void* rows;
+  void* rows;
   int64_t stride;  // in elements
 };
-Inputs inputs_of(const at::Tensor& x) { return {x.const_data_ptr(), x.stride(0)}; }
+Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
 
 struct Step {
   Team team;
@@ -76,7 +76,12 @@ struct Step {
   Buffers buffers;
   at::Tensor hidden, out;
   int64_t rows;
+  // Of `rows`, those that somebody wants: the others end with the last layer's keys and values. Ascending; null: all.
+  const int64_t* wanted;
+  int64_t num_wanted;
   std::vector<AttentionTask> tasks;
+  // In the last layer: those of rows that are wanted.
+  std::vector<AttentionTask> last_tasks;
   bool writes_alone;
   // Of every thread, row and column of a panel, as LinearArgs has them; empty where nobody asks.
   at::Tensor highest, highest_panel;
@@ -84,7 +89,7 @@ struct Step {
 
 // Where a thread is: all go through the same stages.
 struct Walk {
-  int64_t thread;
+  int64_t thread, rows;
   int64_t stage = 0, shared = 0;
   Ahead ahead;
 };
@@ -133,11 +138,13 @@ struct Decoder : torch::CustomClassHolder {
 
   // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up by `positions`. With `draws`
   // also each row's id of the highest logit, the first of equals, -1 where that is none or infinite; else an empty tensor.
+  // `wanted` (R), ascending: results of these rows only, R instead of T.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions, at::Tensor slots,
-                                             at::Tensor tables, at::Tensor query_start, at::Tensor context_lens, bool draws,
-                                             at::Tensor pool, std::optional<at::Tensor> scales) const;
+                                             at::Tensor tables, at::Tensor query_start, at::Tensor context_lens, std::optional<at::Tensor> wanted,
+                                             bool draws, at::Tensor pool, std::optional<at::Tensor> scales) const;
 
  private:
+  void pick(Step& step, Walk& walk) const;
   void finish(Step& step, Walk& walk) const;
   static at::Tensor highest_ids(const Step& step, int64_t threads);
   void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const;
@@ -147,16 +154,16 @@ struct Decoder : torch::CustomClassHolder {
 
   template <typename F>
   void over_rows(Step& step, Walk& walk, int64_t width, F work) const {
-    const int64_t each = grain(width), parts = (step.rows + each - 1) / each;
+    const int64_t each = grain(width), parts = (walk.rows + each - 1) / each;
     auto& next = step.counters[walk.stage++];
-    for (int64_t part; (part = next.fetch_add(1)) < parts;) work(part * each, std::min(step.rows, (part + 1) * each));
+    for (int64_t part; (part = next.fetch_add(1)) < parts;) work(part * each, std::min(walk.rows, (part + 1) * each));
     step.team.wait(walk.ahead);
   }
 
   // What every thread does for itself, while the memory fetches the weight that comes next.
   template <typename F>
-  static void by_row(const Step& step, Walk& walk, F work) {
-    for (int64_t row = 0; row < step.rows; ++row) {
+  static void by_row(Walk& walk, F work) {
+    for (int64_t row = 0; row < walk.rows; ++row) {
       walk.ahead.fetch(LINES_A_ROW);
       work(row);
     }
@@ -170,7 +177,7 @@ struct Decoder : torch::CustomClassHolder {
     const int64_t groups = layer.format == Format::INT4 ? padded / GROUP : 1, own = small ? walk.thread * step.rows : 0;
     const QuantizeArgs to{from.rows, layer.inputs, from.stride, bf16, layer.format == Format::INT4, (int8_t*)b.bytes.data_ptr() + own * stride, padded, stride,
                           b.scales.data_ptr<float>() + own * groups, b.sums.data_ptr<int32_t>() + own * groups};
-    if (small) by_row(step, walk, [&](int64_t row) { KERNEL(quantize)(to, row, row + 1); });
+    if (small) by_row(walk, [&](int64_t row) { KERNEL(quantize)(to, row, row + 1); });
     else over_rows(step, walk, layer.inputs, [&](int64_t first, int64_t last) { KERNEL(quantize)(to, first, last); });
     args.x = to.out, args.x_stride = stride / 4, args.row_scale = to.scale, args.row_sum = to.sum;
   }
@@ -182,13 +189,13 @@ struct Decoder : torch::CustomClassHolder {
                     data<float>(layer.bias), nullptr, data<float>(layer.scale), data<int32_t>(layer.sum),
                     nullptr, out.data_ptr(), layer.width, out.stride(0), bf16, layer.gated};
     multiply(step, walk, layer, x, args);
-    walk.ahead = then == nullptr ? Ahead{} : beginning(*then, step.rows, walk.thread, step.team.threads(), ahead);
+    walk.ahead = then == nullptr ? Ahead{} : beginning(*then, walk.rows, walk.thread, step.team.threads(), ahead);
   }
 
   void multiply(Step& step, Walk& walk, const Linear& layer, Inputs x, LinearArgs& args) const {
     if (layer.format >= Format::INT8) quantise(step, walk, layer, x, is_bf16(step.hidden), args);
     const int64_t threads = step.team.threads();
-    multiply_share(args, LinearShare(args, step.rows, layer.panels, threads), &step.progress[walk.shared++ * threads], walk.thread);
+    multiply_share(args, LinearShare(args, walk.rows, layer.panels, threads), &step.progress[walk.shared++ * threads], walk.thread);
   }
 
   // Of a thread's share, `bytes` at most.
@@ -200,16 +207,20 @@ struct Decoder : torch::CustomClassHolder {
     return {share.beginning(args, thread), std::min(bytes, share.bytes_of(args, thread))};
   }
 
+  void* residual_of(const Step& step, const Walk& walk) const {
+    const bool is_own = walk.thread > 0 && is_small(step.rows, hidden);
+    return is_own ? (char*)step.buffers.residual.data_ptr() + (walk.thread - 1) * step.hidden.nbytes() : step.hidden.data_ptr();
+  }
+
   // The norm of `hidden` and what was added; where rows are few, of a copy that is the thread's own.
   Inputs norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
     Buffers& b = step.buffers;
     const bool small = is_small(step.rows, hidden);
     const int64_t own = small ? walk.thread : 0, stride = b.normed.stride(0);
-    void* residual = own > 0 ? (char*)b.residual.data_ptr() + (own - 1) * step.hidden.nbytes() : step.hidden.data_ptr();
-    const NormArgs args{residual, has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
+    const NormArgs args{residual_of(step, walk), has_added ? b.added.const_data_ptr() : nullptr, weight.const_data_ptr(),
                         (char*)b.normed.data_ptr() + own * step.rows * stride * b.normed.itemsize(), hidden, stride, float(eps),
                         is_bf16(step.hidden)};
-    if (small) by_row(step, walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });
+    if (small) by_row(walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });
     else over_rows(step, walk, hidden, [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
     return {args.out, stride};
   }
@@ -217,9 +228,9 @@ struct Decoder : torch::CustomClassHolder {
 
 std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions,
                                                     at::Tensor slots, at::Tensor tables, at::Tensor query_start,
-                                                    at::Tensor context_lens, bool draws, at::Tensor pool,
-                                                    std::optional<at::Tensor> scales) const {
-  const int64_t T = hidden_rows.size(0), S = context_lens.size(0);
+                                                    at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws,
+                                                    at::Tensor pool, std::optional<at::Tensor> scales) const {
+  const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
   TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
   // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales of int8.
   TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) && pool.size(4) == num_kv_heads && pool.size(5) == head_dim);
@@ -230,14 +241,17 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::
   const int64_t* position = positions.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < T; ++row) TORCH_CHECK(position[row] >= 0 && position[row] < cos.size(0), "no such position");
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
+  const int64_t* rows = wanted ? wanted->const_data_ptr<int64_t>() : nullptr;
+  TORCH_CHECK(!wanted || wanted->is_contiguous());
+  for (int64_t i = 0; i < R && wanted; ++i) TORCH_CHECK(rows[i] >= (i == 0 ? 0 : rows[i - 1] + 1) && rows[i] < T, "rows must ascend");
   const bool bf16 = is_bf16(hidden_rows);
   TORCH_CHECK(is_bf16(cos) == bf16);
   const int64_t most_threads = at::get_num_threads();
   Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
             std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads), buffers(T, most_threads, hidden_rows.options()),
-            hidden_rows, at::empty_like(hidden_rows), T, {}, false,
-            at::empty({draws ? most_threads : 0, T, PANEL}, hidden_rows.options().dtype(at::kFloat)),
-            at::empty({draws ? most_threads : 0, T, PANEL}, hidden_rows.options().dtype(at::kInt))};
+            hidden_rows, at::empty({R, hidden}, hidden_rows.options()), T, rows, R, {}, {}, false,
+            at::empty({draws ? most_threads : 0, R, PANEL}, hidden_rows.options().dtype(at::kFloat)),
+            at::empty({draws ? most_threads : 0, R, PANEL}, hidden_rows.options().dtype(at::kInt))};
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -256,32 +270,49 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::
                     slots.const_data_ptr<int64_t>(), int(num_heads), int(num_kv_heads), int(head_dim), float(eps), bf16});
   }
   step.tasks = attention_tasks(attention[0], S, most_threads);
+  if (wanted) step.last_tasks = tasks_of(attention[0], step.tasks, rows, R);
   step.writes_alone = can_write_alone(attention[0], step.tasks, slots.const_data_ptr<int64_t>(), S, pool.size(2));
 #pragma omp parallel num_threads(most_threads)
   {
 #pragma omp single
     step.team.gather(omp_get_num_threads());
-    Walk walk{omp_get_thread_num()};
-    if (walk.thread > 0 && is_small(T, hidden))
-      std::memcpy((char*)b.residual.data_ptr() + (walk.thread - 1) * hidden_rows.nbytes(), hidden_rows.const_data_ptr(), hidden_rows.nbytes());
+    Walk walk{omp_get_thread_num(), T};
+    if (void* own = residual_of(step, walk); own != hidden_rows.data_ptr()) std::memcpy(own, hidden_rows.const_data_ptr(), hidden_rows.nbytes());
     for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
-    finish(step, walk);
+    if (R > 0) finish(step, walk);
   }
   return {step.out, draws ? highest_ids(step, step.team.threads()) : at::empty({0}, positions.options())};
+}
+
+// What is left of the last layer is for the rows that are wanted: what attention gave them and their residuals come to the
+// front, each thread's share of the columns. After it all threads have to meet.
+void Decoder::pick(Step& step, Walk& walk) const {
+  const auto move = [&](void* rows, int64_t stride, int64_t first, int64_t last) {
+    for (int64_t i = 0; i < step.num_wanted; ++i)
+      if (step.wanted[i] != i) std::memcpy((char*)rows + i * stride + first, (char*)rows + step.wanted[i] * stride + first, last - first);
+  };
+  const int64_t threads = step.team.threads(), size = step.out.itemsize();
+  const auto share = [&](int64_t width, int64_t thread) { return width * thread / threads * size; };
+  const Inputs attended = inputs_of(step.buffers.attended);
+  const int64_t heads = num_heads * head_dim;
+  move(attended.rows, attended.stride * size, share(heads, walk.thread), share(heads, walk.thread + 1));
+  if (is_small(step.rows, hidden)) move(residual_of(step, walk), hidden * size, 0, hidden * size);
+  else move(residual_of(step, walk), hidden * size, share(hidden, walk.thread), share(hidden, walk.thread + 1));
+  walk.rows = step.num_wanted;
 }
 
 // The final norm, and the head where tokens are drawn.
 void Decoder::finish(Step& step, Walk& walk) const {
   const Inputs normed = norm(step, walk, final_norm, true);
-  const int64_t size = step.out.itemsize(), last = step.rows * (walk.thread + 1) / step.team.threads();
-  for (int64_t row = step.rows * walk.thread / step.team.threads(); row < last; ++row)
+  const int64_t size = step.out.itemsize(), last = walk.rows * (walk.thread + 1) / step.team.threads();
+  for (int64_t row = walk.rows * walk.thread / step.team.threads(); row < last; ++row)
     std::memcpy((char*)step.out.data_ptr() + row * hidden * size, (const char*)normed.rows + row * normed.stride * size, hidden * size);
   if (step.highest.numel() == 0) return;
-  const int64_t own = walk.thread * step.rows * PANEL;
+  const int64_t own = walk.thread * walk.rows * PANEL;
   float* highest = step.highest.data_ptr<float>() + own;
   int32_t* panel = step.highest_panel.data_ptr<int32_t>() + own;
-  std::fill_n(highest, step.rows * PANEL, -INFINITY);
-  std::fill_n(panel, step.rows * PANEL, INT32_MAX);
+  std::fill_n(highest, walk.rows * PANEL, -INFINITY);
+  std::fill_n(panel, walk.rows * PANEL, INT32_MAX);
   LinearArgs args{head.format, normed.rows, normed.stride / granule_inputs(head.format), (const char*)head.weight.const_data_ptr(), head.granules,
                   data<float>(head.bias), nullptr, data<float>(head.scale), data<int32_t>(head.sum),
                   nullptr, nullptr, head.width, 0, false, false, highest, panel};
@@ -290,15 +321,15 @@ void Decoder::finish(Step& step, Walk& walk) const {
 
 // What the threads found, put together.
 at::Tensor Decoder::highest_ids(const Step& step, int64_t threads) {
-  at::Tensor ids = at::empty({step.rows}, step.hidden.options().dtype(at::kLong));
+  at::Tensor ids = at::empty({step.num_wanted}, step.hidden.options().dtype(at::kLong));
   const float* found = step.highest.const_data_ptr<float>();
   const int32_t* panel = step.highest_panel.const_data_ptr<int32_t>();
-  for (int64_t row = 0; row < step.rows; ++row) {
+  for (int64_t row = 0; row < step.num_wanted; ++row) {
     float best = -INFINITY;
     int64_t id = -1;
     for (int64_t thread = 0; thread < threads && !std::isnan(best); ++thread)
       for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t at = (thread * step.rows + row) * PANEL + column, here = int64_t(panel[at]) * PANEL + column;
+        const int64_t at = (thread * step.num_wanted + row) * PANEL + column, here = int64_t(panel[at]) * PANEL + column;
         if (found[at] > best || (found[at] == best && here < id) || std::isnan(found[at])) best = found[at], id = here;
       }
     ids.data_ptr<int64_t>()[row] = std::isfinite(best) ? id : -1;
@@ -309,14 +340,21 @@ at::Tensor Decoder::highest_ids(const Step& step, int64_t threads) {
 void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const {
   const Layer& layer = layers[i];
   Buffers& b = step.buffers;
+  const bool picks = step.wanted != nullptr && i + 1 == layers.size(), writes_alone = step.writes_alone && !picks;
+  const std::vector<AttentionTask>& tasks = picks ? step.last_tasks : step.tasks;
   linear(step, walk, layer.qkv, norm(step, walk, layer.input_norm, i > 0), b.qkv, &layer.output, AHEAD_OF_ATTENTION);
   const int64_t threads = step.team.threads();
-  if (walk.thread < int64_t(step.tasks.size())) KERNEL(prepare)(attention, step.tasks[walk.thread]);
+  if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
   step.team.wait(walk.ahead);
-  if (!step.writes_alone)
+  if (!writes_alone)
     over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) { KERNEL(rope)(rope, first, last, 0, int(num_kv_heads)); });
-  attend_share(attention, step.writes_alone ? &rope : nullptr, step.tasks, &step.progress[walk.shared++ * threads], walk.ahead, walk.thread, threads);
+  attend_share(attention, writes_alone ? &rope : nullptr, tasks, &step.progress[walk.shared++ * threads], walk.ahead, walk.thread, threads);
   step.team.wait(walk.ahead);
+  if (picks) {
+    pick(step, walk);
+    if (walk.rows == 0) return;
+    step.team.wait(walk.ahead);
+  }
   linear(step, walk, layer.output, inputs_of(b.attended), b.added, &layer.gated);
   step.team.wait(walk.ahead);
   linear(step, walk, layer.gated, norm(step, walk, layer.post_norm, true), b.inner, &layer.down);
