@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from factories.token_rows import in_rows
 from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -85,8 +86,8 @@ def position(token_id: int) -> common_pb2.PositionLogprobs:
     return common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=-1.5))
 
 
-def messages_of(answers: list[list[int]], widths: list[int]) -> list[SessionResponse]:
-    """Steps that give each sequence its next ids, with log-probabilities, until all have ended."""
+def messages_of(answers: list[list[int]], widths: list[int], *, has_logprobs: bool) -> list[SessionResponse]:
+    """Steps that give each sequence its next ids until all have ended; in rows, where that is all there is to say."""
     head = {"request_id": "r", "attempt_epoch": 0}
     out = [SessionResponse(events=[SessionEvent(**head, started=generation_pb2.Started(request_id="r"))])]
     at, seq = [0] * len(answers), 0
@@ -98,13 +99,15 @@ def messages_of(answers: list[list[int]], widths: list[int]) -> list[SessionResp
                 continue
             some = ids[at[index] : at[index] + widths[seq % len(widths)]]
             at[index] += len(some)
-            delta = generation_pb2.TokenDelta(seq=seq, index=index, token_ids=some, logprobs=map(position, some))
+            delta = generation_pb2.TokenDelta(seq=seq, index=index, token_ids=some)
+            if has_logprobs:
+                delta.logprobs.extend(map(position, some))
             if at[index] == len(ids):
                 delta.finished.index, delta.finished.token_count = index, len(ids)
                 results.append(delta.finished)
             step.events.add(**head, delta=delta)
             seq += 1
-        out.append(step)
+        out.append(in_rows(step, {("r", 0): 1}))
     out.append(SessionResponse(events=[SessionEvent(**head, finished=generation_pb2.Finished(sequences=results))]))
     return out
 
@@ -122,7 +125,8 @@ async def answer_of(
     decoding = DecodeSession(FACTORY, DecodeLimits(), serves=lambda model: model == "", id_limit=DEMO.bundle.id_limit)
     live = LiveRequest(spec, Timings(0.0), detokenizer, metrics, 1 << 30)
     session = BackendSession(backend, "backend", detokenizer, metrics, lambda: None)
-    session.submit(live, generation_pb2.GenerateRequest(request_id="r"))
+    submit = generation_pb2.GenerateRequest(request_id="r")
+    session.submit(live, generation_pb2.SessionRequest(submit=submit))
 
     async def fill(_: Any, __: Any) -> None:
         pass
@@ -204,7 +208,11 @@ def test_an_answer_does_not_depend_on_what_is_merged(
         wants_logprobs=wants[1],
     )
     run = answer_of(
-        messages_of(answers, widths), plan, DirectReader(room) if room else Reader(), spec, by_table=by_table
+        messages_of(answers, widths, has_logprobs=wants[1]),
+        plan,
+        DirectReader(room) if room else Reader(),
+        spec,
+        by_table=by_table,
     )
     started, *between, finished = asyncio.run(run)
     assert started.HasField("started")

@@ -22,7 +22,7 @@ async def test_an_error_whose_status_is_broken_costs_its_request_that_backend_an
         request = generation_pb2.GenerateRequest(request_id=name)
         spec = RequestSpec(name, request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
         lives.append(LiveRequest(spec, Timings(asyncio.get_running_loop().time()), detokenizer, metrics, 1 << 20))
-        session.submit(lives[-1], request)
+        session.submit(lives[-1], generation_pb2.SessionRequest(submit=request))
     error = generation_pb2.RequestError(code=13, message="no", status_details=b"\xff")
     event = generation_pb2.SessionEvent(request_id="a", error=error)
     session._take(generation_pb2.SessionResponse(events=[event]))

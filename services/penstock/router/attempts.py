@@ -131,7 +131,8 @@ class Attempts:
         return None
 
     def _submit(self, live: LiveRequest, backend: Backend) -> None:
-        request = generation_pb2.GenerateRequest()
+        command = generation_pb2.SessionRequest()
+        request = command.submit
         request.CopyFrom(live.spec.template)
         epoch = live.attempts
         # Unique for each try: a backend that comes back may not have forgotten the last one yet.
@@ -142,7 +143,7 @@ class Attempts:
         if live.has_tokens:
             _resume(request, live)
         live.attempts += 1
-        backend.submit(live, request)
+        backend.submit(live, command)
 
     def nowhere(self, model: str) -> PenstockError:
         """Why a request cannot be placed."""

@@ -152,13 +152,13 @@ class Backend:
         """Leading blocks it probably has cached."""
         return self._prefixes.match(hashes)
 
-    def submit(self, live: LiveRequest, request: generation_pb2.GenerateRequest) -> None:
+    def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
         if self._session is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
         self._prefixes.add(live.spec.prefix_hashes)
-        self._metrics.backend_requests.labels(self.where.target).inc()
-        self._session.submit(live, request)
+        self._metrics.backend_requests(self.where.target).inc()
+        self._session.submit(live, command)
 
     async def call(
         self,
@@ -173,7 +173,7 @@ class Backend:
         if self._stub is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
         self._prefixes.add(hashes)
-        self._metrics.backend_requests.labels(self.where.target).inc()
+        self._metrics.backend_requests(self.where.target).inc()
         self._calls += 1
         try:
             return await call(self._stub, None if deadline is None else deadline - time.monotonic())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from penstock.router.tool_calls import OPEN_TAG, CallResult, ToolCallPiece, ToolCallReader
 
@@ -115,15 +116,7 @@ class ChatParser:
 
     def _step(self, piece: ChatPiece) -> bool:
         """Consume some of what is held; False when more text is needed."""
-        handlers = {
-            _State.START: self._start,
-            _State.REASONING: self._reasoning,
-            _State.AFTER_REASONING: self._after_reasoning,
-            _State.CONTENT: self._content,
-            _State.AFTER_CALL: self._after_call,
-            _State.CALL: self._in_call,
-        }
-        return handlers[self._state](piece)
+        return self._STEPS[self._state](self, piece)
 
     def _start(self, piece: ChatPiece) -> bool:
         stripped = self._held.lstrip()
@@ -210,6 +203,15 @@ class ChatParser:
             return
         self._calls += 1
         self._state, self._ends_in_calls = _State.AFTER_CALL, result.complete
+
+    _STEPS: ClassVar[Mapping[_State, Callable[[ChatParser, ChatPiece], bool]]] = {
+        _State.START: _start,
+        _State.REASONING: _reasoning,
+        _State.AFTER_REASONING: _after_reasoning,
+        _State.CONTENT: _content,
+        _State.AFTER_CALL: _after_call,
+        _State.CALL: _in_call,
+    }
 
 
 def _overlap(text: str, tag: str) -> int:

@@ -64,6 +64,8 @@ def _check_length(field: str, value: str, limit: int) -> None:
 
 def _check_options_size(request: PublicRequest, limit: int) -> None:
     """Options are copied and sent on; millions of tiny entries would hold up every stream of this process."""
+    if request.ByteSize() <= limit:
+        return
     sizes = {name: getattr(request, name).ByteSize() for name in _OPTIONS}
     negative = request.config.WhichOneof("negative_prompt")
     if negative == "negative_prompt_ids":

@@ -109,7 +109,7 @@ class GivenFlow:
             status = error.code.name
             raise
         finally:
-            self.metrics.requests.labels(method, status).inc()
+            self.metrics.requests(method, status).inc()
 
     def _check_count(self, field: str, count: int) -> None:
         if not 1 <= count <= self.config.max_items:

@@ -42,9 +42,11 @@ class Pipeline:
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
         """The prompt of Chat. Raises what the tokenizer link raises; its fields are the request's own."""
-        ask = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=request.messages, tools=request.tools, documents=request.documents
-        )
+        ask = tokenizer_pb2.ApplyChatTemplateRequest(messages=request.messages)
+        if request.tools:
+            ask.tools.extend(request.tools)
+        if request.documents:
+            ask.documents.extend(request.documents)
         if request.HasField("add_generation_prompt"):
             ask.add_generation_prompt = request.add_generation_prompt
         if request.HasField("continue_final_message"):

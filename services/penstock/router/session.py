@@ -95,13 +95,14 @@ class BackendSession:
         """Requests at this backend."""
         return len(self._attempts)
 
-    def submit(self, live: LiveRequest, request: generation_pb2.GenerateRequest) -> None:
-        """Start an attempt: `request` carries its id and epoch."""
-        self._last_handle = handle = self._last_handle + 1
+    def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
+        """Start an attempt: `command`, from now on the session's own, carries its id and epoch."""
+        request = command.submit
+        self._last_handle = command.handle = handle = self._last_handle + 1
         attempt = Attempt(self, live, request.request_id, request.attempt_epoch, handle)
         self._attempts[attempt.wire_id] = self._by_handle[handle] = attempt
         live.attempt = attempt
-        self._commands.append(generation_pb2.SessionRequest(submit=request, handle=handle))
+        self._commands.append(command)
         self._wakeup.set()
 
     def abort(self, attempt: Attempt) -> None:

@@ -214,7 +214,7 @@ class StreamWriter:
         metrics.request_tokens.observe(finished.usage.completion_tokens)
         for result in finished.sequences:
             reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_").lower()
-            metrics.finished.labels(reason).inc()
+            metrics.finished(reason).inc()
 
     def _as_seen(self, error: PenstockError) -> PenstockError:
         """As the client saw it: ids that the router had but had not written yet are no begun stream to it."""

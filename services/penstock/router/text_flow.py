@@ -101,7 +101,7 @@ class TextFlow:
             status = error.code.name
             raise
         finally:
-            self._parts.metrics.requests.labels(kind.name, status).inc()
+            self._parts.metrics.requests(kind.name, status).inc()
 
     def _claim(self, request: convert.PublicRequest) -> str:
         """The request's id, now taken. Raises InvalidArgument when the client chose one that is live."""
@@ -146,15 +146,16 @@ class _Call:
         parts.attempts.check_capacity(self._model)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
         await parts.admission.enter(tenant, self._left())
-        place = _Place(parts.admission)
+        place, room = _Place(parts.admission.leave), None
         try:
-            with contextlib.ExitStack() as room:
-                room.callback(parts.attempts.prepare(self._model))
-                self._timings.route = time.monotonic() - self._timings.received_at
-                prompt = await self._prompt()
-                live = self._live(request_id, tenant, prompt)
-                await self._stream(live, prompt, place, room)
+            room = _Place(parts.attempts.prepare(self._model))
+            self._timings.route = time.monotonic() - self._timings.received_at
+            prompt = await self._prompt()
+            live = self._live(request_id, tenant, prompt)
+            await self._stream(live, prompt, place, room)
         finally:
+            if room is not None:
+                room.leave()
             place.leave()
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
@@ -204,7 +205,7 @@ class _Call:
             return None
         return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
 
-    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: contextlib.ExitStack) -> None:
+    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: _Place) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(live.spec.template.config, self._left())
         echo = await self._echo(prompt)
@@ -223,7 +224,7 @@ class _Call:
         try:
             begin = time.monotonic()
             # Placed or not, from here on the backends' own figures count it.
-            room.close()
+            room.leave()
             parts.attempts.place(live)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
@@ -261,16 +262,18 @@ async def _abort(context: Context, error: PenstockError) -> None:
 
 
 class _Place:
-    """A place from admission, given back once."""
+    """Something that is held and given back once."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission: Admission | None = admission
+    __slots__ = ("_give_back",)
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
 
     def leave(self) -> None:
         """Give it back; later calls do nothing."""
-        admission, self._admission = self._admission, None
-        if admission is not None:
-            admission.leave()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 class _LastWait:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
 
 Operation = Literal["encode", "chat", "decode", "decode_stream"]
@@ -22,8 +23,8 @@ class TokenizerMetrics:
     """Registered on the process's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"penstock_tokenizer_{name}", text, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> StepHistogram:
+            return StepHistogram(f"penstock_tokenizer_{name}", text, {}, buckets, registry)
 
         self.template_seconds = histogram("template_seconds", "Rendering one chat template.", LATENCY_BUCKETS)
         self.tokenize_seconds = histogram("tokenize_seconds", "Encoding one request.", LATENCY_BUCKETS)

@@ -46,6 +46,9 @@ def rpc_error(
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details, None)
 
 
+_OK = rpc_error(grpc.StatusCode.OK, "")
+
+
 class ClientConnection(asyncio.Protocol, ABC):
     """Subclasses say what becomes of the frames of a stream. Used on one event loop."""
 
@@ -263,6 +266,8 @@ def _goodbye(goaway: bytes) -> str:
 
 
 def _status(trailers: dict[str, str]) -> grpc.aio.AioRpcError:
+    if trailers.get("grpc-status") == "0":
+        return _OK  # nobody looks at more of it
     code = _CODES.get(trailers.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
     try:
         metadata = tuple(parse_metadata(trailers.items()))

@@ -30,6 +30,8 @@ class HeaderDecoder:
         """`max_bytes` of headers are taken, counted as RFC 9113 does."""
         self._max_bytes = max_bytes
         self._decoder = Decoder(max_header_list_size=_READ_BEYOND * max_bytes)
+        # Of the last plain block, all but its last field, with what it counts for: a peer's blocks begin alike.
+        self._begin: tuple[bytes, dict[str, str], int] = (b"", {}, 0)
 
     def decode(self, block: bytes) -> dict[str, str]:
         """The headers; of a repeated one the last, and what is not UTF-8 replaced.
@@ -49,9 +51,14 @@ class HeaderDecoder:
 
     def _plain(self, block: bytes) -> dict[str, str] | None:
         """None for a block that hpack has to see."""
-        headers: dict[str, str] = {}
-        at, end, total = 0, len(block), 0
+        begin, known, total = self._begin
+        if not block.startswith(begin):
+            begin, known, total = b"", {}, 0
+        headers, at, end = known.copy(), len(begin), len(block)
+        # The last field: where it begins, its name, and the total before it.
+        last, name, before = 0, "", 0
         while at < end:
+            last, before = at, total
             first = block[at]
             at += 1
             if first & _INDEXED:
@@ -81,8 +88,14 @@ class HeaderDecoder:
                     return None
                 value = _text(block[at - size : at])
             total += len(name) + len(value) + _FIELD_BYTES
+            if name in headers:
+                last = 0  # not to be remembered, if it is the last one: the value before it is lost
             headers[name] = value
-        return headers if total <= self._max_bytes else None
+        if total > self._max_bytes:
+            return None
+        if last and not begin:
+            self._begin = (block[:last], {key: headers[key] for key in headers if key != name}, before)
+        return headers
 
 
 def _text(raw: bytes) -> str:
