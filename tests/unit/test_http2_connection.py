@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -43,51 +41,6 @@ async def test_answers_of_one_turn_are_bounded_too() -> None:
     for _ in range(100):
         await call.write(bytes(10_000))
     assert peer.socket.unread > 700_000, "not all of it is kept for the end of the turn"
-
-
-async def test_a_request_stream_that_is_not_taken_is_held_back_by_its_window() -> None:
-    peer = Peer()
-    call, sent = peer.open(1), message(bytes(8000))
-    for _ in range(200):
-        peer.data(1, sent)
-    assert frames.STREAM_WINDOW * 3 // 4 <= await peer.given_back(1) < 150 * len(sent)
-    requests: Any = call.requests(None)
-    for _ in range(200):
-        await anext(requests)
-    assert 200 * len(sent) - frames.STREAM_WINDOW // 4 < await peer.given_back(1) <= 200 * len(sent)
-    for _ in range(300):
-        peer.data(1, sent)
-    assert peer.socket.is_closed, "it sent more than its window"
-    assert call.is_over
-    await requests.aclose()
-
-
-async def test_a_small_message_that_unpacks_to_a_large_one_waits_small() -> None:
-    peer = Peer()
-    call = peer.open(1, ("grpc-encoding", "gzip"))
-    packed = gzip.compress(bytes(3 << 20))
-    for _ in range(4):
-        peer.data(1, message(packed, compressed=True))
-    assert call._waiting_bytes == 4 * len(packed)
-    requests: Any = call.requests(None)
-    assert len(await anext(requests)) == 3 << 20
-    await requests.aclose()
-
-
-async def test_a_second_message_of_a_unary_request_is_not_waited_for() -> None:
-    peer = Peer()
-    call = peer.open(1)
-    peer.data(1, message(b"a") + message(b"b"))
-    with pytest.raises(Refused):
-        await call.request()
-
-
-async def test_a_compressed_message_that_is_cut_short_is_refused() -> None:
-    peer = Peer()
-    call = peer.open(1, ("grpc-encoding", "gzip"))
-    peer.data(1, message(gzip.compress(b"abc" * 1000)[:-10], compressed=True), end=True)
-    with pytest.raises(Refused, match="cut short"):
-        await call.request()
 
 
 async def test_data_after_the_end_of_a_request_resets_its_stream() -> None:

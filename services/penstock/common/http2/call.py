@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from penstock.common.http2.connection import Connection
     from penstock.common.http2.limits import Limits
 
-# The window bounds how many messages of this size wait for their handler; of smaller ones there may be no more.
-_SMALL_MESSAGE_BYTES = 64
+# Messages that a handler takes in one turn of the event loop, if it does not wait by itself.
+_MESSAGES_PER_TURN = 256
 # How zlib is told of them.
 _ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -55,10 +54,11 @@ class Call:
         self._metadata: Metadata = _metadata(headers)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
+        # What no handler has taken: whole messages as they came, since a small one may be a large one once it is
+        # unpacked, and many small ones more than their bytes; at its end the beginning of one.
         self._body = bytearray()
-        # Compressed or not, and the bytes as they came: a small message may be a large one once it is unpacked.
-        self._messages: deque[tuple[bool, bytes]] = deque()
-        self._waiting_bytes = 0
+        # Of the first of them, head included, as it says itself; 0 before that has arrived.
+        self._size = 0
         # Of the stream's window: not given back to the client yet.
         self._owed = 0
         self._arrived = asyncio.Event()
@@ -168,20 +168,11 @@ class Call:
             self._waiter.set_result(None)
 
     def take(self, data: bytes, *, ended: bool) -> None:
-        """Part of the request. Raises Refused."""
+        """Part of the request. Raises Refused when the first message that waits is too large."""
         self._body += data
-        while len(self._body) >= frames.MESSAGE_HEAD:
-            size = int.from_bytes(self._body[1:5], "big")
-            if size > self._max_message_bytes:
-                raise _too_large(size, self._max_message_bytes)
-            if len(self._body) < frames.MESSAGE_HEAD + size:
-                break
-            message = bytes(self._body[frames.MESSAGE_HEAD : frames.MESSAGE_HEAD + size])
-            self._messages.append((bool(self._body[0]), message))
-            self._waiting_bytes += size
-            del self._body[: frames.MESSAGE_HEAD + size]
-            if len(self._messages) > self._window_bytes // _SMALL_MESSAGE_BYTES:
-                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many messages are waiting")
+        if not self._size:
+            self._measure()
+        self._check_size()
         if ended:
             self.request_ended = True
         self._arrived.set()
@@ -194,37 +185,61 @@ class Call:
 
     async def request(self) -> bytes:
         """The only message of a unary request. Raises Refused when there is not exactly one."""
-        while not self.request_ended and len(self._messages) < 2:
+        while not self.request_ended and not 0 < self._size < len(self._body):
             self._arrived.clear()
             await self._arrived.wait()
-        if len(self._messages) != 1 or self._body:
+        if not 0 < self._size == len(self._body):
             raise Refused(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
         return self._next()
 
     async def requests(self, deserializer: Callable[[bytes], Any] | None) -> AsyncIterator[Any]:
         """The messages of a streaming request."""
+        taken = 0
         while True:
-            while self._messages:
-                try:
+            try:
+                while 0 < self._size <= len(self._body):
                     message = self._next()
-                except Refused as refused:
-                    await self.abort(refused.code, refused.details)
-                yield deserializer(message) if deserializer is not None else message
+                    yield deserializer(message) if deserializer is not None else message
+                    taken += 1
+                    if not taken % _MESSAGES_PER_TURN:
+                        # They may come faster than they are taken, and other calls have their turn.
+                        await asyncio.sleep(0)
+                self._check_size()
+                if self.request_ended and self._body:
+                    raise Refused(grpc.StatusCode.INTERNAL, "a message was cut short")
+            except Refused as refused:
+                await self.abort(refused.code, refused.details)
             if self.request_ended:
                 return
             self._arrived.clear()
             await self._arrived.wait()
 
     def _next(self) -> bytes:
-        """The first message that waits. Raises Refused."""
-        is_compressed, message = self._messages.popleft()
-        self._waiting_bytes -= len(message)
+        """The first message that waits, which is there. Raises Refused."""
+        self._check_size()
+        body, size = self._body, self._size
+        is_compressed, message = body[0], bytes(body[frames.MESSAGE_HEAD : size])
+        del body[:size]
+        self._measure()
         self._give_back()
         return self._unpack(message) if is_compressed else message
 
+    def _measure(self) -> None:
+        body = self._body
+        self._size = frames.MESSAGE_HEAD + int.from_bytes(body[1:5], "big") if len(body) >= frames.MESSAGE_HEAD else 0
+
+    def _check_size(self) -> None:
+        """Raises Refused."""
+        size = self._size - frames.MESSAGE_HEAD
+        if size > self._max_message_bytes:
+            raise _too_large(size, self._max_message_bytes)
+
     def _give_back(self) -> None:
         """Let the client send on, unless the handler is behind: it is told of many messages at once."""
-        if self._owed >= self._window_bytes // 4 and self._waiting_bytes <= self._window_bytes and not self.is_over:
+        if self._owed < self._window_bytes // 4 or self.is_over:
+            return
+        # One that is larger than the window has to arrive before anybody can take it.
+        if len(self._body) <= self._window_bytes or self._size > len(self._body):
             self._connection.give_back(self.stream, self._owed)
             self._owed = 0
 
