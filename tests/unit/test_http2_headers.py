@@ -7,17 +7,18 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.http2 import frames
-from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
+from penstock.common.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
+from penstock.common.http2.metadata import parse_metadata
 
 NAMES = st.sampled_from([":path", ":method", "te", "x-request-id", "grpc-timeout", "content-type", "y" * 130])
 FIELDS = st.lists(st.tuples(NAMES, st.text("a/é0", max_size=140)), max_size=8)
 LIMIT = 1 << 14
 
 
-def by_hpack(decoder: Decoder, block: bytes) -> dict[str, str] | None:
+def by_hpack(decoder: Decoder, block: bytes) -> Headers | None:
     try:
         fields = [(bytes(name), bytes(value)) for name, value in decoder.decode(block, raw=True)]
-        return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields}
+        return [(name.decode(errors="replace"), value.decode(errors="replace")) for name, value in fields]
     except HPACKError:
         return None
 
@@ -29,10 +30,10 @@ def test_blocks_of_every_kind_on_one_connection(blocks: list[tuple[list[tuple[st
     for fields, kind in blocks:
         is_plain = kind == "plain"
         block = frames.request_headers(fields) if is_plain else encoder.encode(fields, huffman=kind == "huffman")
-        assert decoder.decode(block) == dict(fields)
+        assert decoder.decode(block) == fields
 
 
-def outcome(decoder: HeaderDecoder, block: bytes) -> dict[str, str] | None:
+def outcome(decoder: HeaderDecoder, block: bytes) -> Headers | None:
     try:
         return decoder.decode(block)
     except (HPACKError, HeadersTooLarge):
@@ -48,6 +49,37 @@ def test_blocks_that_begin_alike_are_read_as_one_alone_is(
     for end in ends:
         block = frames.request_headers([*begin, *end])
         assert outcome(decoder, block) == outcome(HeaderDecoder(limit), block)
+
+
+def test_repeated_names_keep_their_order_and_joined_binary_values_are_split() -> None:
+    fields = [
+        ("a", "1"),
+        ("b-bin", "AQ, Ag==,Aw"),
+        ("a", "2"),
+        ("b-bin", "BA"),
+        ("a", "1"),
+        ("c", "x,y"),
+        ("d-bin", ""),
+    ]
+    block = frames.request_headers([(name, value) for name, value in fields if not name.endswith("-bin")])
+    assert HeaderDecoder(LIMIT).decode(block) == [("a", "1"), ("a", "2"), ("a", "1"), ("c", "x,y")]
+    assert list(parse_metadata([*fields, (":path", "/"), ("grpc-status", "0")])) == [
+        ("a", "1"),
+        ("b-bin", b"\1"),
+        ("b-bin", b"\2"),
+        ("b-bin", b"\3"),
+        ("a", "2"),
+        ("b-bin", b"\4"),
+        ("a", "1"),
+        ("c", "x,y"),
+        ("d-bin", b""),
+    ]
+
+
+@pytest.mark.parametrize("value", ["A", "AQ!", "A Q=", "AQ,A"])
+def test_a_binary_value_that_is_not_base64_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=r"base64|padd|alphabet|multiple"):
+        list(parse_metadata([("a-bin", value)]))
 
 
 @settings(max_examples=500, deadline=None)

@@ -125,3 +125,9 @@ async def test_a_compressed_message_that_is_cut_short_is_refused() -> None:
     peer.data(1, message(gzip.compress(b"abc" * 1000)[:-10], compressed=True), end=True)
     with pytest.raises(Refused, match="cut short"):
         await call.request()
+
+
+async def test_repeated_metadata_reaches_the_handler_in_its_order() -> None:
+    peer = Peer()
+    call = peer.open(1, ("a", "1"), ("b-bin", "AQ,Ag"), ("a", "2"))
+    assert call.invocation_metadata() == (("a", "1"), ("b-bin", b"\1"), ("b-bin", b"\2"), ("a", "2"))

@@ -15,6 +15,7 @@ from penstock.common.http2.metadata import Metadata, parse_metadata
 
 if TYPE_CHECKING:
     from penstock.common.http2.connection import Connection
+    from penstock.common.http2.headers import Headers
     from penstock.common.http2.limits import Limits
 
 # Messages that a handler takes in one turn of the event loop, if it does not wait by itself.
@@ -36,8 +37,10 @@ class Refused(Exception):
 class Call:
     """Used on the event loop of its connection. Writes wait while the client's window or the connection is full."""
 
-    def __init__(self, connection: Connection, stream: int, headers: dict[str, str], limits: Limits) -> None:
-        """Raises Refused for headers that make no call."""
+    def __init__(
+        self, connection: Connection, stream: int, headers: dict[str, str], fields: Headers, limits: Limits
+    ) -> None:
+        """`headers` are `fields` without the repeated ones. Raises Refused for headers that make no call."""
         self.stream = stream
         self.method = headers.get(":path", "")
         # What the client lets us send on this stream.
@@ -51,7 +54,7 @@ class Call:
         self._early_reset_seconds = limits.early_reset_seconds
         self._max_message_bytes = limits.max_message_bytes
         self._window_bytes = limits.stream_window_bytes
-        self._metadata: Metadata = _metadata(headers)
+        self._metadata: Metadata = _metadata(fields)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
         # What no handler has taken: whole messages as they came, since a small one may be a large one once it is
@@ -306,9 +309,9 @@ def _too_large(size: int, limit: int) -> Refused:
     return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {limit})")
 
 
-def _metadata(headers: dict[str, str]) -> Metadata:
+def _metadata(headers: Headers) -> Metadata:
     try:
-        return tuple(parse_metadata(headers.items()))
+        return tuple(parse_metadata(headers))
     except ValueError:
         raise Refused(grpc.StatusCode.INTERNAL, "metadata is not base64") from None
 

@@ -15,7 +15,7 @@ from hpack import HPACKError
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import CODE_BY_NUMBER
 from penstock.common.http2 import frames
-from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
+from penstock.common.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
 from penstock.common.http2.keepalive import KeepAlive
 from penstock.common.http2.metadata import parse_metadata
 from penstock.common.transport import MAX_METADATA_BYTES
@@ -194,7 +194,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         if block == frames.RESPONSE_HEADERS and not is_last:
             return  # of an answer by this transport
         try:
-            headers = self._decoder.decode(block)
+            fields = self._decoder.decode(block)
         except HeadersTooLarge:
             self._take_status(
                 stream, rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "the answer's metadata is too large")
@@ -202,13 +202,14 @@ class ClientConnection(asyncio.Protocol, ABC):
             return
         except HPACKError:
             raise frames.Violation(frames.PROTOCOL_ERROR, "headers cannot be decoded") from None
+        headers = dict(fields)
         status = headers.get(":status", "200")
         if status != "200" and "grpc-status" not in headers:
             if is_last or not status.startswith("1"):
                 code = _HTTP_ERRORS.get(status, grpc.StatusCode.UNKNOWN)
                 self._take_status(stream, rpc_error(code, f"HTTP status {status}"))
         elif is_last:
-            self._take_status(stream, _status(headers))
+            self._take_status(stream, _status(headers, fields))
 
     def _take_window(self, stream: int, payload: bytes) -> None:
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
@@ -265,12 +266,12 @@ def _goodbye(goaway: bytes) -> str:
     return f" (GOAWAY {code}: {''.join(one for one in text if one.isprintable())})"
 
 
-def _status(trailers: dict[str, str]) -> grpc.aio.AioRpcError:
+def _status(trailers: dict[str, str], fields: Headers) -> grpc.aio.AioRpcError:
     if trailers.get("grpc-status") == "0":
         return _OK  # nobody looks at more of it
     code = _CODES.get(trailers.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
     try:
-        metadata = tuple(parse_metadata(trailers.items()))
+        metadata = tuple(parse_metadata(fields))
     except ValueError:
         metadata = ()
     return rpc_error(code, unquote(trailers.get("grpc-message", "")), metadata)

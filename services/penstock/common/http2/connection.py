@@ -12,7 +12,7 @@ from hpack import HPACKError
 
 from penstock.common.http2 import frames
 from penstock.common.http2.call import Call, Refused
-from penstock.common.http2.headers import HeaderDecoder, HeadersTooLarge
+from penstock.common.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
 from penstock.common.http2.keepalive import KeepAlive
 from penstock.common.http2.limits import IdleFrames, Limits, Pings
 from penstock.common.logging import get_logger
@@ -241,9 +241,9 @@ class Connection(asyncio.Protocol):
             return
         self._open_block = None
         try:
-            headers: dict[str, str] | None = self._decoder.decode(block)
+            fields: Headers | None = self._decoder.decode(block)
         except HeadersTooLarge:
-            headers = None
+            fields = None
         except HPACKError:
             raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
         known = self.calls.get(stream)
@@ -262,23 +262,24 @@ class Connection(asyncio.Protocol):
                 return  # of a call that is over
             raise frames.Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
         self._last_stream = stream
-        self._open(stream, headers, ended=bool(flags & frames.END_STREAM))
+        self._open(stream, fields, ended=bool(flags & frames.END_STREAM))
 
-    def _open(self, stream: int, headers: dict[str, str] | None, *, ended: bool) -> None:
-        """`headers` None: there were too many."""
+    def _open(self, stream: int, fields: Headers | None, *, ended: bool) -> None:
+        """`fields` None: there were too many."""
         if self._is_draining or len(self.calls) >= self._limits.max_streams:
             self._idle_frames.spend()
             self.send(frames.reset(stream, frames.REFUSED_STREAM))
             return
-        if headers is not None and not _is_call(headers):
+        headers = dict(fields or ())
+        if fields is not None and not _is_call(headers):
             self._idle_frames.spend()
             self.send(frames.header_frames(stream, frames.refusal(415), end=True, limit=frames.DEFAULT_FRAME_SIZE))
             return
         try:
-            if headers is None:
+            if fields is None:
                 most = self._limits.max_header_list_bytes
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"metadata of more than {most} bytes")
-            call = Call(self, stream, headers, self._limits)
+            call = Call(self, stream, headers, fields, self._limits)
         except Refused as refused:
             self._idle_frames.spend()
             block = frames.RESPONSE_HEADERS + frames.trailers(refused.code.value[0], refused.details, ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hpack import Decoder
 from hpack.table import HeaderTable
 
+Headers = list[tuple[str, str]]
 _STATIC = [("", ""), *((name.decode(), value.decode()) for name, value in HeaderTable.STATIC_TABLE)]
 # What a field counts for beyond its name and value (RFC 9113, 6.5.2).
 _FIELD_BYTES = 32
@@ -31,10 +32,10 @@ class HeaderDecoder:
         self._max_bytes = max_bytes
         self._decoder = Decoder(max_header_list_size=_READ_BEYOND * max_bytes)
         # Of the last plain block, all but its last field, with what it counts for: a peer's blocks begin alike.
-        self._begin: tuple[bytes, dict[str, str], int] = (b"", {}, 0)
+        self._begin: tuple[bytes, Headers, int] = (b"", [], 0)
 
-    def decode(self, block: bytes) -> dict[str, str]:
-        """The headers; of a repeated one the last, and what is not UTF-8 replaced.
+    def decode(self, block: bytes) -> Headers:
+        """The headers in their order, repeated ones too; what is not UTF-8 is replaced.
 
         Raises HeadersTooLarge, hpack.HPACKError.
         """
@@ -47,16 +48,16 @@ class HeaderDecoder:
         fields = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
         if sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields) > self._max_bytes:
             raise HeadersTooLarge
-        return {_text(name): _text(value) for name, value in fields}
+        return [(_text(name), _text(value)) for name, value in fields]
 
-    def _plain(self, block: bytes) -> dict[str, str] | None:
+    def _plain(self, block: bytes) -> Headers | None:
         """None for a block that hpack has to see."""
         begin, known, total = self._begin
         if not block.startswith(begin):
-            begin, known, total = b"", {}, 0
+            begin, known, total = b"", [], 0
         headers, at, end = known.copy(), len(begin), len(block)
-        # The last field: where it begins, its name, and the total before it.
-        last, name, before = 0, "", 0
+        # The last field: where it begins, and the total before it.
+        last, before = 0, 0
         while at < end:
             last, before = at, total
             first = block[at]
@@ -88,13 +89,11 @@ class HeaderDecoder:
                     return None
                 value = _text(block[at - size : at])
             total += len(name) + len(value) + _FIELD_BYTES
-            if name in headers:
-                last = 0  # not to be remembered, if it is the last one: the value before it is lost
-            headers[name] = value
+            headers.append((name, value))
         if total > self._max_bytes:
             return None
         if last and not begin:
-            self._begin = (block[:last], {key: headers[key] for key in headers if key != name}, before)
+            self._begin = (block[:last], headers[:-1], before)
         return headers
 
 
