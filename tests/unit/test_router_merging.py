@@ -78,7 +78,8 @@ class DirectReader(Reader):
     def try_write(self, message: text_pb2.ChatResponse) -> bool:
         is_written = self.is_reading.is_set() and next(self._room)
         if is_written:
-            self.messages.append(message)
+            # The writer's own, which fills it again.
+            self.messages.append(text_pb2.ChatResponse.FromString(message.SerializeToString()))
         return is_written
 
 

@@ -176,7 +176,7 @@ class LiveRequest:
             if self.timings.first_token_at is None and piece.token_ids:
                 self.timings.first_token_at = now
         parser = sequence.parser
-        if parser is not None and not parser.is_plain:
+        if parser is not None:
             self._on_chat_text(sequence, parser, piece, text)
         elif text or (self._sends_empty and piece.token_ids):
             self._on_plain_text(piece, text)
@@ -234,6 +234,8 @@ class LiveRequest:
         if part.text or part.reasoning or part.tool_calls or (self._sends_empty and piece.token_ids):
             delta = PendingDelta(sequence.index, part.text, reasoning=part.reasoning, tool_calls=part.tool_calls)
             self._put(delta, piece)
+        if parser.is_plain:
+            sequence.parser = None  # nothing is left to take apart
 
     def _count_reasoning(self, before: bool, parser: ChatParser, part: ChatPiece, tokens: int, text: str) -> None:
         if before and parser.in_reasoning:

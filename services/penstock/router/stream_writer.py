@@ -50,6 +50,9 @@ class StreamWriter:
         self._try_write: Callable[[Any], bool] | None = getattr(context, "try_write", None)
         self._time_left = time_left
         self._next_seq = 0
+        # For `_write_now`, filled again for every token: making one takes longer than the rest of it.
+        self._reused = response()
+        self._reused_delta = self._reused.delta
         # Messages that the reader took.
         self.num_written = 0
 
@@ -105,12 +108,11 @@ class StreamWriter:
         """Write a delta while the handler waits, unless others wait before it. The per-token path."""
         if self._try_write is None or self._live.outbox.has_deltas:
             return False
-        response = self._response()
-        delta = response.delta
+        delta = self._reused_delta
         delta.seq, delta.index, delta.text = self._next_seq, index, text
-        if token_ids:
-            delta.token_ids.extend(token_ids)
-        if not self._try_write(response):
+        if self._live.spec.wants_token_ids:
+            delta.token_ids[:] = token_ids
+        if not self._try_write(self._reused):
             return False
         self._next_seq += 1
         self.num_written += 1

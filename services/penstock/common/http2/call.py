@@ -117,13 +117,16 @@ class Call:
         await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
 
     def try_write(self, message: Any) -> bool:
-        """Send a message at once, from a callback of the loop; False when `write` would wait, or raise."""
+        """Send a message at once, from a callback of the loop; False when `write` would wait, or raise.
+
+        The message is the caller's again when this returns.
+        """
         if self.is_over or not self._has_headers:
             return False
         data = self.serializer(message) if self.serializer is not None else message
         connection = self._connection
         size = len(data) + frames.MESSAGE_HEAD
-        if size > frames.DEFAULT_FRAME_SIZE or connection.is_paused or min(self.window, connection.window) < size:
+        if size > frames.DEFAULT_FRAME_SIZE or connection.is_paused or size > self.window or size > connection.window:
             return False
         self.window -= size
         connection.window -= size
