@@ -36,8 +36,8 @@ from penstock.generation.models.shards import PACKED_FILE, is_packed
 
 from benchmarks._report import write
 
-# Model, --quantization, and whether the weights' memory is taken early ("on", "off").
-Cell = tuple[Path, str, str]
+# Model, --quantization, and whether the weights' memory is taken early, and the embedding's table mapped ("on", "off").
+Cell = tuple[Path, str, str, str]
 _FIELDS = ("VmRSS", "RssAnon", "RssFile")
 _MIB = 2**20
 # What a start may take beyond weights and pool, as a share of the weights.
@@ -108,10 +108,11 @@ class Start:
 
 def start(cell: Cell, arguments: argparse.Namespace) -> Start:
     """Start, wait until it is ready, stop."""
-    model, quantization, prefault = cell
+    model, quantization, prefault, mapped = cell
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "generation", "--model", str(model)]
     command += ["--quantization", quantization, "--kv-memory", arguments.kv_memory, "--kernels", arguments.kernels]
     command += ["--prefault-weights" if prefault == "on" else "--no-prefault-weights"]
+    command += ["--map-embeddings" if mapped == "on" else "--no-map-embeddings"]
     command += ["--port", "0", "--metrics-port", "0", "--log-format", "json"]
     result, began, done = Start(), time.perf_counter(), threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -162,6 +163,7 @@ def row(cell: Cell, starts: list[Start], reads: list[float], touches: list[float
         "model": cell[0].name,
         "quantization": cell[1],
         "prefault": cell[2],
+        "map_embeddings": cell[3],
         "seconds": {name: round(value, 2) for name, value in fastest.seconds.items()},
         "ready_median": round(statistics.median(one.seconds["ready"] for one in starts), 2),
         "cpu_seconds": round(min(one.cpu_seconds for one in starts), 2),
@@ -182,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cells: list[Cell] = []
     for model in arguments.models:
         kinds = ["auto"] if is_packed(model) else arguments.quantization
-        cells += itertools.product([model], kinds, arguments.prefault)
+        cells += itertools.product([model], kinds, arguments.prefault, arguments.map_embeddings)
     starts: dict[Cell, list[Start]] = {cell: [] for cell in cells}
     reads: dict[Cell, list[float]] = {cell: [] for cell in cells}
     touches: dict[Cell, list[float]] = {cell: [] for cell in cells}
@@ -211,6 +213,9 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument(
         "--prefault", nargs="+", choices=("on", "off"), default=["on"], help="--prefault-weights or not"
+    )
+    parser.add_argument(
+        "--map-embeddings", nargs="+", choices=("on", "off"), default=["on"], help="--map-embeddings or not"
     )
     parser.add_argument("--idle", type=float, default=0.0, help="seconds to wait before each start")
     parser.add_argument("--rounds", type=int, default=3)

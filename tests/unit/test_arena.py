@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import tiny_checkpoint
+from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.native import use_native
 from factories.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
@@ -145,33 +145,38 @@ def logits(model: CausalLM) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.usefixtures("native")
 def test_the_model_is_the_same_and_lies_in_memory_that_was_at_hand(
-    tmp_path: Path, quantization: str, tied: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, tied: bool
 ) -> None:
+    # Without the table, which stays in the file, a quantised head is no more.
+    monkeypatch.setattr("penstock.generation.devices.arena.PIECE_BYTES", 2**23)
     folder = large_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
     config = config_of(folder, quantization=quantization)
     arena = early.begin(config)
     assert arena is not None
-    num_bytes = least_weight_bytes(folder, "auto", quantization)
+    num_bytes = least_weight_bytes(folder, "auto", quantization, map_embeddings=True)
     wait_until_touched(arena, num_bytes - 2**20)
     assert arena.num_touched == num_bytes - 2**20
     loaded = started(config, arena)
     assert arena.take(1) is None
     # No matrix needs padding here: what was reckoned is what they take.
     assert arena.num_taken == num_bytes
-    assert loaded.model.num_bytes >= num_bytes
+    assert loaded.model.num_bytes >= num_bytes + loaded.model.mapped_bytes
     assert torch.equal(logits(loaded.model), logits(started(config).model))
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_weights_that_need_padding_take_no_less_than_was_reckoned(tmp_path: Path, quantization: str) -> None:
+def test_weights_that_need_padding_take_no_less_than_was_reckoned(
+    tmp_path: Path, quantization: str, mapped: bool
+) -> None:
     use_native()
     folder = tiny_checkpoint(tmp_path, max_shard_size="30KB")
     device = cpu.CPUDevice()
     device.instruction_set, device._arena = "avx2", Arena(PIECE_BYTES)
-    load_model(folder, device=device, quantization=quantization)
+    load_model(folder, device=device, quantization=quantization, map_embeddings=mapped)
     taken = device._arena.num_taken
     device._arena.close()
-    assert taken / 2 < least_weight_bytes(folder, "auto", quantization) <= taken
+    assert taken / 2 < least_weight_bytes(folder, "auto", quantization, map_embeddings=mapped) <= taken
 
 
 @pytest.mark.usefixtures("native")
@@ -239,13 +244,20 @@ def test_nothing_is_taken_without_kernels_or_room(tmp_path: Path, monkeypatch: p
 def test_of_a_broken_file_nothing_is_known(tmp_path: Path, content: bytes) -> None:
     folder = tiny_checkpoint(tmp_path)
     (folder / WEIGHTS).write_bytes(content)
-    assert least_weight_bytes(folder, "auto", "none") == 0
+    assert least_weight_bytes(folder, "auto", "none", map_embeddings=True) == 0
+
+
+def reckoned(folder: Path, dtype: str, *, mapped: bool) -> int:
+    return least_weight_bytes(folder, dtype, "none", map_embeddings=mapped)
 
 
 def test_what_is_stored_larger_than_config_json_says_is_reckoned_smaller(tmp_path: Path) -> None:
     """The loader computes in the dtype of config.json."""
     folder = tiny_checkpoint(tmp_path)
-    whole = least_weight_bytes(folder, "auto", "none")
+    tables = [reckoned(folder, "auto", mapped=mapped) for mapped in (False, True)]
+    assert tables[0] - tables[1] == VOCAB_SIZE * 48 * 4
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"float32"', '"bfloat16"'))
-    assert least_weight_bytes(folder, "auto", "none") * 2 == whole == least_weight_bytes(folder, "fp32", "none")
+    assert reckoned(folder, "auto", mapped=False) * 2 == tables[0] == reckoned(folder, "fp32", mapped=False)
+    # It is converted, whether it might be mapped or not.
+    assert reckoned(folder, "auto", mapped=True) == reckoned(folder, "auto", mapped=False)

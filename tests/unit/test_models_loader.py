@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-def load(folder: Path, **options: str) -> CausalLM:
+def load(folder: Path, **options: object) -> CausalLM:
     return load_model(folder, device=CPUDevice(), **options)  # type: ignore[arg-type]
 
 
@@ -118,7 +118,8 @@ def test_a_number_that_no_quantised_weight_holds_names_its_tensor(
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_the_model_survives_its_files_being_overwritten(tmp_path: Path, quantization: str) -> None:
-    model = load(tiny_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True), quantization=quantization)
+    folder = tiny_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    model = load(folder, quantization=quantization, map_embeddings=False)
     before = logits(model)
     with (tmp_path / WEIGHTS).open("r+b") as file:
         file.truncate(0)

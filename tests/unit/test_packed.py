@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from penstock.generation import early, packing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.devices.mapped import MappedFile
 from penstock.generation.loading import load as load_service
 from penstock.generation.models.registry import load_model
 from penstock.generation.models.shards import PACKED_FILE
@@ -98,8 +98,8 @@ def test_without_the_kernels_or_on_another_device_it_cannot_be_used(
         device = CPUDevice()
         device.start(kernels=kernels)
         assert "penstock build-kernels" in refused(lambda device=device: load_model(folder, device=device), "--kernels")  # type: ignore[misc]
-    with mmap.mmap(-1, 1) as memory:
-        assert "checkpoint" in refused(lambda: Device.mapped_weights(CPUDevice(), memory, "it"), "--device")
+    file = MappedFile(folder / PACKED_FILE)
+    assert "checkpoint" in refused(lambda: Device.mapped_weights(CPUDevice(), file, "it"), "--device")
 
 
 def test_without_the_kernels_nothing_is_packed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +321,10 @@ def test_a_service_loads_one_as_its_model_and_as_its_draft_model(folder: Path, m
     loaded = load_service(config, "both", lambda percent: None)
     assert loaded.draft is not None
     assert loaded.draft.model.num_bytes < loaded.model.num_bytes
-    assert "mapped" not in loaded.status_lines()[0]
+    assert " of it mapped)" in loaded.status_lines()[0]
+    assert "B mapped)" in loaded.status_lines()[-1]
     swapped = dataclasses.replace(config, model=str(folder), assistant_model=str(model))
-    assert "mapped" in load_service(swapped, "both", lambda percent: None).status_lines()[0]
+    assert "B mapped)" in load_service(swapped, "both", lambda percent: None).status_lines()[0]
     wrong = dataclasses.replace(config, quantization="none")
     assert str(folder) in refused(lambda: load_service(wrong, "both", lambda percent: None), "--quantization")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ from penstock.generation.admin import AdminServicer
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core import GenerationCore, Lifecycle, ModelState
 from penstock.generation.devices.arena import Arena
+from penstock.generation.devices.mapped import MappedFile
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.request import RequestOutput
@@ -31,6 +32,7 @@ from penstock.generation.loading import LoadedModel, load
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.model_info import ModelServicer
 from penstock.generation.servicer import GenerationServicer
+from penstock.generation.weights_watch import weights_written
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 # Time that streams get to send their INTERNAL before a broken process goes.
@@ -64,6 +66,7 @@ class GenerationApp:
         self._cancelled = threading.Event()
         self._engine_loop: EngineLoop | None = None
         self._compiler: GrammarCompiler | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._farewell: asyncio.Task[None] | None = None
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
@@ -91,6 +94,13 @@ class GenerationApp:
         self._lifecycle.core = self._start_engine(loaded)
         self._lifecycle.percent_loaded = 100.0
         self._lifecycle.state = ModelState.READY
+        if loaded.device.mapped_files and self._config.weights_check_seconds:
+            self._watch = asyncio.create_task(self._watch_weights(loaded.device.mapped_files))
+
+    async def _watch_weights(self, files: Sequence[MappedFile]) -> None:
+        error = await weights_written(files, self._config.weights_check_seconds)
+        _log.error("weights were written to", cause=str(error))
+        self._fail(error)
 
     def _progress(self, percent: float) -> None:
         """Called on the loading thread."""
@@ -127,8 +137,14 @@ class GenerationApp:
         )
 
     def _engine_failed(self, error: BaseException) -> None:
-        """The step itself is broken: every stream ends INTERNAL, and then the process."""
+        """The step itself is broken."""
         _log.error("the engine has failed", exc_info=error)
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Every stream ends INTERNAL, and then the process."""
+        if self._farewell is not None:
+            return
         self._lifecycle.state = ModelState.UNAVAILABLE
         self._farewell = asyncio.create_task(self._say_farewell(error))
 
@@ -162,6 +178,8 @@ class GenerationApp:
         """Stop the engine's thread; what is still live ends."""
         self._cancelled.set()
         self._lifecycle.state = ModelState.UNAVAILABLE
+        if self._watch is not None:
+            self._watch.cancel()
         if self._farewell is not None:
             await self._farewell
         if self._compiler is not None:

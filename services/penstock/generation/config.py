@@ -89,6 +89,20 @@ class GenerationServiceConfig(ServerConfig):
         group=MODEL,
     )
 
+    map_embeddings: bool = option(
+        True,
+        "Use the table that ids are looked up in where the page cache has MODEL's file, if it is apart from the head "
+        "and stored as --dtype (CPU): less memory, and the file must be replaced, never written into.",
+        group=MODEL,
+    )
+    weights_check_seconds: float = option(
+        1.0,
+        "How often to look whether somebody wrote into a file that weights are mapped from, which ends the process; "
+        "0: never.",
+        group=MODEL,
+        minimum=0,
+    )
+
     assistant_model: str | None = option(
         None, "Folder or hub id of a draft model, for requests that ask for assisted generation by it.", group=MODEL
     )

@@ -15,7 +15,7 @@ from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
-from penstock.generation.devices.memory import format_memory, kv_pool_blocks, parse_memory
+from penstock.generation.devices.memory import format_memory, format_weights, kv_pool_blocks, parse_memory
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
@@ -48,9 +48,10 @@ class DraftModel:
     def status_line(self) -> str:
         """Facts for people."""
         config, kv = self.model.config, self.kv
+        weights = format_weights(self.model.num_bytes, self.model.mapped_bytes)
         return (
             f"drafts    {self.name} ({config.architecture}, {config.num_parameters / 1e6:.1f} M parameters, "
-            f"{format_memory(self.model.num_bytes)}), kv pool {format_memory(kv.num_bytes)} = "
+            f"{weights}), kv pool {format_memory(kv.num_bytes)} = "
             f"{kv.num_blocks * kv.block_size} tokens"
         )
 
@@ -67,7 +68,12 @@ def load_draft_weights(
         served, drafting = read_model_config(folder).vocab_size, read_model_config(own).vocab_size
         _check_vocabulary(folder, own, served, drafting)
         weights = load_model(
-            own, dtype=config.dtype, quantization=config.quantization, device=device, progress=progress
+            own,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            device=device,
+            progress=progress,
+            map_embeddings=config.map_embeddings,
         )
         return weights if served == drafting else ResizedVocabulary(weights, served)
 

@@ -64,7 +64,7 @@ def begin(config: GenerationServiceConfig) -> Arena | None:
         # Used where they are. The loader's own mapping finds the pages there.
         populate_beside(folder / PACKED_FILE)
         return None
-    num_bytes = least_weight_bytes(folder, config.dtype, config.quantization)
+    num_bytes = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
     _, available = host_memory()
     return open_arena(num_bytes, UNTOUCHED_BYTES) if num_bytes + _BESIDE_BYTES <= available else None
 

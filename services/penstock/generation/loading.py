@@ -23,7 +23,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.defaults import load_defaults
 from penstock.generation.devices.arena import Arena
 from penstock.generation.devices.base import Device
-from penstock.generation.devices.memory import format_memory, kv_pool_blocks, parse_memory, trim_heap
+from penstock.generation.devices.memory import format_memory, format_weights, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.devices.registry import open_device
 from penstock.generation.draft_model import DraftModel, load_draft_weights, make_draft_model
 from penstock.generation.engine.config import EngineConfig
@@ -77,7 +77,7 @@ class LoadedModel:
         tokens = kv.num_blocks * kv.block_size
         return [
             f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
-            f"{model.config.dtype}, {format_memory(model.num_bytes)}{' mapped' if is_packed(self.folder) else ''}) "
+            f"{model.config.dtype}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
             f"on {self.device.describe()}",
             f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
@@ -130,6 +130,7 @@ def _load(
         quantization=config.quantization,
         device=device,
         progress=lambda percent: progress(share * percent),
+        map_embeddings=config.map_embeddings,
     )
     # The KV pool takes a share of what both leave.
     draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
@@ -153,7 +154,13 @@ def _load(
     # What reading and packing needed for a moment.
     trim_heap()
     stages.end("rest")
-    _log.info("loaded", seconds=stages.seconds, weights_bytes=model.num_bytes, kv_bytes=kv.num_bytes)
+    _log.info(
+        "loaded",
+        seconds=stages.seconds,
+        weights_bytes=model.num_bytes,
+        mapped_bytes=model.mapped_bytes,
+        kv_bytes=kv.num_bytes,
+    )
     found = None if prefixes is None else prefixes.result()
     return LoadedModel(
         model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft

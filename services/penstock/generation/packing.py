@@ -72,7 +72,7 @@ def pack(
         # There is no --kernels to change here.
         raise StartupError(error.message, flag=None if error.flag == "--kernels" else error.flag) from error
     config = read_model_config(folder)
-    weights = checkpoint_weights(folder, config, device, dtype, quantization)
+    weights = checkpoint_weights(folder, config, device, dtype, quantization, map_embeddings=False)
     name = str(weights.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise StartupError(f"the kernels have no {name}: choose --dtype bfloat16 or float32", flag="--dtype")

@@ -11,10 +11,9 @@ import torch
 from penstock.common.errors import StartupError
 
 if TYPE_CHECKING:
-    import mmap
-
     from penstock.generation.attention.base import Attention
     from penstock.generation.devices.arena import Arena
+    from penstock.generation.devices.mapped import MappedFile
     from penstock.generation.models.kernels import LayerKernels
     from penstock.generation.quantization.base import LinearMethod
     from penstock.generation.sampling.kernels import SamplingKernels
@@ -70,7 +69,18 @@ class Device(ABC):
         """Room for a large weight that is kept as it is, not initialised."""
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
-    def mapped_weights(self, memory: mmap.mmap, name: str) -> torch.Tensor:
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """What weights are used of where the page cache has it: nobody may write into these."""
+        return ()
+
+    def mapped_tensor(
+        self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """To be read only: the tensor whose bytes begin there in the file. None where it must be copied."""
+        return None
+
+    def mapped_weights(self, file: MappedFile, name: str) -> torch.Tensor:
         """(bytes,) uint8, to be read only: weights in the layout of the CPU's C++ kernels, used where they are.
 
         Raises StartupError naming what to change where they cannot be used; `name` is what they are called in it.

@@ -27,7 +27,7 @@ from penstock.generation.quantization.registry import cpu_method
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 
 if TYPE_CHECKING:
-    import mmap
+    from penstock.generation.devices.mapped import MappedFile
 
 _log = get_logger("penstock.generation")
 KERNELS = ("auto", "native", "torch")
@@ -50,6 +50,7 @@ class CPUDevice(Device):
         # Of the native kernels; None while torch's operators are used.
         self.instruction_set: str | None = None
         self._arena: Arena | None = None
+        self._mapped_files: list[MappedFile] = []
         self._mapped_bytes = 0
 
     @property
@@ -99,7 +100,20 @@ class CPUDevice(Device):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def mapped_weights(self, memory: mmap.mmap, name: str) -> torch.Tensor:
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """See Device."""
+        return tuple(self._mapped_files)
+
+    def mapped_tensor(
+        self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """See Device: None where the file has it at no multiple of its numbers' size."""
+        if begin % dtype.itemsize:
+            return None
+        return self._view(file, begin, math.prod(shape), dtype).view(shape)
+
+    def mapped_weights(self, file: MappedFile, name: str) -> torch.Tensor:
         """See Device. Raises StartupError naming --kernels."""
         if self.instruction_set is None:
             raise StartupError(
@@ -107,11 +121,15 @@ class CPUDevice(Device):
                 "`penstock build-kernels`, or the checkpoint it was made of",
                 flag="--kernels",
             )
-        self._mapped_bytes += len(memory)
+        return self._view(file, 0, len(file.memory), torch.uint8)
+
+    def _view(self, file: MappedFile, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self._mapped_files.append(file)
+        self._mapped_bytes += count * dtype.itemsize
         with warnings.catch_warnings():
             # That it cannot be written is as it should be.
             warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(memory, dtype=torch.uint8)
+            return torch.frombuffer(file.memory, dtype=dtype, count=count, offset=begin)
 
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
         """See Device."""

@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,17 +36,43 @@ class _Buffer(ctypes.Structure):
     )
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """All of the file, to be read only. Raises OSError, and ValueError where it is empty.
+class MappedFile:
+    """All of a file in `memory`, and whether somebody wrote into it since.
 
-    A file that becomes shorter under its mapping ends the process that reads it (SIGBUS): such files are replaced by
-    renaming a new one over them, never written to.
+    One that becomes shorter under its mapping ends the process that reads it (SIGBUS), and what is written into it is
+    what the process reads: such files are replaced by renaming a new one over them, which they outlive until they end.
     """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, and ValueError where it is empty."""
+        self.path = path
+        # Of the file itself, whatever the path leads to later.
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._state = self._look()
+        self.memory = _map(self._descriptor)
+
+    def was_written(self) -> bool:
+        """Whether size or time of modification are others than before it was mapped. May wait for a network's file
+        system. Raises OSError where that cannot be told any more."""
+        return self._look() != self._state
+
+    def _look(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """All of the file, to be read only, for a moment. Raises OSError, and ValueError where it is empty."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        return _map(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Refused by kernels without large pages.
         with contextlib.suppress(OSError):

@@ -34,6 +34,13 @@ def format_memory(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def format_weights(num_bytes: int, mapped_bytes: int) -> str:
+    """`1.5 GiB, 260 MiB of it mapped`, for people."""
+    if mapped_bytes in (0, num_bytes):
+        return f"{format_memory(num_bytes)}{' mapped' if mapped_bytes else ''}"
+    return f"{format_memory(num_bytes)}, {format_memory(mapped_bytes)} of it mapped"
+
+
 def kv_pool_blocks(
     memory: int | None,
     *,

@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.generation.devices.mapped import MappedFile
 from penstock.generation.models.read_ahead import ReadAhead
-from penstock.generation.models.shards import IGNORED_SUFFIX, INDEX_FILE, SINGLE_FILE, indexed_files
+from penstock.generation.models.shards import IGNORED_SUFFIX, INDEX_FILE, SINGLE_FILE, indexed_files, stored_tensors
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What is read of a mapping stays resident until the mapping goes.
@@ -103,6 +104,23 @@ class Checkpoint:
             yield self._view(tensor, first, min(first + some, rows))
         self._read(tensor)
 
+    def mapped(self, tensor: str) -> tuple[MappedFile, int]:
+        """The file that the tensor is in, to be used where it is, and where its bytes begin there. The disk is asked
+        for them; nobody waits for it."""
+        name, shape, dtype = self._tensors[tensor]
+        try:
+            if tensor in self._left[name]:
+                self._ahead.advise(name, tensor, 0, shape[0])
+            file = MappedFile(self.folder / name)
+            stored = stored_tensors(file.memory).get(tensor)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _broken(self.folder / name, error) from error
+        place = None if stored is None else (stored.dtype, stored.shape, stored.end - stored.begin)
+        if stored is None or place != (dtype, shape, self._size(tensor)) or stored.end > len(file.memory):
+            raise self._changed(name)
+        self._read(tensor)
+        return file, stored.begin
+
     def are_equal(self, one: str, other: str) -> bool:
         """Whether two tensors of one shape hold the same numbers, as stored."""
         if self.dtype(one) != self.dtype(other):
@@ -121,7 +139,7 @@ class Checkpoint:
         except (SafetensorError, OSError, RuntimeError) as error:
             raise _broken(self.folder / file, error) from error
         if tuple(value.shape) != (last - first, *shape[1:]):
-            raise StartupError(f"{self.folder / file} changed while it was being loaded", flag="MODEL")
+            raise self._changed(file)
         self._resident_bytes += value.nbytes
         return value
 
@@ -133,6 +151,9 @@ class Checkpoint:
             self._report(self._size(tensor))
         if not left:
             self._files.pop(self._tensors[tensor][0], None)
+
+    def _changed(self, file: str) -> StartupError:
+        return StartupError(f"{self.folder / file} changed while it was being loaded", flag="MODEL")
 
     def _report(self, num_bytes: int) -> None:
         self._taken_bytes += num_bytes

@@ -27,14 +27,24 @@ class CheckpointWeights:
     """loader.Weights of a Hugging Face checkpoint. Every tensor of it is taken exactly once."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: Device, dtype: torch.dtype, quantization: str, *, is_tied: bool
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        dtype: torch.dtype,
+        quantization: str,
+        *,
+        is_tied: bool,
+        map_embeddings: bool,
     ) -> None:
-        """`is_tied`: config.json says that embedding and head are one."""
+        """`is_tied`: config.json says that embedding and head are one. `map_embeddings`: the table that ids are looked
+        up in is used where the page cache has it, if the device can and it is stored as `dtype`."""
         self.dtype = dtype
         self.num_bytes = 0
+        self.mapped_bytes = 0
         self._checkpoint = checkpoint
         self._device = device
         self._is_tied = is_tied
+        self._map_embeddings = map_embeddings
         self._linear_method = device.linear_method(dtype, quantization)
         self._kernels = device.layer_kernels(dtype)
 
@@ -68,9 +78,21 @@ class CheckpointWeights:
         trim_heap()
 
     def _table(self, name: str) -> Tensor:
-        """An embedding in memory of its own."""
+        """An embedding, a view of the file or in memory of its own."""
         stored = self._weight([name])
-        return self._counted_tensor(stored.copied(self._device.weight_memory(stored.shape, stored.dtype)))
+        table = self._mapped_table(name)
+        if table is None:
+            table = stored.copied(self._device.weight_memory(stored.shape, stored.dtype))
+        else:
+            self.mapped_bytes += table.nbytes
+        return self._counted_tensor(table)
+
+    def _mapped_table(self, name: str) -> Tensor | None:
+        """None where it must be converted or copied."""
+        if not self._map_embeddings or self._checkpoint.dtype(name) != self.dtype:
+            return None
+        file, begin = self._checkpoint.mapped(name)
+        return self._device.mapped_tensor(file, begin, self._checkpoint.shape(name), self.dtype)
 
     def _made(self, names: list[str], make: Callable[[Weight], Linear]) -> Linear:
         """The Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot hold."""

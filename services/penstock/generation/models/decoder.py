@@ -37,12 +37,15 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device,
         num_bytes: int,
+        mapped_bytes: int = 0,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         # Memory that the weights take.
         self.num_bytes = num_bytes
+        # Of it, what is used where the page cache has it.
+        self.mapped_bytes = mapped_bytes
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding
@@ -73,6 +76,7 @@ class CausalLM:
             dtype=self.dtype,
             device=self.device,
             num_bytes=self.num_bytes,
+            mapped_bytes=self.mapped_bytes,
         )
 
     @torch.inference_mode()

@@ -31,6 +31,10 @@ class Weights(Protocol):
     # Memory that what was asked for takes.
     num_bytes: int
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Of `num_bytes`, what is used where the page cache has it."""
+
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         """The last layer, and the embedding (vocabulary, hidden), None where the head's rows are it."""
 
@@ -67,6 +71,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device) -> Causal
         dtype=weights.dtype,
         device=device.torch_device,
         num_bytes=weights.num_bytes,
+        mapped_bytes=weights.mapped_bytes,
     )
 
 

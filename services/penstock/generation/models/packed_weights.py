@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
-from penstock.generation.devices.mapped import map_file, populate
+from penstock.generation.devices.mapped import MappedFile, populate
 from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.packed_layout import ALIGNMENT, DTYPES, HEAD, PackedFacts, entries_of, layout
 from penstock.generation.models.shards import PACKED_FILE, parse_header
@@ -36,7 +36,8 @@ class PackedFile:
         self.folder = folder
         self.path = folder / PACKED_FILE
         try:
-            self.memory = map_file(self.path)
+            self.mapped = MappedFile(self.path)
+            self.memory = self.mapped.memory
             entries, self.data_begin = parse_header(self.memory)
             self.facts = _facts(entries.pop("__metadata__"))
             self.entries: dict[str, Any] = entries
@@ -82,7 +83,7 @@ class PackedWeights:
         for whatever the file has. Raises StartupError naming the flag, or the file and what is wrong with it."""
         file = PackedFile(folder)
         _check_wanted(file, device, dtype, quantization)
-        data = device.mapped_weights(file.memory, str(folder))
+        data = device.mapped_weights(file.mapped, str(folder))
         self.dtype = file.dtype
         self.num_bytes = 0
         self._config = config
@@ -103,6 +104,11 @@ class PackedWeights:
         shape = (self._config.vocab_size, self._config.hidden_size)
         head = self._linear(HEAD, shape, self._head, gated=False, has_bias=False)
         return head, self.tensor(EMBEDDING) if EMBEDDING in self._places else None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """See Weights: all of it."""
+        return self.num_bytes
 
     def linear(self, prefix: str, linear: LayerLinear) -> NativeLinear:
         """See Weights."""

@@ -51,20 +51,24 @@ def load_model(
     quantization: str = "auto",
     device: Device,
     progress: Callable[[float], None] | None = None,
+    map_embeddings: bool = True,
 ) -> CausalLM:
     """Load a Hugging Face folder (single or sharded safetensors), or one that `penstock pack` wrote.
 
     `dtype` is "auto" (the checkpoint's, as the device can) or a name, `quantization` "none", "int8" or "int4" (of the
     linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is called with
-    the percentage of the weights' bytes that is loaded, ending at 100. Raises StartupError naming the file, tensor or
-    field at fault.
+    the percentage of the weights' bytes that is loaded, ending at 100. `map_embeddings`: a checkpoint's table that ids
+    are looked up in is used where the page cache has it, as all of a packed model is: see `device.mapped_files`. Raises
+    StartupError naming the file, tensor or field at fault.
     """
     config = read_model_config(folder)
     weights: Weights
     if is_packed(folder):
         weights = PackedWeights(folder, config, device, dtype, quantization, progress)
     else:
-        weights = checkpoint_weights(folder, config, device, dtype, quantization, progress)
+        weights = checkpoint_weights(
+            folder, config, device, dtype, quantization, progress, map_embeddings=map_embeddings
+        )
     return build_model(config, weights, device)
 
 
@@ -75,6 +79,8 @@ def checkpoint_weights(
     dtype: str,
     quantization: str,
     progress: Callable[[float], None] | None = None,
+    *,
+    map_embeddings: bool,
 ) -> CheckpointWeights:
     """Those of a Hugging Face folder, whose names and shapes are checked here; otherwise as `load_model`."""
     checkpoint = Checkpoint(folder, progress)
@@ -94,6 +100,7 @@ def checkpoint_weights(
         device.compute_dtype(dtype, stored),
         "none" if quantization == "auto" else quantization,
         is_tied=config.tie_word_embeddings,
+        map_embeddings=map_embeddings,
     )
 
 

@@ -37,7 +37,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of one file. Raises OSError, and ValueError, LookupError or TypeError for what is no header."""
     with path.open("rb") as file:
         start = file.read(8)
-        header, data_begin = parse_header(start + file.read(_header_bytes(start)))
+        return stored_tensors(start + file.read(_header_bytes(start)))
+
+
+def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
+    """Name -> tensor, of the beginning of a file. Raises ValueError, LookupError or TypeError for what is no header."""
+    header, data_begin = parse_header(start)
     found = {}
     for name, entry in header.items():
         if name != "__metadata__":
