@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def ids(stub: Any) -> list[int]:
 
 def until_refused(stub: Any, call: Any) -> None:
     """A request that ends before the next look at the file is asked for anew."""
-    while True:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < until:
         list(call)
         call = stub.Generate(request(config={"max_new_tokens": 400}), timeout=PATIENCE_SECONDS)
 
