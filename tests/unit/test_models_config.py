@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.common.errors import StartupError
-from penstock.generation.models.config import ModelConfig
+from penstock.generation.models.config import ModelConfig, RopeConfig
 from penstock.generation.models.registry import read_model_config
 from penstock.generation.models.rope import RotaryEmbedding, inverse_frequencies
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
@@ -166,12 +166,27 @@ def test_tables_hold_the_very_bits_that_a_call_computes(
     tmp_path: Path, parameters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     rope = read(tmp_path, "llama", rope_parameters=parameters | {"rope_theta": 10_000.0}, head_dim=40).rope
-    rotary = RotaryEmbedding(rope, 40, torch.device("cpu"), dtype)
-    for length in (1, 7, 3000, 5001):
+    rotary = RotaryEmbedding(rope, 40, torch.device("cpu"), dtype, max_positions=5000)
+    for length in (1, 7, 3000, 5001, 30_000, 30_001):
         positions = torch.tensor([length - 1, 0, length // 2])
         for table, expected in zip(rotary.tables(length), rotary(positions), strict=True):
             assert len(table) >= length
             assert torch.equal(table[positions], expected[:, 0])
+
+
+def test_tables_grow_in_place_and_by_a_piece_at_a_time() -> None:
+    computed = []
+
+    class Watched(RotaryEmbedding):
+        def __call__(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            computed.append(len(positions_T))
+            return super().__call__(positions_T)
+
+    rotary = Watched(RopeConfig("default", 1e6), 64, torch.device("cpu"), torch.bfloat16, max_positions=100_000)
+    where = {tuple(table.data_ptr() for table in rotary.tables(length)) for length in range(1, 100_001, 999)}
+    assert len(where) == 1
+    assert max(computed) < 5000
+    assert sum(computed) < 105_000
 
 
 def test_theta_inside_rope_parameters_wins(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.generation.models.config import ConfigReader, RopeConfig
 
-# That tables of cos and sin begin with.
-_FIRST_POSITIONS = 2048
+# That tables of cos and sin grow by.
+_PIECE = 2048
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -133,23 +133,45 @@ def _yarn(rope: RopeConfig, inv_freq: Tensor, head_dim: int) -> Tensor:
 class RotaryEmbedding:
     """cos and sin of a step's positions, once for all layers."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype, *, max_positions: int
+    ) -> None:
+        """`max_positions`: what tables have room for. The system gives memory for what was filled of it."""
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
-        empty = torch.empty(0, head_dim // 2, dtype=dtype, device=device)
-        self._tables = empty, empty
+        self._length = 0
+        self._make_room(max_positions)
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all positions below `length` at least, each (positions, head_dim / 2): what a call computes.
 
-        Kept, and made twice as long where they do not reach: head_dim x 2 bytes a position in bfloat16, up to a few
+        Kept, and filled in place where they do not reach: head_dim x 2 bytes a position in bfloat16, up to a few
         percent of the keys and values of one sequence that is so long. Computed anew they take 0.3 ms of a decode step.
         """
-        if length > len(self._tables[0]):
-            cos, sin = self(torch.arange(max(_FIRST_POSITIONS, 2 * length), device=self._inv_freq.device))
-            self._tables = cos.squeeze(1), sin.squeeze(1)
+        if length > self._length:
+            self._fill(length)
         return self._tables
+
+    def _fill(self, length: int) -> None:
+        """A piece at a time: in float32 all of a long context would take several times the tables."""
+        end = -(-length // _PIECE) * _PIECE
+        if end > len(self._room[0]):
+            self._make_room(2 * end)
+        for first in range(self._length, end, _PIECE):
+            found = self(torch.arange(first, first + _PIECE, device=self._inv_freq.device))
+            for table, piece in zip(self._room, found, strict=True):
+                table[first : first + _PIECE] = piece.squeeze(1)
+        self._length = end
+        self._tables = self._room[0][:end], self._room[1][:end]
+
+    def _make_room(self, positions: int) -> None:
+        """For tables, of which nothing is filled then."""
+        shape = -(-positions // _PIECE) * _PIECE, len(self._inv_freq)
+        cos, sin = (torch.empty(shape, dtype=self._dtype, device=self._inv_freq.device) for _ in range(2))
+        self._room = cos, sin
+        self._length = 0
+        self._tables = cos[:0], sin[:0]
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each (T, 1, head_dim / 2), computed in float32 and rounded to the model's dtype."""
