@@ -53,6 +53,16 @@ def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
         assert not {";", "&", "<", ">", "("} & set(lexer), command
 
 
+def test_warnings_of_pack_are_no_part_of_its_result() -> None:
+    pack = "lambda *_: print('done') or get_logger('x').warning('look')"
+    code = f"from penstock.cli import app, pack; from penstock.common.logging import get_logger; pack.run_pack = {pack}"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; app._pack({{'folder': 'x'}})"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "done\n"
+    assert "look" in done.stderr
+
+
 def test_help_imports_neither_grpc_nor_torch() -> None:
     code = "\n".join(
         [

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder, model_name, resolve_model
+from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder, model_name, resolve_model, source_name
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 
@@ -22,6 +22,19 @@ def test_a_folder_is_itself_and_named_after_itself(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     assert resolve_model(str(folder)) == folder
     assert model_name(str(folder)) == "my-model"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("models--Qwen--Qwen2.5-0.5B/snapshots/06a4a8", "Qwen/Qwen2.5-0.5B@06a4a8"),
+        ("models--gpt2/snapshots/06a4a8", "gpt2@06a4a8"),
+        ("snapshots/my-model", "my-model"),
+        ("my-model", "my-model"),
+    ],
+)
+def test_a_snapshot_of_the_hub_is_known_by_its_model_and_revision(tmp_path: Path, folder: str, name: str) -> None:
+    assert source_name(tmp_path / folder) == name
 
 
 def test_a_hub_id_keeps_its_name_without_the_revision() -> None:

@@ -71,6 +71,13 @@ def test_any_tool_can_list_it_and_every_tensor_is_aligned(folder: Path) -> None:
     assert list(json.loads(facts["source_sha256"])) == ["model.safetensors"]
 
 
+def test_of_a_model_of_the_hub_its_name_and_revision_are_recorded(model: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "06a4a8"
+    shutil.copytree(model, snapshot)
+    with safe_open(packed(snapshot, tmp_path / "packed") / PACKED_FILE, framework="pt") as file:
+        assert file.metadata()["source"] == "me/tiny@06a4a8"
+
+
 def test_weights_are_used_where_the_file_is_mapped(folder: Path) -> None:
     model = load(folder)
     down, norm = model.layers[1].mlp.down, model.layers[0].input_norm.weight

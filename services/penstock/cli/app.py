@@ -213,7 +213,10 @@ def build_kernels(
 
 def _pack(given: Overrides) -> None:
     from penstock.cli.pack import run_pack
+    from penstock.common.logging import configure_logging
 
+    # Standard output is for the result; until this is called, warnings go there, too.
+    configure_logging("pack", level="warning")
     output = given.pop("output", None)
     run_pack(str(given.pop("folder")), None if output is None else str(output), given)
 

@@ -30,6 +30,15 @@ def model_name(model: str | Path | None) -> str:
     return str(model).partition("@")[0]
 
 
+def source_name(folder: Path) -> str:
+    """What a checkpoint's folder is known by: `owner/name@commit` in the hub's cache, else its own name."""
+    folder = folder.resolve()
+    kind, _, repo = folder.parent.parent.name.partition("--")
+    if folder.parent.name == "snapshots" and kind == "models" and repo:
+        return f"{repo.replace('--', '/')}@{folder.name}"
+    return folder.name
+
+
 def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callable[[str], None] | None = None) -> Path:
     """The folder of `model`: None is the embedded one; then an existing folder; then a hub id (`owner/name@revision`).
 

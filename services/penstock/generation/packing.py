@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock import __version__
+from penstock.common.checkpoint import source_name
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.mapped import map_file, populate
@@ -77,7 +78,7 @@ def pack(
     if name not in DTYPES:
         raise StartupError(f"the kernels have no {name}: choose --dtype bfloat16 or float32", flag="--dtype")
     facts = PackedFacts(
-        name, "none" if quantization == "auto" else quantization, source=folder.resolve().name, written_by=__version__
+        name, "none" if quantization == "auto" else quantization, source=source_name(folder), written_by=__version__
     )
     try:
         with unfinished(folder, output, force=force) as scratch:
