@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.models.fused import FusedLayers, can_fuse
@@ -28,7 +30,7 @@ class CausalLM:
         self,
         config: ModelConfig,
         *,
-        embedding: Rows,
+        embedding: Tensor | Rows,
         layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         lm_head: Linear,
@@ -39,6 +41,7 @@ class CausalLM:
         num_bytes: int,
         mapped_bytes: int = 0,
     ) -> None:
+        """`embedding`: a table (vocabulary, hidden), or the rows of `lm_head`."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -49,8 +52,10 @@ class CausalLM:
         self.layers = tuple(layers)
         self.attention = attention
         self._embedding = embedding
+        table = embedding if isinstance(embedding, Tensor) else None
+        self._rows = cast("Rows", embedding) if table is None else partial(F.embedding, weight=table)
         self._fused = (
-            FusedLayers(config, self.layers, norm, lm_head, rotary)
+            FusedLayers(config, self.layers, norm, lm_head, rotary, table)
             if can_fuse(config, self.layers, lm_head, attention)
             else None
         )
@@ -129,6 +134,13 @@ class CausalLM:
             raise RuntimeError("this model's operators are called one by one")
         return self._fused(self.embed(input_ids_T), positions_T, metadata, kv, rows_R, draws=True)
 
+    def decode(self, ids: list[int], lengths: list[int], longest: int, tables_SB: Tensor, kv: KVCachePool) -> list[int]:
+        """The ids that `forward_and_draw` draws for one token of each sequence, `ids`, with which they are `lengths`
+        long, at most `longest`. `tables_SB` as AttentionMetadata.block_tables. Only where `can_draw`."""
+        if self._fused is None:
+            raise RuntimeError("this model's operators are called one by one")
+        return self._fused.decode(ids, lengths, longest, tables_SB, kv)
+
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor) -> Tensor:
         """(N, vocab) float32 of selected rows of `forward`'s result: pass only those whose logits are needed."""
@@ -136,7 +148,7 @@ class CausalLM:
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """(T, hidden): the residual stream before the first layer."""
-        return self._embedding(input_ids_T)
+        return self._rows(input_ids_T)
 
     def step(
         self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, attention: Attention | None = None

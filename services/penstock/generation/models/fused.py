@@ -26,9 +26,15 @@ class FusedLayers:
     """Threads go through the layers together; between two operations they meet instead of being woken anew."""
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, head: Linear, rotary: RotaryEmbedding
+        self,
+        config: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        norm: RMSNorm,
+        head: Linear,
+        rotary: RotaryEmbedding,
+        table: Tensor | None,
     ) -> None:
-        """`layers` and `head` must be `can_fuse`."""
+        """`layers` and `head` must be `can_fuse`. `table`: the embedding, None where the head's rows are it."""
         last = cast(NativeLinear, head)
         first = cast(NativeLinear, layers[0].mlp.gated)
         sizes = [first.format, config.hidden_size, config.intermediate_size]
@@ -38,8 +44,9 @@ class FusedLayers:
         tensors += [norm.weight, *last.tensors()]
         windows = [layer.attention.window or 0 for layer in layers]
         decoder: Any = torch.classes.penstock.Decoder(sizes, config.rms_norm_eps, tensors, windows)
-        self._forward = decoder.forward
+        self._forward, self._decode = decoder.forward, decoder.decode
         self._rotary = rotary
+        self._table = table
 
     def __call__(
         self,
@@ -71,6 +78,13 @@ class FusedLayers:
             *kv.tensors,
         )
         return result
+
+    def decode(self, ids: list[int], lengths: list[int], longest: int, tables: Tensor, kv: KVCachePool) -> list[int]:
+        """Tokens `ids`, one of each sequence, which with it are `lengths` long: what `draws` gives for them. `tables`
+        as AttentionMetadata's, as wide as is wanted."""
+        cos, sin = self._rotary.tables(longest)
+        drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors)
+        return drawn
 
 
 def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, attention: object) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.attention.base import HeadWeights
@@ -51,7 +49,6 @@ class Weights(Protocol):
 def build_model(config: ModelConfig, weights: Weights, device: Device) -> CausalLM:
     """The model of `config` with these weights."""
     lm_head, table = weights.head_and_table()
-    embedding = partial(F.embedding, weight=table) if table is not None else cast("Rows", lm_head.rows())
     kernels = device.layer_kernels(weights.dtype)
     layers = [_layer(config, i, weights, kernels) for i in range(config.num_layers)]
     norm = RMSNorm(weights.tensor(NORM), config.rms_norm_eps, kernels)
@@ -62,7 +59,7 @@ def build_model(config: ModelConfig, weights: Weights, device: Device) -> Causal
     )
     return CausalLM(
         config,
-        embedding=embedding,
+        embedding=table if table is not None else cast("Rows", lm_head.rows()),
         layers=layers,
         norm=norm,
         lm_head=lm_head,

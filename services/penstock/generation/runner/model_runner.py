@@ -20,6 +20,7 @@ from penstock.generation.runner.hidden_history import HiddenHistories
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 from penstock.generation.runner.pooling import MeanPooling
 from penstock.generation.runner.prompt_logprobs import PromptScorer
+from penstock.generation.runner.steady_decode import SteadyDecode
 from penstock.generation.runner.tensors import StepTensorTaker
 from penstock.generation.sampling.kernels import SamplingKernels
 from penstock.generation.sampling.params import SamplingParams
@@ -67,13 +68,22 @@ class ModelRunner:
         self._inputs = InputBatch(kv.block_size, model.device)
         self._sampler = Sampler(model.device, kernels)
         self._masks = None if masks is None else GrammarMasks(masks)
+        # What the next step may go on from.
+        self._steady: SteadyDecode | None = None
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """Run one step. Mutates only the KV pool and the runner's own buffers.
 
         Sequences whose logits hold a NaN are in `failed`: they end alone.
         """
+        steady, self._steady = self._steady, None
+        if steady is None or (result := steady.step(output, self._model, self._kv)) is None:
+            return self._execute(output)
+        self._steady = steady
+        return result
+
+    @torch.inference_mode()
+    def _execute(self, output: SchedulerOutput) -> RunnerOutput:
         self._sampler.fork(output.forks)
         self._histories.fork(output.forks)
         self.release(output.released)
@@ -92,6 +102,8 @@ class ModelRunner:
         num_results = num_rows if rows_R is None else len(draws.rows)
         if exits is None and tensors is None and masks is None and self._wants_only_highest(draws, num_results):
             hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R)
+            if drawn is not None and not draws.remembered and SteadyDecode.continues(output.scheduled):
+                self._steady = SteadyDecode(output.scheduled, inputs.metadata, self._kv.block_size)
         else:
             hidden_RI = self._model.forward(
                 inputs.input_ids_T,
@@ -111,6 +123,7 @@ class ModelRunner:
 
     def release(self, seq_ids: Seq[int]) -> None:
         """See engine.step.Runner."""
+        self._steady = None
         for keeper in (self._inputs, self._sampler, self._pooling, self._histories):
             keeper.release(seq_ids)
 

@@ -5,10 +5,12 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "attention_work.h"
 #include "linear_work.h"
+#include "packed_rows.h"
 #include "team.h"
 
 namespace penstock {
@@ -143,7 +145,14 @@ struct Decoder : torch::CustomClassHolder {
                                              at::Tensor tables, at::Tensor query_start, at::Tensor context_lens, std::optional<at::Tensor> wanted,
                                              bool draws, at::Tensor pool, std::optional<at::Tensor> scales) const;
 
+  // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, with which they are `lengths` long. So
+  // few arguments since everything is cold when a step begins, and each of torch's operators takes tens of microseconds then.
+  // `embedding` (vocabulary, hidden); none: the rows of the head.
+  std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths, at::Tensor tables, std::optional<at::Tensor> embedding,
+                              at::Tensor cos, at::Tensor sin, at::Tensor pool, std::optional<at::Tensor> scales) const;
+
  private:
+  at::Tensor embedded(const at::Tensor& ids, const std::optional<at::Tensor>& embedding) const;
   void pick(Step& step, Walk& walk) const;
   void finish(Step& step, Walk& walk) const;
   static at::Tensor highest_ids(const Step& step, int64_t threads);
@@ -284,6 +293,38 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::
   return {step.out, draws ? highest_ids(step, step.team.threads()) : at::empty({0}, positions.options())};
 }
 
+std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64_t> lengths, at::Tensor tables, std::optional<at::Tensor> embedding,
+                                     at::Tensor cos, at::Tensor sin, at::Tensor pool, std::optional<at::Tensor> scales) const {
+  const int64_t S = ids.size(), block_size = pool.size(3);
+  TORCH_CHECK(int64_t(lengths.size()) == S && tables.dim() == 2 && tables.size(0) == S && tables.stride(1) == 1);
+  // ids, positions, slots.
+  const at::Tensor rows = at::empty({3, S}, at::kLong), starts = at::empty({S + 1}, at::kInt), context_lens = at::empty({S}, at::kInt);
+  int64_t *id = rows.data_ptr<int64_t>(), *position = id + S, *slot = position + S;
+  const int32_t* table = tables.const_data_ptr<int32_t>();
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t at = lengths[s] - 1, block = at / block_size;
+    TORCH_CHECK(at >= 0 && block < tables.size(1), "a sequence is longer than its table");
+    id[s] = ids[s], position[s] = at, slot[s] = table[s * tables.stride(0) + block] * block_size + at % block_size;
+    context_lens.data_ptr<int32_t>()[s] = lengths[s];
+  }
+  std::iota(starts.data_ptr<int32_t>(), starts.data_ptr<int32_t>() + S + 1, 0);
+  const at::Tensor drawn = std::get<1>(
+      forward(embedded(rows[0], embedding), cos, sin, rows[1], rows[2], tables, starts, context_lens, std::nullopt, true, pool, scales));
+  return {drawn.const_data_ptr<int64_t>(), drawn.const_data_ptr<int64_t>() + S};
+}
+
+at::Tensor Decoder::embedded(const at::Tensor& ids, const std::optional<at::Tensor>& embedding) const {
+  if (!embedding) return packed_rows(head.weight, ids, hidden, head.width, head.format == Format::BF16);
+  TORCH_CHECK(embedding->is_contiguous() && embedding->dim() == 2 && embedding->size(1) == hidden && embedding->scalar_type() == final_norm.scalar_type());
+  at::Tensor out = at::empty({ids.size(0), hidden}, embedding->options());
+  const int64_t size = hidden * out.itemsize(), *id = ids.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < ids.size(0); ++row) {
+    TORCH_CHECK_INDEX(id[row] >= 0 && id[row] < embedding->size(0), "index out of range in self");
+    std::memcpy((char*)out.data_ptr() + row * size, (const char*)embedding->const_data_ptr() + id[row] * size, size);
+  }
+  return out;
+}
+
 // What is left of the last layer is for the rows that are wanted: what attention gave them and their residuals come to the
 // front, each thread's share of the columns. After it all threads have to meet.
 void Decoder::pick(Step& step, Walk& walk) const {
@@ -368,7 +409,8 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.class_<Decoder>("Decoder")
       .def(torch::init<std::vector<int64_t>, double, Tensors, std::vector<int64_t>>())
-      .def("forward", &Decoder::forward);
+      .def("forward", &Decoder::forward)
+      .def("decode", &Decoder::decode);
 }
 
 }  // namespace penstock

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "linear_work.h"
+#include "packed_rows.h"
 
 namespace penstock {
 namespace {
@@ -133,7 +134,18 @@ int64_t pack_rows(const at::Tensor& rows, int64_t first, int64_t outputs, at::Te
   return bad_value < 0 ? -1 : gates + bad_value;
 }
 
-// Rows of the weight: what an embedding that shares it looks up.
+// Asks for large pages: a weight is read from end to end in every step, and small pages cost it a fifth of the bandwidth.
+void advise_large_pages(const at::Tensor& memory) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t PAGE = 2 << 20;
+  const uintptr_t first = (uintptr_t(memory.data_ptr()) + PAGE - 1) / PAGE * PAGE;
+  const uintptr_t last = (uintptr_t(memory.data_ptr()) + memory.nbytes()) / PAGE * PAGE;
+  if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace
+
 at::Tensor packed_rows(const at::Tensor& weight, const at::Tensor& ids, int64_t inputs, int64_t outputs, bool bf16) {
   const int64_t size = bf16 ? 2 : 4, per = 4 / size, granules = (inputs + per - 1) / per;
   auto out = at::empty({ids.size(0), inputs}, weight.options().dtype(bf16 ? at::kBFloat16 : at::kFloat));
@@ -152,18 +164,6 @@ at::Tensor packed_rows(const at::Tensor& weight, const at::Tensor& ids, int64_t 
   });
   return out;
 }
-
-// Asks for large pages: a weight is read from end to end in every step, and small pages cost it a fifth of the bandwidth.
-void advise_large_pages(const at::Tensor& memory) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t PAGE = 2 << 20;
-  const uintptr_t first = (uintptr_t(memory.data_ptr()) + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t last = (uintptr_t(memory.data_ptr()) + memory.nbytes()) / PAGE * PAGE;
-  if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
-#endif
-}
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(

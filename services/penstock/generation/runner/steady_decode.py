@@ -1,0 +1,98 @@
+"""A decode step of the very sequences of the last one, each a token further and drawn from greedily.
+
+Nearly all steps of plain requests are of that kind, and a gigabyte of weights has gone through the caches since the
+last one: every line of Python and every operator begins with misses. So nothing is made anew, and one call does it all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.generation.engine.draw import DrawKind
+from penstock.generation.engine.step import RunnerOutput, SampledToken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.attention.base import AttentionMetadata
+    from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.runner.kv_cache import KVCachePool
+
+# Blocks by which the sequences may grow before the tables are made anew.
+_SPARE_BLOCKS = 16
+
+
+class SteadyDecode:
+    """Goes on after one step until a step is not of this kind. For models that `can_draw`."""
+
+    def __init__(self, scheduled: Seq[ScheduledSequence], metadata: AttentionMetadata, block_size: int) -> None:
+        """After a step of these entries, which `continues` accepts."""
+        self._block_size = block_size
+        self._sequences = [entry.sequence for entry in scheduled]
+        self._draws = [entry.sequence.draw for entry in scheduled]
+        # With the tokens of the last step: a token's position is one less.
+        self._lengths = list(metadata.kv_lens)
+        self._longest = metadata.max_context_len
+        self._tables = np.pad(metadata.block_tables.numpy(), ((0, 0), (0, _SPARE_BLOCKS)))
+        # The same memory.
+        self._tables_SB = torch.from_numpy(self._tables)
+
+    @staticmethod
+    def continues(scheduled: Seq[ScheduledSequence]) -> bool:
+        """Whether every entry is one row that its own sequence draws a token from, and that nobody else does."""
+        return all(
+            entry.num_tokens == 1
+            and not entry.probes
+            and len(entry.sample) == 1
+            and entry.sample[0] is entry.sequence
+            and entry.sequence.draw.kind is DrawKind.TOKEN
+            for entry in scheduled
+        )
+
+    def step(self, output: SchedulerOutput, model: CausalLM, kv: KVCachePool) -> RunnerOutput | None:
+        """The step, if it is the one after the last. None: it is not, or some row has no token. Nothing has been done
+        then that the step by the usual way does not do again, and this object is of no use any more."""
+        if output.copies or output.forks or output.released:
+            return None
+        ids = self._advance(output.scheduled)
+        if ids is None:
+            return None
+        drawn = model.decode(ids, self._lengths, self._longest, self._tables_SB, kv)
+        if -1 in drawn:
+            return None
+        sampled = {}
+        for sequence, token_id in zip(self._sequences, drawn, strict=True):
+            sampled[sequence.seq_id] = SampledToken(token_id)
+        return RunnerOutput(sampled, {})
+
+    def _advance(self, scheduled: Seq[ScheduledSequence]) -> list[int] | None:
+        """The tokens to compute, and everything one token further. None where an entry is not what follows the last
+        step's, or the tables are too narrow for it."""
+        if len(scheduled) != len(self._sequences):
+            return None
+        ids, lengths = [], self._lengths
+        for index, (entry, sequence) in enumerate(zip(scheduled, self._sequences, strict=True)):
+            start = lengths[index]
+            if not (
+                entry.sequence is sequence
+                and entry.start == start
+                and entry.num_tokens == 1
+                and len(entry.sample) == 1
+                and not entry.probes
+                and sequence.draw is self._draws[index]
+                and sequence.guide is None
+            ):
+                return None
+            ids.append(sequence.token_ids[start])
+            lengths[index] = start + 1
+            number, offset = divmod(start, self._block_size)
+            if not offset:
+                if number == self._tables.shape[1]:
+                    return None
+                self._tables[index, number] = sequence.block_table[number]
+        self._longest += 1
+        return ids

@@ -1,0 +1,238 @@
+"""Decode steps that go on from the last one: what the usual way gives, whatever happens between them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.native import INSTRUCTION_SETS, use_instruction_set
+from factories.pools import unwritten_pool
+from factories.sequences import params, sequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.step import RunnerOutput, ScheduledSequence, SchedulerOutput
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+from penstock.generation.runner.kv_cache import KVCachePool
+from penstock.generation.runner.model_runner import ModelRunner
+
+BLOCK_SIZE, BLOCKS_EACH, MOST_SEQUENCES = 4, 24, 5
+# Whose embedding is the head's rows, and whose is a table.
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+}
+KINDS = [("tied", "bfloat16", "none"), ("tied", "float32", "none"), ("untied", "bfloat16", "none")]
+KINDS += [("tied", "bfloat16", "int8"), ("untied", "bfloat16", "int4")]
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from use_instruction_set(request.param)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, _instruction_set: None) -> Any:
+    """(name, dtype, quantization) -> model, loaded once."""
+
+    @functools.cache
+    def load(name: str, dtype: str, quantization: str) -> CausalLM:
+        device = CPUDevice()
+        device.instruction_set = torch.ops.penstock.instruction_set("")
+        folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), **MODELS[name])
+        model = load_model(folder, dtype=dtype, quantization=quantization, device=device)
+        assert model.can_draw
+        return model
+
+    return load
+
+
+class Run:
+    """A runner with a pool and sequences of its own, and how often it went on from the last step."""
+
+    def __init__(self, model: CausalLM, *, steady: bool) -> None:
+        facts = model.config
+        heads = facts.num_kv_heads, facts.head_dim
+        pool = unwritten_pool(facts.num_layers, MOST_SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, *heads, model.dtype)
+        self.pool: KVCachePool = pool
+        self.runner = ModelRunner(model, pool)
+        self.sequences: dict[int, Sequence] = {}
+        self.num_steady = 0
+        self._steady = steady
+        self._released: tuple[int, ...] = ()
+
+    def add(self, seq_id: int, prompt: list[int], **options: Any) -> None:
+        made = sequence(prompt, params(max_new_tokens=500, **options), seq_id=seq_id)
+        # Where no other sequence of a run is, in an order that is not that of the pool.
+        first = seq_id % MOST_SEQUENCES * BLOCKS_EACH
+        made.block_table.extend(range(first + BLOCKS_EACH - 1, first - 1, -1))
+        self.sequences[seq_id] = made
+
+    def remove(self, seq_id: int) -> None:
+        del self.sequences[seq_id]
+        self._released += (seq_id,)
+
+    def step(self, ids: list[int]) -> RunnerOutput:
+        """Everything of these sequences that is not computed, and the token that each draws."""
+        entries = []
+        for seq_id in ids:
+            one = self.sequences[seq_id]
+            first = one.num_computed_tokens
+            entries.append(ScheduledSequence(one, first, len(one.token_ids) - first, (one,)))
+        if not self._steady:
+            self.runner._steady = None
+        before = self.runner._steady
+        result = self.runner.execute(SchedulerOutput(tuple(entries), released=self._released))
+        self.num_steady += before is not None and self.runner._steady is before
+        self._released = ()
+        for entry in entries:
+            entry.sequence.num_computed_tokens += entry.num_tokens
+            entry.sequence.token_ids.append(result.sampled[entry.sequence.seq_id].token_id)
+        return result
+
+
+def equal_pools(one: KVCachePool, other: KVCachePool) -> bool:
+    pairs = zip(one.tensors, other.tensors, strict=True)
+    return all(a is None or b is None or torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+
+
+PROMPTS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=11)
+EVENTS = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 12)),
+    st.tuples(st.just("add"), PROMPTS),
+    st.tuples(st.just("sampled"), PROMPTS),
+    st.tuples(st.just("remove"), st.integers(0, MOST_SEQUENCES)),
+    st.tuples(st.just("turn"), st.none()),
+    st.tuples(st.just("skip"), st.none()),
+    st.tuples(st.just("replace"), st.integers(0, VOCAB_SIZE - 1)),
+)
+
+
+def carry_out(run: Run, event: tuple[str, Any], next_id: int) -> list[RunnerOutput]:
+    kind, value = event
+    ids = list(run.sequences)
+    if kind in ("add", "sampled"):
+        if next_id % MOST_SEQUENCES in [one % MOST_SEQUENCES for one in ids]:
+            return []
+        run.add(next_id, value, **({"do_sample": True, "top_k": 9} if kind == "sampled" else {}))
+        return [run.step(list(run.sequences))]
+    if not ids:
+        return []
+    if kind == "remove":
+        run.remove(ids[value % len(ids)])
+        return []
+    if kind == "replace":
+        # As a strategy may, which puts another token in the place of the one that was drawn.
+        run.sequences[ids[0]].token_ids[-1] = value
+        return []
+    orders = {"step": [ids] * (value or 0), "turn": [ids[::-1], ids[::-1]], "skip": [ids[1:], ids]}[kind]
+    return [run.step(order) for order in orders if order]
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization"), KINDS)
+@settings(max_examples=25)
+@given(prompt=PROMPTS, events=st.lists(EVENTS, max_size=9), threads=st.sampled_from([1, 2]))
+def test_whatever_happens_ids_and_keys_are_those_of_the_usual_way(
+    models: Any,
+    name: str,
+    dtype: str,
+    quantization: str,
+    prompt: list[int],
+    events: list[tuple[str, Any]],
+    threads: int,
+) -> None:
+    model = models(name, dtype, quantization)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        runs = [Run(model, steady=steady) for steady in (True, False)]
+        for number, event in enumerate([("add", prompt), *events, ("step", 3)]):
+            # As long as their blocks reach.
+            if any(len(one.token_ids) > BLOCK_SIZE * BLOCKS_EACH - 13 for one in runs[0].sequences.values()):
+                break
+            results = [carry_out(run, event, number) for run in runs]
+            assert results[0] == results[1], event
+    finally:
+        torch.set_num_threads(before)
+    assert equal_pools(runs[0].pool, runs[1].pool)
+    assert runs[1].num_steady == 0
+
+
+def test_plain_decode_steps_go_on_however_long_the_sequences_grow(models: Any) -> None:
+    model = models("tied", "bfloat16", "none")
+    runs = [Run(model, steady=steady) for steady in (True, False)]
+    for run in runs:
+        run.add(0, [1, 2, 3])
+        run.add(1, [4, 5])
+        # Their tables' width when they begin is one block, and what they may grow by less than this.
+        for _ in range(90):
+            run.step([0, 1])
+    for seq_id in (0, 1):
+        assert runs[0].sequences[seq_id].token_ids == runs[1].sequences[seq_id].token_ids
+    # Not the prompts, the first step after them, and one for each time that the tables were too narrow, and after it.
+    assert 90 - 6 <= runs[0].num_steady <= 90 - 3
+    assert equal_pools(runs[0].pool, runs[1].pool)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"repetition_penalty": 1.3}, {"top_logprobs": 1}])
+def test_who_draws_otherwise_goes_the_usual_way(models: Any, options: dict[str, Any]) -> None:
+    run = Run(models("tied", "bfloat16", "none"), steady=True)
+    run.add(0, [1, 2, 3])
+    run.add(1, [4, 5], **options)
+    for _ in range(4):
+        run.step([0, 1])
+    assert run.num_steady == 0
+    run.remove(1)
+    for _ in range(4):
+        run.step([0])
+    # Neither the step that releases the other nor the one from which it goes on.
+    assert run.num_steady == 3
+
+
+def test_a_row_that_is_not_a_number_fails_alone(models: Any) -> None:
+    model = models("tied", "bfloat16", "int8")
+    run = Run(model, steady=True)
+    run.add(0, [1, 2, 3])
+    run.add(1, [4, 5])
+    for _ in range(4):
+        run.step([0, 1])
+    assert run.num_steady == 2
+    broken = next(token for token in range(VOCAB_SIZE) if token != run.sequences[0].token_ids[-1])
+    kept = model._embedding[broken].clone()
+    try:
+        model._embedding[broken] = torch.nan
+        run.sequences[1].token_ids[-1] = broken
+        entries = tuple(ScheduledSequence(one, one.num_computed_tokens, 1, (one,)) for one in run.sequences.values())
+        result = run.runner.execute(SchedulerOutput(entries))
+    finally:
+        model._embedding[broken] = kept
+    assert result.failed == {1}
+    assert result.sampled[0].token_id >= 0
+
+
+def test_released_sequences_are_let_go(models: Any) -> None:
+    run = Run(models("tied", "bfloat16", "none"), steady=True)
+    run.add(0, [1, 2, 3])
+    for _ in range(3):
+        run.step([0])
+    assert run.runner._steady is not None
+    run.runner.release([0])
+    assert run.runner._steady is None
+
+
+def test_ids_and_tables_that_do_not_reach_are_refused(models: Any) -> None:
+    for quantization in ("none", "int8"):
+        model = models("tied", "bfloat16", quantization)
+        run = Run(model, steady=True)
+        table = torch.zeros(1, 2, dtype=torch.int32)
+        for token in (-1, VOCAB_SIZE):
+            with pytest.raises(IndexError, match="out of range"):
+                model.decode([token], [3], 3, table, run.pool)
+        with pytest.raises(RuntimeError, match="longer than its table"):
+            model.decode([0], [2 * BLOCK_SIZE + 1], 2 * BLOCK_SIZE + 1, table, run.pool)
