@@ -17,7 +17,7 @@ from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.prompt_timer import PromptTimer
 from structlog.testing import capture_logs
 
-STAGES = ["tokenizer", "weights", "warm_up", "tuning", "rest"]
+STAGES = ["tokenizer", "weights", "tuning", "warm_up", "rest"]
 
 
 def test_the_log_tells_when_steps_are_measured_and_what_each_part_took(tmp_path: Path) -> None:

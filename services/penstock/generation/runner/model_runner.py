@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from penstock.generation.devices.memory import trim_heap
 from penstock.generation.engine.draw import DrawKind
 from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
@@ -147,6 +148,8 @@ class ModelRunner:
             sampled = runner.execute(SchedulerOutput(step)).sampled
             for sequence in sequences:
                 sequence.token_ids.append(sampled[sequence.seq_id].token_id)
+            # What many rows needed would otherwise lie beside the pages of the pool that a step of all layers begins.
+            trim_heap()
         self.release([sequence.seq_id for sequence in sequences])
 
     def _shallow(self, num_layers: int) -> ModelRunner:
