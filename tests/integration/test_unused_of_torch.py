@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import factories
+import penstock
 import pytest
 from penstock.generation.early import UNUSED_OF_TORCH
 
@@ -28,9 +32,30 @@ shape = list(torch.ops.aten._adaptive_avg_pool2d(meta, [2, 2]).shape)
 print(json.dumps({"deferred": deferred, "names": names, "shape": shape}))
 """
 
+# Requests of every mode with every processor, drafts and grammars among them: their ids.
+SERVE = """
+from itertools import product
+from pathlib import Path
+from random import Random
+from factories.mixed import _PROCESSORS, MODES, drafted, structured, textual
+from factories.modes import generate, load_service
+from penstock.common.checkpoint import demo_folder
+loaded = load_service(demo_folder(), assistant_model=str(demo_folder()), assistant_kv_memory="4MiB")
+name = loaded.served.assistant_model
+found, random = [], Random(0)
+for draw, processor in product([*MODES.values(), drafted(name), structured(name), textual], _PROCESSORS):
+    arguments = {"max_new_tokens": 6, "seed": 1, **processor, **draw(random)}
+    found.append(generate(loaded, [45, 46, 200, 45, 46], arguments).ids)
+print(json.dumps(found))
+"""
+
 
 def run(code: str) -> Any:
-    return json.loads(subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1])
+    path = os.pathsep.join(str(Path(module.__path__[0]).parent) for module in (factories, penstock))
+    environment = {**os.environ, "PYTHONPATH": path}
+    return json.loads(
+        subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).splitlines()[-1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +75,8 @@ def test_loaded_later_they_hold_what_they_hold_anyway(with_and_without: tuple[An
     for name in UNUSED_OF_TORCH:
         assert set(without["names"][name]) <= set(with_it["names"][name]), name
     assert with_it["shape"] == without["shape"] == [1, 2, 2, 2]
+
+
+def test_every_kind_of_request_is_answered_without_them() -> None:
+    with_it, without = (run(BEGIN.format(defer=defer) + SERVE) for defer in (True, False))
+    assert with_it == without

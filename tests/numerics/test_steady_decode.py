@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +16,14 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.engine.draw import DrawKind, DrawSpec
 from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import RunnerOutput, ScheduledSequence, SchedulerOutput
+from penstock.generation.engine.step import Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.sampling.modes import TensorOutputs
 
 BLOCK_SIZE, BLOCKS_EACH, MOST_SEQUENCES = 4, 24, 5
 # Whose embedding is the head's rows, and whose is a table.
@@ -180,7 +183,17 @@ def test_plain_decode_steps_go_on_however_long_the_sequences_grow(models: Any) -
     assert equal_pools(runs[0].pool, runs[1].pool)
 
 
-@pytest.mark.parametrize("options", [{"do_sample": True}, {"repetition_penalty": 1.3}, {"top_logprobs": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"repetition_penalty": 1.3},
+        {"top_logprobs": 1},
+        # Of one step only, and none of those before it.
+        {"tensors": TensorOutputs(logits=True, steps=frozenset({3}))},
+    ],
+    ids=["sampled", "penalty", "logprobs", "tensors"],
+)
 def test_who_draws_otherwise_goes_the_usual_way(models: Any, options: dict[str, Any]) -> None:
     run = Run(models("tied", "bfloat16", "none"), steady=True)
     run.add(0, [1, 2, 3])
@@ -214,6 +227,33 @@ def test_a_row_that_is_not_a_number_fails_alone(models: Any) -> None:
         model._embedding[broken] = kept
     assert result.failed == {1}
     assert result.sampled[0].token_id >= 0
+
+
+@pytest.mark.parametrize("what", ["copies", "forks", "released", "probes", "sample", "draw", "guide", "start"])
+def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str) -> None:
+    run = Run(models("tied", "bfloat16", "none"), steady=True)
+    run.add(0, [1, 2, 3])
+    run.add(1, [4, 5])
+    for _ in range(3):
+        run.step([0])
+    steady = run.runner._steady
+    assert steady is not None
+    one, other = run.sequences[0], run.sequences[1]
+    entry = ScheduledSequence(one, one.num_computed_tokens, 1, (one,))
+    changed = {
+        "probes": {"probes": ((0, other),)},
+        "sample": {"sample": (one, other)},
+        "start": {"start": entry.start - 1, "num_tokens": 2},
+    }
+    entry = dataclasses.replace(entry, **changed.get(what, {}))
+    if what == "draw":
+        one.draw = DrawSpec(DrawKind.NOTHING)
+    if what == "guide":
+        one.guide = other
+    more: dict[str, Any] = {"copies": ((1, 2),), "forks": (Fork(0, 1, 2),), "released": (1,)}
+    output = SchedulerOutput((entry,), **{name: more[name] for name in more if name == what})
+    # Without a model: nothing is computed.
+    assert steady.step(output, None, run.pool) is None  # type: ignore[arg-type]
 
 
 def test_released_sequences_are_let_go(models: Any) -> None:

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from factories.http2 import LIMITS, Peer, Socket, message
 from hpack import Decoder, Encoder
+from penstock.common.http2 import call as call_module
 from penstock.common.http2 import frames
 from penstock.common.http2.call import Refused
 from penstock.common.http2.connection import Connection
@@ -89,18 +90,23 @@ async def test_cancelled_calls_that_nobody_answered_are_forgiven_with_time() -> 
     ids=["old enough", "their time is over"],
 )
 async def test_cancelled_calls_that_held_their_place_for_long_are_not_counted(
-    early_reset_seconds: float, header: tuple[str, str]
+    early_reset_seconds: float, header: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(call_module, "_LEAST_SECONDS", 0.0)
     peer = Peer(replace(LIMITS, early_reset_seconds=early_reset_seconds))
     for number in range(2000):
         peer.reset(peer.open(2 * number + 1, header).stream)
     assert not peer.socket.is_closed
 
 
-async def test_calls_opened_and_reset_at_once_without_end_end_the_connection() -> None:
-    peer = Peer()
+@pytest.mark.parametrize("header", [("a", "b"), ("grpc-timeout", "1n")], ids=["patient", "no time at all"])
+async def test_calls_opened_and_reset_at_once_without_end_end_the_connection(header: tuple[str, str]) -> None:
+    # However slow the machine is.
+    peer = Peer(replace(LIMITS, early_reset_seconds=60.0))
     for number in range(LIMITS.idle_frames + 1):
-        peer.reset(peer.open(2 * number + 1).stream)
+        call = peer.open(2 * number + 1, header)
+        call._began += 60.0
+        peer.reset(call.stream)
     (goaway,) = await peer.received(frames.GOAWAY, 0)
     assert int.from_bytes(goaway[4:8], "big") == frames.ENHANCE_YOUR_CALM
     assert goaway[8:] == b"too many early resets of calls without an answer"

@@ -112,3 +112,11 @@ def test_a_block_that_was_cut_or_changed_is_read_as_hpack_reads_it(
             ours.decode(cut)
     else:
         assert ours.decode(cut) == expected
+
+
+def test_joined_binary_values_are_no_larger_than_headers_may_be() -> None:
+    few = ",".join(["AA"] * 300)
+    assert len(list(parse_metadata([("a-bin", few)]))) == 300
+    for headers in ([("a-bin", "," * 3900)], [("a-bin", few), ("b-bin", few)]):
+        with pytest.raises(ValueError, match="too large"):
+            list(parse_metadata(headers))

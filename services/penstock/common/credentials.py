@@ -73,7 +73,7 @@ def channel_tls_context(config: ChannelConfig) -> ssl.SSLContext | None:
         return None
     ca, cert, key = config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key
     try:
-        context = ssl.create_default_context(cadata=_read(ca, "--channel-tls-ca").decode("ascii") if ca else None)
+        context = ssl.create_default_context(cadata=_certificates(ca) if ca else None)
     except (ValueError, ssl.SSLError) as error:
         flag = "--channel-tls-ca"
         raise StartupError(f"{flag} {ca}: holds no certificates (PEM)", flag=flag) from error
@@ -85,6 +85,11 @@ def channel_tls_context(config: ChannelConfig) -> ssl.SSLContext | None:
     if cert:
         _load_pair(context, cert, key)
     return context
+
+
+def _certificates(path: str) -> str:
+    """Comments between the certificates may be in any encoding."""
+    return _read(path, "--channel-tls-ca").decode("ascii", "ignore")
 
 
 def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
@@ -145,8 +150,8 @@ class TokenFile:
         return any(hmac.compare_digest(token.strip(), known) for known in self._current())
 
     def authorization(self) -> str:
-        """The metadata value to send: the first token. Raises Unauthenticated when the file was emptied."""
+        """The metadata value to send: the first token. Raises Unauthenticated when the file holds none any more."""
         tokens = self._current()
-        if not tokens:
+        if not tokens or not tokens[0].isascii():
             raise Unauthenticated("the bearer token file holds no token", reason="NO_TOKEN")
         return f"Bearer {tokens[0].decode()}"

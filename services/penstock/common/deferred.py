@@ -24,7 +24,8 @@ def defer(names: Collection[str]) -> None:
     """Load the modules of these full names (`package.module`) when they are used, from now on in this process.
 
     Modules that are loaded already stay so; names that do not exist are harmless. What they register as they are loaded
-    is missing until then.
+    is missing until then. While one is loaded another thread that asks for it waits, whatever it imports itself just
+    then: so not for modules that threads load and import at once.
     """
     finder = _Finder(frozenset(names))
     if finder not in sys.meta_path:

@@ -151,8 +151,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             raise
         except Exception as raised:
             error = _as_penstock_error(raised, request_id)
-            code = error.code
-            await context.abort(code, error.message, (*trailers_of(error), (REQUEST_ID_KEY, request_id)))
+            code, message = error.code, error.message
+            trailers = (*trailers_of(error), (REQUEST_ID_KEY, request_id))
+            # Its traceback has this frame, which has the request: a circle, kept until the garbage collector looks.
+            del error
+            await context.abort(code, message, trailers)
         finally:
             if counted:
                 self._leave()

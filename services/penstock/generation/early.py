@@ -23,8 +23,9 @@ _BESIDE_BYTES = 2**28
 # of the process would be higher than without all this.
 UNTOUCHED_BYTES = 2**26
 # Parts of torch that nothing here uses, and that torch imports last or for its users only. Two of them register as they
-# are loaded: what operators give for tensors without data (FakeTensor, torch.compile, the device "meta"), and kernels
-# for GPUs. So this is for CPU only, and who comes to need that asks for an attribute of them before.
+# are loaded: what operators give for tensors without data (FakeTensor, torch.compile, the device "meta"; without it
+# torch.Generator() cannot be called either), and kernels for GPUs. So this is for CPU only, and who comes to need that
+# asks for an attribute of them before.
 UNUSED_OF_TORCH = (
     "torch._meta_registrations",
     "torch._native",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 
 from penstock.generation.devices.mapped import MappedFile
+
+# What a descriptor of a network's file system says when another host removed the file.
+_GONE = (errno.ESTALE, errno.ENOENT)
 
 
 class WeightsWritten(Exception):
@@ -34,5 +38,7 @@ def _problem(files: Sequence[MappedFile]) -> str | None:
                     "renaming a new one over them (or use --no-map-embeddings, where it is a checkpoint)"
                 )
         except OSError as error:
-            return f"{file.path}, whose weights are in use, cannot be looked at any more ({error.strerror})"
+            # Of anything else, such as a network that is away for a moment, the next look may know more.
+            if error.errno in _GONE:
+                return f"{file.path}, whose weights are in use, cannot be looked at any more ({error.strerror})"
     return None

@@ -210,6 +210,8 @@ class LiveRequest:
         A request left to the garbage collector keeps its messages until then, and costs a tenth of this process's time.
         """
         self.last_batch = None
+        # Raised, it has the frames of the handler in its traceback.
+        self.error = self.loss = None
         for sequence in self.sequences.values():
             sequence.last_piece = None
         self.sequences = {}

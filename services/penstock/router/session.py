@@ -98,9 +98,13 @@ class BackendSession:
     def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
         """Start an attempt: `command`, from now on the session's own, carries its id and epoch."""
         request = command.submit
-        self._last_handle = command.handle = handle = self._last_handle + 1
-        attempt = Attempt(self, live, request.request_id, request.attempt_epoch, handle)
-        self._attempts[attempt.wire_id] = self._by_handle[handle] = attempt
+        # Who wants more than ids gets deltas, and rows of nobody.
+        if not live.spec.wants_logprobs and not live.spec.wants_tensors:
+            self._last_handle = command.handle = self._last_handle + 1
+        attempt = Attempt(self, live, request.request_id, request.attempt_epoch, command.handle)
+        self._attempts[attempt.wire_id] = attempt
+        if attempt.handle:
+            self._by_handle[attempt.handle] = attempt
         live.attempt = attempt
         self._commands.append(command)
         self._wakeup.set()

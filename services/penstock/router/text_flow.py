@@ -229,7 +229,8 @@ class _Call:
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
         except InvalidArgument as error:
-            raise convert.public_error(error, self._request) from error
+            # Not from it, which it may be, and in no variable: circles that hold the request until a collection.
+            raise convert.public_error(error, self._request) from None
         finally:
             live.close()
             last_wait.end()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Messages that a handler takes in one turn of the event loop, if it does not wait by itself.
 _MESSAGES_PER_TURN = 256
+# A call may not be reset unsuspected before, however little time it has.
+_LEAST_SECONDS = 0.01
 # How zlib is told of them.
 _ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -72,8 +74,9 @@ class Call:
         self._timer: asyncio.TimerHandle | None = None
         if self._deadline is not None:
             left = max(0.0, self._deadline - self._began)
-            # Whose time is over gives up by a reset, too, which may be here before our own timer.
-            self._early_reset_seconds = min(self._early_reset_seconds, left / 2)
+            # Whose time is over gives up by a reset, too, which may be here before our own timer. But nobody can mean
+            # to have an answer in no time at all.
+            self._early_reset_seconds = min(self._early_reset_seconds, max(left / 2, _LEAST_SECONDS))
             self._timer = asyncio.get_running_loop().call_later(left, self._expire)
 
     # What handlers use of grpc.aio.ServicerContext.
@@ -316,7 +319,7 @@ def _metadata(headers: Headers) -> Metadata:
     try:
         return tuple(parse_metadata(headers))
     except ValueError:
-        raise Refused(grpc.StatusCode.INTERNAL, "metadata is not base64") from None
+        raise Refused(grpc.StatusCode.INTERNAL, "metadata is not base64, or too large") from None
 
 
 def _deadline(timeout: str | None) -> float | None:

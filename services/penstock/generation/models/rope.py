@@ -15,6 +15,8 @@ from penstock.generation.models.config import ConfigReader, RopeConfig
 
 # That tables of cos and sin grow by.
 _PIECE = 2048
+# Positions that tables begin with room for; longer ones grow.
+_MOST_ROOM = 2**18
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -136,12 +138,13 @@ class RotaryEmbedding:
     def __init__(
         self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype, *, max_positions: int
     ) -> None:
-        """`max_positions`: what tables have room for. The system gives memory for what was filled of it."""
+        """`max_positions`: what tables have room for, if it is not enormous. The system gives memory for what of it
+        was filled."""
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
         self._length = 0
-        self._make_room(max_positions)
+        self._make_room(min(max_positions, _MOST_ROOM))
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all positions below `length` at least, each (positions, head_dim / 2): what a call computes.
@@ -165,6 +168,7 @@ class RotaryEmbedding:
         self._length = end
         self._tables = self._room[0][:end], self._room[1][:end]
 
+    @torch.inference_mode(False)
     def _make_room(self, positions: int) -> None:
         """For tables, of which nothing is filled then."""
         shape = -(-positions // _PIECE) * _PIECE, len(self._inv_freq)

@@ -50,6 +50,8 @@ class SteadyDecode:
             and len(entry.sample) == 1
             and entry.sample[0] is entry.sequence
             and entry.sequence.draw.kind is DrawKind.TOKEN
+            # Which may be wanted of later steps only.
+            and entry.sequence.params.tensors is None
             for entry in scheduled
         )
 

@@ -113,11 +113,14 @@ def _green_bits(vocab_size: int, count: int, seed: int) -> npt.NDArray[np.uint8]
 
 
 def _head(vocab_size: int, count: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(vocab_size, generator=generator)[:count]
+    return torch.randperm(vocab_size, generator=_generator(seed))[:count]
 
 
 @lru_cache(maxsize=4)
 def _table(hashing_key: int) -> npt.NDArray[np.int32]:
-    generator = torch.Generator().manual_seed(hashing_key)
-    return torch.randperm(_TABLE_SIZE, generator=generator).to(torch.int32).numpy()
+    return torch.randperm(_TABLE_SIZE, generator=_generator(hashing_key)).to(torch.int32).numpy()
+
+
+def _generator(seed: int) -> torch.Generator:
+    """torch.Generator() itself needs modules of torch that this process may have left unloaded (generation.early)."""
+    return torch.default_generator.clone_state().manual_seed(seed)
