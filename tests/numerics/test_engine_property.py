@@ -193,10 +193,8 @@ def test_a_model_that_gives_no_numbers_fails_only_the_request_concerned(
 ) -> None:
     well = [{"prompt": [5, 6, 7 + i], "max_new_tokens": 10} | sampling for i in range(3)]
     expected = [alone(model, spec).ids for spec in well]
-    lookup = model._embedding
-    monkeypatch.setattr(
-        model, "_embedding", lambda ids: lookup(ids).masked_fill((ids == 31).unsqueeze(1), float("nan"))
-    )
+    lookup = model._rows
+    monkeypatch.setattr(model, "_rows", lambda ids: lookup(ids).masked_fill((ids == 31).unsqueeze(1), float("nan")))
     engine = make_engine(model, ROOMY)
     items = [request(**spec) for spec in well]
     sick = request(
