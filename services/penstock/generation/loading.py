@@ -123,17 +123,7 @@ def _load(
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
     _check_memory(folder, model_config, config.quantization, device, 0 if arena is None else arena.num_touched)
-    share = 1.0 if config.assistant_model is None else 0.5
-    model = load_model(
-        folder,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        device=device,
-        progress=lambda percent: progress(share * percent),
-        map_embeddings=config.map_embeddings,
-    )
-    # The KV pool takes a share of what both leave.
-    draft_weights = load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
+    model, draft_weights = _weights(config, folder, device, progress)
     weights_are_loaded()
     if prefixes is not None:
         # Nothing else is to run while steps are measured.
@@ -167,6 +157,22 @@ def _load(
     return LoadedModel(
         model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft
     )
+
+
+def _weights(
+    config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
+) -> tuple[CausalLM, CausalLM | None]:
+    """The model's and the draft model's, before the KV pool, which takes a share of what both leave."""
+    share = 1.0 if config.assistant_model is None else 0.5
+    model = load_model(
+        folder,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        device=device,
+        progress=lambda percent: progress(share * percent),
+        map_embeddings=config.map_embeddings,
+    )
+    return model, load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
 
 
 def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ServedModel:
