@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "attention_work.h"
@@ -66,6 +67,20 @@ struct Inputs {
 };
 inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
 
+// What one forward pass is about: the arguments of Decoder::forward, where they lie. The vectors and tensors live longer.
+struct Pass {
+  at::Tensor hidden, cos, sin, pool;
+  std::optional<at::Tensor> scales;
+  int64_t rows, sequences;
+  const int64_t *positions, *slots;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int32_t *query_start, *context_lens;
+  const int64_t* wanted;
+  int64_t num_wanted;
+  bool draws;
+};
+
 struct Step {
   Team team;
   std::vector<std::atomic<int64_t>> counters;
@@ -82,7 +97,8 @@ struct Step {
   std::vector<AttentionTask> last_tasks;
   bool writes_alone;
   // Of every thread, row and column of a panel, as LinearArgs has them; empty where nobody asks.
-  at::Tensor highest, highest_panel;
+  std::vector<float> highest;
+  std::vector<int32_t> highest_panel;
 };
 
 // Where a thread is: all go through the same stages.

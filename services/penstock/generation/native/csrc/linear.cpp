@@ -3,6 +3,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "largest.h"
@@ -78,6 +79,18 @@ static inline void fetch(const char* weight, int64_t bytes) {
   // The last line first: in the order of the weight it disturbs the hardware's own prefetch.
   for (int64_t i = bytes - 64; i >= 0; i -= 64) __builtin_prefetch(weight + FETCH_AHEAD + i, 0, 2);
 }
+
+// What a row of results fetches while the products stand still: further lines, or the memory would have nothing to do.
+struct Beyond {
+  static constexpr int64_t BYTES = 4 * 64;
+  const char* weight;  // null: nothing
+
+  void fetch_next() {
+    if (weight == nullptr) return;
+    fetch(weight, BYTES);
+    weight += BYTES;
+  }
+};
 
 constexpr int UNROLL = 8;
 // Granules that are summed before the next rows have their turn: they stay in the second-level cache. A multiple of an int4 group's, as UNROLL is.
@@ -196,7 +209,7 @@ static Tile pick(Format format, int rows) {
 
 // What a panel's sums become; `bias` and the widths are the same for all rows.
 template <typename T, bool GATED>
-static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows, int64_t panel) {
+static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows, int64_t panel, Beyond beyond) {
   constexpr int COLUMNS = GATED ? PANEL / 2 : PANEL, N = COLUMNS / L;
   const int64_t first = panel * COLUMNS;
   const int count = int(std::min<int64_t>(COLUMNS, a.width - first));
@@ -205,6 +218,7 @@ static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t
     for (int v = 0; v < V; ++v) bias[v] = load(a.bias + panel * PANEL + v * L);
   T* out = (T*)a.out + row * a.out_stride + first;
   for (int64_t r = 0; r < rows; ++r, out += a.out_stride) {
+    beyond.fetch_next();
     vf value[V];
     for (int v = 0; v < V; ++v) value[v] = load(block[r] + v * L) + bias[v];
     if constexpr (GATED)
@@ -219,17 +233,26 @@ static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t
   }
 }
 
+static constexpr auto COLUMN_NUMBERS = [] {
+  std::array<int32_t, PANEL> numbers{};
+  for (int i = 0; i < PANEL; ++i) numbers[i] = i;
+  return numbers;
+}();
+
 // Instead of store_rows, where only the highest output of a row is wanted.
-static void find_highest(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows, int64_t panel) {
+static void find_highest(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows, int64_t panel, Beyond beyond) {
   const vi width = vi{} + int32_t(std::min<int64_t>(PANEL, a.width - panel * PANEL)), number = vi{} + int32_t(panel);
-  vi column;
-  for (int l = 0; l < L; ++l) column[l] = l;
-  for (int v = 0; v < V; ++v, column += L) {
-    const vf bias = a.bias == nullptr ? vf{} : load(a.bias + panel * PANEL + v * L);
-    for (int64_t r = 0; r < rows; ++r) {
+  vf bias[V] = {};
+  if (a.bias != nullptr)
+    for (int v = 0; v < V; ++v) bias[v] = load(a.bias + panel * PANEL + v * L);
+  for (int64_t r = 0; r < rows; ++r) {
+    beyond.fetch_next();
+    for (int v = 0; v < V; ++v) {
       const int64_t at = (row + r) * PANEL + v * L;
-      const vf value = load(block[r] + v * L) + bias, best = load(a.highest + at);
-      const vi first = load_bits((const char*)(a.highest_panel + at));
+      const vf value = load(block[r] + v * L) + bias[v], best = load(a.highest + at);
+      // Nearly always; what is not stored needs no place in the first-level cache, through which the weight has just gone.
+      if (all_less(value, best)) continue;
+      const vi column = load_bits((const char*)(COLUMN_NUMBERS.data() + v * L)), first = load_bits((const char*)(a.highest_panel + at));
       const vi is_better = ((value > best) | ((value == best) & (number < first)) | (value != value)) & (column < width);
       store_all(a.highest + at, is_better ? value : best);
       const vi chosen = is_better ? number : first;
@@ -263,13 +286,15 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
         const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
         pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
+        const bool fetches = part.is_new && last - first >= FETCHING_ROWS;
+        const Beyond beyond{fetches ? a.weight + (panel + 1) * a.granules * PANEL * 4 : nullptr};
         if (a.highest != nullptr) {
-          find_highest(a, blocks + first, task.first_row + first, last - first, panel);
+          find_highest(a, blocks + first, task.first_row + first, last - first, panel, beyond);
           continue;
         }
         const auto put = a.out_bf16 ? (a.gated ? store_rows<bf16, true> : store_rows<bf16, false>)
                                     : (a.gated ? store_rows<float, true> : store_rows<float, false>);
-        put(a, blocks + first, task.first_row + first, last - first, panel);
+        put(a, blocks + first, task.first_row + first, last - first, panel, beyond);
       }
     }
 }

@@ -14,6 +14,9 @@
 namespace penstock {
 namespace {
 
+// As at::empty, without its way through the dispatcher: tens of microseconds where a step has just been through the caches.
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) { return at::detail::empty_cpu(sizes, type); }
+
 struct Decoder : torch::CustomClassHolder {
   Format format;
   int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
@@ -40,20 +43,18 @@ struct Decoder : torch::CustomClassHolder {
     }
   }
 
-  Buffers buffers(int64_t rows, int64_t threads, const at::TensorOptions& options) const {
+  Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type) const {
     const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
     // As many as any format pads to.
-    const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4), size = options.dtype().itemsize();
-    const auto inputs = [&](int64_t count, int64_t width) { return at::empty({count, spread(width * size) / size}, options); };
+    const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4), size = at::elementSize(type);
+    const auto inputs = [&](int64_t count, int64_t width) { return empty({count, spread(width * size) / size}, type); };
     const int64_t groups = format == Format::INT4 ? padded / GROUP : 1;
     const int64_t quantised = format < Format::INT8 && head.format < Format::INT8 ? 0 : is_small(rows, std::min({hidden, inner, heads})) ? threads * rows : rows;
     const int64_t own = is_small(rows, hidden) ? threads : 1;
-    return {inputs(own * rows, hidden), at::empty({own - 1, rows, hidden}, options),
-            at::empty({rows, heads + 2 * num_kv_heads * head_dim}, options),
-            at::empty({rows, heads}, options), inputs(rows, heads), inputs(rows, inner), at::empty({rows, hidden}, options),
-            at::empty({quantised * spread(padded)}, options.dtype(at::kChar)),
-            at::empty({quantised * groups}, options.dtype(at::kFloat)),
-            at::empty({quantised * groups}, options.dtype(at::kInt))};
+    return {inputs(own * rows, hidden), empty({own - 1, rows, hidden}, type),
+            empty({rows, heads + 2 * num_kv_heads * head_dim}, type),
+            empty({rows, heads}, type), inputs(rows, heads), inputs(rows, inner), empty({rows, hidden}, type),
+            empty({quantised * spread(padded)}, at::kChar), empty({quantised * groups}, at::kFloat), empty({quantised * groups}, at::kInt)};
   }
 
   // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up by `positions`. With `draws`
@@ -70,10 +71,12 @@ struct Decoder : torch::CustomClassHolder {
                               at::Tensor cos, at::Tensor sin, at::Tensor pool, std::optional<at::Tensor> scales) const;
 
  private:
-  at::Tensor embedded(const at::Tensor& ids, const std::optional<at::Tensor>& embedding) const;
+  void check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& pool, const std::optional<at::Tensor>& scales) const;
+  std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
+  at::Tensor embedded(const std::vector<int64_t>& ids, const std::optional<at::Tensor>& embedding) const;
   void pick(Step& step, Walk& walk) const;
   void finish(Step& step, Walk& walk) const;
-  static at::Tensor highest_ids(const Step& step, int64_t threads);
+  static std::vector<int64_t> highest_ids(const Step& step, int64_t threads);
   void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention, const RopeArgs& rope) const;
 
   // So few rows of `width` elements that one thread would do them all: then every thread does, for itself, and none waits.
@@ -153,32 +156,44 @@ struct Decoder : torch::CustomClassHolder {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions,
-                                                    at::Tensor slots, at::Tensor tables, at::Tensor query_start,
-                                                    at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws,
-                                                    at::Tensor pool, std::optional<at::Tensor> scales) const {
-  const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
+void Decoder::check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& pool,
+                    const std::optional<at::Tensor>& scales) const {
   TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
   // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales of int8.
   TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) && pool.size(4) == num_kv_heads && pool.size(5) == head_dim);
   TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()) && head_dim <= MAX_HEAD_DIM);
   TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat && scales->sizes() == pool.sizes().slice(0, 5)));
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(-1) == head_dim / 2 && cos.sizes() == sin.sizes());
+  TORCH_CHECK(is_bf16(cos) == is_bf16(hidden_rows));
+}
+
+std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions,
+                                                    at::Tensor slots, at::Tensor tables, at::Tensor query_start,
+                                                    at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws,
+                                                    at::Tensor pool, std::optional<at::Tensor> scales) const {
+  check(hidden_rows, cos, sin, pool, scales);
+  const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
   TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && positions.is_contiguous() && positions.size(0) == T);
-  const int64_t* position = positions.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < T; ++row) TORCH_CHECK(position[row] >= 0 && position[row] < cos.size(0), "no such position");
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
   const int64_t* rows = wanted ? wanted->const_data_ptr<int64_t>() : nullptr;
   TORCH_CHECK(!wanted || wanted->is_contiguous());
   for (int64_t i = 0; i < R && wanted; ++i) TORCH_CHECK(rows[i] >= (i == 0 ? 0 : rows[i - 1] + 1) && rows[i] < T, "rows must ascend");
-  const bool bf16 = is_bf16(hidden_rows);
-  TORCH_CHECK(is_bf16(cos) == bf16);
-  const int64_t most_threads = at::get_num_threads();
+  const auto [out, drawn] = compute({hidden_rows, cos, sin, pool, scales, T, S, positions.const_data_ptr<int64_t>(), slots.const_data_ptr<int64_t>(),
+                                     tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
+                                     context_lens.const_data_ptr<int32_t>(), rows, R, draws});
+  return {out, at::tensor(drawn, positions.options())};
+}
+
+std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) const {
+  const int64_t T = pass.rows, R = pass.num_wanted;
+  for (int64_t row = 0; row < T; ++row) TORCH_CHECK(pass.positions[row] >= 0 && pass.positions[row] < pass.cos.size(0), "no such position");
+  const at::Tensor& pool = pass.pool;
+  const bool bf16 = is_bf16(pass.hidden);
+  const int64_t most_threads = at::get_num_threads(), draws = pass.draws ? most_threads * R * PANEL : 0;
   Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
-            std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads), buffers(T, most_threads, hidden_rows.options()),
-            hidden_rows, at::empty({R, hidden}, hidden_rows.options()), T, rows, R, {}, {}, false,
-            at::empty({draws ? most_threads : 0, R, PANEL}, hidden_rows.options().dtype(at::kFloat)),
-            at::empty({draws ? most_threads : 0, R, PANEL}, hidden_rows.options().dtype(at::kInt))};
+            std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads), buffers(T, most_threads, pass.hidden.scalar_type()),
+            pass.hidden, empty({R, hidden}, pass.hidden.scalar_type()), T, pass.wanted, R, {}, {}, false,
+            std::vector<float>(draws), std::vector<int32_t>(draws)};
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -186,59 +201,59 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::
   for (size_t i = 0; i < layers.size(); ++i) {
     char* keys = (char*)pool.data_ptr() + 2 * i * part * pool.element_size();
     char* values = keys + part * pool.element_size();
-    float* key_scales = scales ? scales->data_ptr<float>() + 2 * i * part / head_dim : nullptr;
-    float* value_scales = scales ? key_scales + part / head_dim : nullptr;
+    float* key_scales = pass.scales ? pass.scales->data_ptr<float>() + 2 * i * part / head_dim : nullptr;
+    float* value_scales = pass.scales ? key_scales + part / head_dim : nullptr;
     attention.push_back(AttentionArgs{b.q.const_data_ptr(), b.attended.data_ptr(), keys, values, key_scales, value_scales,
-                         tables.const_data_ptr<int32_t>(), tables.stride(0), query_start.const_data_ptr<int32_t>(),
-                         context_lens.const_data_ptr<int32_t>(), num_heads * head_dim, b.attended.stride(0), int(head_dim), int(num_heads),
+                         pass.tables, pass.table_stride, pass.query_start, pass.context_lens,
+                         num_heads * head_dim, b.attended.stride(0), int(head_dim), int(num_heads),
                          int(num_kv_heads), int(pool.size(3)), layers[i].window, float(1 / std::sqrt(double(head_dim))), bf16});
-    rope.push_back(RopeArgs{b.qkv.const_data_ptr(), b.qkv.size(1), cos.const_data_ptr(), sin.const_data_ptr(), position, data<char>(layers[i].q_norm),
-                    data<char>(layers[i].k_norm), b.q.data_ptr(), keys, values, key_scales, value_scales,
-                    slots.const_data_ptr<int64_t>(), int(num_heads), int(num_kv_heads), int(head_dim), float(eps), bf16});
+    rope.push_back(RopeArgs{b.qkv.const_data_ptr(), b.qkv.size(1), pass.cos.const_data_ptr(), pass.sin.const_data_ptr(), pass.positions,
+                    data<char>(layers[i].q_norm), data<char>(layers[i].k_norm), b.q.data_ptr(), keys, values, key_scales, value_scales,
+                    pass.slots, int(num_heads), int(num_kv_heads), int(head_dim), float(eps), bf16});
   }
-  step.tasks = attention_tasks(attention[0], S, most_threads);
-  if (wanted) step.last_tasks = tasks_of(attention[0], step.tasks, rows, R);
-  step.writes_alone = can_write_alone(attention[0], step.tasks, slots.const_data_ptr<int64_t>(), S, pool.size(2));
+  step.tasks = attention_tasks(attention[0], pass.sequences, most_threads);
+  if (pass.wanted != nullptr) step.last_tasks = tasks_of(attention[0], step.tasks, pass.wanted, R);
+  step.writes_alone = can_write_alone(attention[0], step.tasks, pass.slots, pass.sequences, pool.size(2));
 #pragma omp parallel num_threads(most_threads)
   {
 #pragma omp single
     step.team.gather(omp_get_num_threads());
     Walk walk{omp_get_thread_num(), T};
-    if (void* own = residual_of(step, walk); own != hidden_rows.data_ptr()) std::memcpy(own, hidden_rows.const_data_ptr(), hidden_rows.nbytes());
+    if (void* own = residual_of(step, walk); own != pass.hidden.data_ptr()) std::memcpy(own, pass.hidden.const_data_ptr(), pass.hidden.nbytes());
     for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
     if (R > 0) finish(step, walk);
   }
-  return {step.out, draws ? highest_ids(step, step.team.threads()) : at::empty({0}, positions.options())};
+  return {step.out, pass.draws ? highest_ids(step, step.team.threads()) : std::vector<int64_t>{}};
 }
 
 std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64_t> lengths, at::Tensor tables, std::optional<at::Tensor> embedding,
                                      at::Tensor cos, at::Tensor sin, at::Tensor pool, std::optional<at::Tensor> scales) const {
   const int64_t S = ids.size(), block_size = pool.size(3);
   TORCH_CHECK(int64_t(lengths.size()) == S && tables.dim() == 2 && tables.size(0) == S && tables.stride(1) == 1);
-  // ids, positions, slots.
-  const at::Tensor rows = at::empty({3, S}, at::kLong), starts = at::empty({S + 1}, at::kInt), context_lens = at::empty({S}, at::kInt);
-  int64_t *id = rows.data_ptr<int64_t>(), *position = id + S, *slot = position + S;
+  std::vector<int64_t> positions(S), slots(S);
+  std::vector<int32_t> starts(S + 1), context_lens(S);
   const int32_t* table = tables.const_data_ptr<int32_t>();
   for (int64_t s = 0; s < S; ++s) {
     const int64_t at = lengths[s] - 1, block = at / block_size;
     TORCH_CHECK(at >= 0 && block < tables.size(1), "a sequence is longer than its table");
-    id[s] = ids[s], position[s] = at, slot[s] = table[s * tables.stride(0) + block] * block_size + at % block_size;
-    context_lens.data_ptr<int32_t>()[s] = lengths[s];
+    positions[s] = at, slots[s] = table[s * tables.stride(0) + block] * block_size + at % block_size, context_lens[s] = lengths[s];
   }
-  std::iota(starts.data_ptr<int32_t>(), starts.data_ptr<int32_t>() + S + 1, 0);
-  const at::Tensor drawn = std::get<1>(
-      forward(embedded(rows[0], embedding), cos, sin, rows[1], rows[2], tables, starts, context_lens, std::nullopt, true, pool, scales));
-  return {drawn.const_data_ptr<int64_t>(), drawn.const_data_ptr<int64_t>() + S};
+  std::iota(starts.begin(), starts.end(), 0);
+  const at::Tensor hidden_rows = embedded(ids, embedding);
+  check(hidden_rows, cos, sin, pool, scales);
+  return compute({hidden_rows, cos, sin, pool, scales, S, S, positions.data(), slots.data(), table, tables.stride(0), starts.data(),
+                  context_lens.data(), nullptr, S, true}).second;
 }
 
-at::Tensor Decoder::embedded(const at::Tensor& ids, const std::optional<at::Tensor>& embedding) const {
-  if (!embedding) return packed_rows(head.weight, ids, hidden, head.width, head.format == Format::BF16);
+at::Tensor Decoder::embedded(const std::vector<int64_t>& ids, const std::optional<at::Tensor>& embedding) const {
+  const int64_t count = ids.size();
+  if (!embedding) return packed_rows(head.weight, ids.data(), count, hidden, head.width, head.format == Format::BF16);
   TORCH_CHECK(embedding->is_contiguous() && embedding->dim() == 2 && embedding->size(1) == hidden && embedding->scalar_type() == final_norm.scalar_type());
-  at::Tensor out = at::empty({ids.size(0), hidden}, embedding->options());
-  const int64_t size = hidden * out.itemsize(), *id = ids.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < ids.size(0); ++row) {
-    TORCH_CHECK_INDEX(id[row] >= 0 && id[row] < embedding->size(0), "index out of range in self");
-    std::memcpy((char*)out.data_ptr() + row * size, (const char*)embedding->const_data_ptr() + id[row] * size, size);
+  at::Tensor out = empty({count, hidden}, embedding->scalar_type());
+  const int64_t size = hidden * out.itemsize();
+  for (int64_t row = 0; row < count; ++row) {
+    TORCH_CHECK_INDEX(ids[row] >= 0 && ids[row] < embedding->size(0), "index out of range in self");
+    std::memcpy((char*)out.data_ptr() + row * size, (const char*)embedding->const_data_ptr() + ids[row] * size, size);
   }
   return out;
 }
@@ -266,10 +281,10 @@ void Decoder::finish(Step& step, Walk& walk) const {
   const int64_t size = step.out.itemsize(), last = walk.rows * (walk.thread + 1) / step.team.threads();
   for (int64_t row = walk.rows * walk.thread / step.team.threads(); row < last; ++row)
     std::memcpy((char*)step.out.data_ptr() + row * hidden * size, (const char*)normed.rows + row * normed.stride * size, hidden * size);
-  if (step.highest.numel() == 0) return;
+  if (step.highest.empty()) return;
   const int64_t own = walk.thread * walk.rows * PANEL;
-  float* highest = step.highest.data_ptr<float>() + own;
-  int32_t* panel = step.highest_panel.data_ptr<int32_t>() + own;
+  float* highest = step.highest.data() + own;
+  int32_t* panel = step.highest_panel.data() + own;
   std::fill_n(highest, walk.rows * PANEL, -INFINITY);
   std::fill_n(panel, walk.rows * PANEL, INT32_MAX);
   LinearArgs args{head.format, normed.rows, normed.stride / granule_inputs(head.format), (const char*)head.weight.const_data_ptr(), head.granules,
@@ -279,19 +294,18 @@ void Decoder::finish(Step& step, Walk& walk) const {
 }
 
 // What the threads found, put together.
-at::Tensor Decoder::highest_ids(const Step& step, int64_t threads) {
-  at::Tensor ids = at::empty({step.num_wanted}, step.hidden.options().dtype(at::kLong));
-  const float* found = step.highest.const_data_ptr<float>();
-  const int32_t* panel = step.highest_panel.const_data_ptr<int32_t>();
+std::vector<int64_t> Decoder::highest_ids(const Step& step, int64_t threads) {
+  std::vector<int64_t> ids(step.num_wanted);
   for (int64_t row = 0; row < step.num_wanted; ++row) {
     float best = -INFINITY;
     int64_t id = -1;
     for (int64_t thread = 0; thread < threads && !std::isnan(best); ++thread)
       for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t at = (thread * step.num_wanted + row) * PANEL + column, here = int64_t(panel[at]) * PANEL + column;
-        if (found[at] > best || (found[at] == best && here < id) || std::isnan(found[at])) best = found[at], id = here;
+        const int64_t at = (thread * step.num_wanted + row) * PANEL + column, here = int64_t(step.highest_panel[at]) * PANEL + column;
+        const float found = step.highest[at];
+        if (found > best || (found == best && here < id) || std::isnan(found)) best = found, id = here;
       }
-    ids.data_ptr<int64_t>()[row] = std::isfinite(best) ? id : -1;
+    ids[row] = std::isfinite(best) ? id : -1;
   }
   return ids;
 }
@@ -318,7 +332,7 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   step.team.wait(walk.ahead);
   linear(step, walk, layer.gated, norm(step, walk, layer.post_norm, true), b.inner, &layer.down);
   step.team.wait(walk.ahead);
-  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : step.highest.numel() > 0 ? &head : nullptr);
+  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : !step.highest.empty() ? &head : nullptr);
   step.team.wait(walk.ahead);
 }
 

@@ -146,15 +146,14 @@ void advise_large_pages(const at::Tensor& memory) {
 
 }  // namespace
 
-at::Tensor packed_rows(const at::Tensor& weight, const at::Tensor& ids, int64_t inputs, int64_t outputs, bool bf16) {
+at::Tensor packed_rows(const at::Tensor& weight, const int64_t* id, int64_t count, int64_t inputs, int64_t outputs, bool bf16) {
   const int64_t size = bf16 ? 2 : 4, per = 4 / size, granules = (inputs + per - 1) / per;
-  auto out = at::empty({ids.size(0), inputs}, weight.options().dtype(bf16 ? at::kBFloat16 : at::kFloat));
-  const int64_t* id = ids.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < ids.size(0); ++row)
+  at::Tensor out = at::detail::empty_cpu({count, inputs}, bf16 ? at::kBFloat16 : at::kFloat);
+  for (int64_t row = 0; row < count; ++row)
     TORCH_CHECK_INDEX(id[row] >= 0 && id[row] < outputs, "index out of range in self");
   const char* source = (const char*)weight.const_data_ptr<uint8_t>();
   char* target = (char*)out.data_ptr();
-  at::parallel_for(0, ids.size(0), grain(inputs * 2), [&](int64_t first, int64_t last) {
+  at::parallel_for(0, count, grain(inputs * 2), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const char* from = source + id[row] / PANEL * granules * PANEL * 4 + id[row] % PANEL * 4;
       char* to = target + row * inputs * size;
@@ -179,7 +178,9 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("linear", linear);
   m.impl("pack_rows", pack_rows);
-  m.impl("packed_rows", packed_rows);
+  m.impl("packed_rows", [](const at::Tensor& weight, const at::Tensor& ids, int64_t inputs, int64_t outputs, bool bf16) {
+    return packed_rows(weight, ids.const_data_ptr<int64_t>(), ids.size(0), inputs, outputs, bf16);
+  });
   m.impl("advise_large_pages", advise_large_pages);
 }
 

@@ -4,7 +4,7 @@
 
 namespace penstock {
 
-// (N, inputs): rows `ids` (N, int64) of a packed weight in bfloat16 or float32 with so many outputs. IndexError for an id beyond them.
-at::Tensor packed_rows(const at::Tensor& weight, const at::Tensor& ids, int64_t inputs, int64_t outputs, bool bf16);
+// (count, inputs): rows `ids` of a packed weight in bfloat16 or float32 with so many outputs. IndexError for an id beyond them.
+at::Tensor packed_rows(const at::Tensor& weight, const int64_t* ids, int64_t count, int64_t inputs, int64_t outputs, bool bf16);
 
 }  // namespace penstock

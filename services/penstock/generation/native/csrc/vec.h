@@ -87,6 +87,14 @@ static inline vf rounded(vf v, const bf16*) {
   return (vf)_mm256_slli_epi32(bf16_bits(v), 16);
 #endif
 }
+// False where a NaN is compared.
+static inline bool all_less(vf a, vf b) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ) == 0xFFFF;
+#else
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_LT_OQ)) == 0xFF;
+#endif
+}
 static inline float sum_all(vf v) {
   float total = 0;
   for (int l = 0; l < L; ++l) total += v[l];
