@@ -80,7 +80,7 @@ class Request:
             self.first_needed_row = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
     """One token at one position; natural log after the processors; rank 1 is the most likely."""
 
@@ -89,7 +89,7 @@ class Logprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PositionLogprobs:
     """The token at a position (None for the first prompt token) and the most likely ones."""
 
@@ -119,7 +119,7 @@ class StartedOutput:
     healed: tuple[int, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeltaOutput:
     """New ids of one returned sequence; `seq` is gapless from 0 over the request."""
 
@@ -161,7 +161,7 @@ class FinishedOutput:
     error: PenstockError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """Everything one engine step produced for one request, in order: started, deltas, finished."""
 

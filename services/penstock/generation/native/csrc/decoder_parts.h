@@ -97,8 +97,7 @@ struct Step {
   std::vector<AttentionTask> last_tasks;
   bool writes_alone;
   // Of every thread, row and column of a panel, as LinearArgs has them; empty where nobody asks.
-  std::vector<float> highest;
-  std::vector<int32_t> highest_panel;
+  at::Tensor highest, highest_panel;
 };
 
 // Where a thread is: all go through the same stages.

@@ -189,11 +189,11 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   for (int64_t row = 0; row < T; ++row) TORCH_CHECK(pass.positions[row] >= 0 && pass.positions[row] < pass.cos.size(0), "no such position");
   const at::Tensor& pool = pass.pool;
   const bool bf16 = is_bf16(pass.hidden);
-  const int64_t most_threads = at::get_num_threads(), draws = pass.draws ? most_threads * R * PANEL : 0;
+  const int64_t most_threads = at::get_num_threads(), drawing = pass.draws ? most_threads : 0;
   Step step{{}, std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
             std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads), buffers(T, most_threads, pass.hidden.scalar_type()),
             pass.hidden, empty({R, hidden}, pass.hidden.scalar_type()), T, pass.wanted, R, {}, {}, false,
-            std::vector<float>(draws), std::vector<int32_t>(draws)};
+            empty({drawing, R, PANEL}, at::kFloat), empty({drawing, R, PANEL}, at::kInt)};
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -281,10 +281,10 @@ void Decoder::finish(Step& step, Walk& walk) const {
   const int64_t size = step.out.itemsize(), last = walk.rows * (walk.thread + 1) / step.team.threads();
   for (int64_t row = walk.rows * walk.thread / step.team.threads(); row < last; ++row)
     std::memcpy((char*)step.out.data_ptr() + row * hidden * size, (const char*)normed.rows + row * normed.stride * size, hidden * size);
-  if (step.highest.empty()) return;
+  if (step.highest.numel() == 0) return;
   const int64_t own = walk.thread * walk.rows * PANEL;
-  float* highest = step.highest.data() + own;
-  int32_t* panel = step.highest_panel.data() + own;
+  float* highest = step.highest.data_ptr<float>() + own;
+  int32_t* panel = step.highest_panel.data_ptr<int32_t>() + own;
   std::fill_n(highest, walk.rows * PANEL, -INFINITY);
   std::fill_n(panel, walk.rows * PANEL, INT32_MAX);
   LinearArgs args{head.format, normed.rows, normed.stride / granule_inputs(head.format), (const char*)head.weight.const_data_ptr(), head.granules,
@@ -296,14 +296,15 @@ void Decoder::finish(Step& step, Walk& walk) const {
 // What the threads found, put together.
 std::vector<int64_t> Decoder::highest_ids(const Step& step, int64_t threads) {
   std::vector<int64_t> ids(step.num_wanted);
+  const float* found = step.highest.const_data_ptr<float>();
+  const int32_t* panel = step.highest_panel.const_data_ptr<int32_t>();
   for (int64_t row = 0; row < step.num_wanted; ++row) {
     float best = -INFINITY;
     int64_t id = -1;
     for (int64_t thread = 0; thread < threads && !std::isnan(best); ++thread)
       for (int64_t column = 0; column < PANEL; ++column) {
-        const int64_t at = (thread * step.num_wanted + row) * PANEL + column, here = int64_t(step.highest_panel[at]) * PANEL + column;
-        const float found = step.highest[at];
-        if (found > best || (found == best && here < id) || std::isnan(found)) best = found, id = here;
+        const int64_t at = (thread * step.num_wanted + row) * PANEL + column, here = int64_t(panel[at]) * PANEL + column;
+        if (found[at] > best || (found[at] == best && here < id) || std::isnan(found[at])) best = found[at], id = here;
       }
     ids[row] = std::isfinite(best) ? id : -1;
   }
@@ -332,7 +333,7 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   step.team.wait(walk.ahead);
   linear(step, walk, layer.gated, norm(step, walk, layer.post_norm, true), b.inner, &layer.down);
   step.team.wait(walk.ahead);
-  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : !step.highest.empty() ? &head : nullptr);
+  linear(step, walk, layer.down, inputs_of(b.inner), b.added, i + 1 < layers.size() ? &layers[i + 1].qkv : step.highest.numel() > 0 ? &head : nullptr);
   step.team.wait(walk.ahead);
 }
 
