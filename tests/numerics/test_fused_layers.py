@@ -235,13 +235,13 @@ def test_the_drawn_ids_are_those_of_the_highest_logits(
     assert chosen == logits_TV.numpy().argmax(-1).tolist()
 
 
-def with_head(model: CausalLM, weight_VI: torch.Tensor) -> CausalLM:
+def with_head(model: CausalLM, weight_VI: torch.Tensor, bias_V: torch.Tensor | None = None) -> CausalLM:
     return CausalLM(
         model.config,
         embedding=model._embedding,
         layers=model.layers,
         norm=model._norm,
-        lm_head=NativeLinearMethod(Format.BF16).head(weight_VI),
+        lm_head=NativeLinearMethod(Format.BF16).linear(weight_VI, bias_V),
         rotary=model._rotary,
         attention=model.attention,
         dtype=model.dtype,
@@ -262,6 +262,31 @@ def test_of_equal_logits_the_first_is_drawn(tmp_path: Path, threads: int) -> Non
         torch.set_num_threads(before)
     assert max(chosen) < 7
     assert chosen == logits_TV.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_columns_that_no_output_has_are_never_drawn(tmp_path: Path, count: int) -> None:
+    """All logits are below zero, which is what the padded columns of the last panel come to."""
+    model = native(tiny_checkpoint(tmp_path), "none")
+    rows = torch.randn(45, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(model.dtype)
+    bias = torch.full((45,), -1e4, dtype=model.dtype)
+    chosen, logits_TV = highest(with_head(model, rows, bias), list(range(count)))
+    assert logits_TV.max() < 0
+    assert chosen == logits_TV.numpy().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize("place", [1, 40, 95])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_logit_that_is_not_finite_draws_nothing(tmp_path: Path, count: int, place: int, bad: float) -> None:
+    """Others of its vector are lower than what was found before: they are not passed over with it."""
+    model = native(tiny_checkpoint(tmp_path), "none")
+    rows = torch.randn(96, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(model.dtype)
+    bias = torch.cat((torch.full((32,), 1e3), torch.full((64,), -1e3)))
+    bias[place] = bad
+    chosen, logits_TV = highest(with_head(model, rows, bias.to(model.dtype)), list(range(count)))
+    assert not logits_TV[:, place].isfinite().any()
+    assert chosen == [-1] * count
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

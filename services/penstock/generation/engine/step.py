@@ -1,7 +1,7 @@
 """What the scheduler tells the runner to do in one step, and what comes back. Plain data: no torch.
 
-What is made for every token is not frozen, here and in request.py: a frozen object takes five times as long to make.
-Nobody changes one all the same.
+What is made for every token is not frozen, here, in request.py and in decoding/: a frozen object takes five times as
+long to make. Nobody changes one all the same.
 """
 
 from __future__ import annotations

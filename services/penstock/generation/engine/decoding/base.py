@@ -22,7 +22,7 @@ def no_token_left() -> InvalidArgument:
     return InvalidArgument("config", what, reason="NO_TOKEN_LEFT")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Emission:
     """Something the caller is told about returned sequence `index`; the engine numbers it."""
 

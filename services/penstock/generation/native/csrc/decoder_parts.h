@@ -31,6 +31,11 @@ struct Linear {
       : format(format), weight(*from.get(at)), bias(from.get(at + 1)), scale(from.get(at + 2)), sum(from.get(at + 3)), inputs(inputs), width(width),
         granules(granules_of(format, inputs)), panels(weight.numel() / (granules * PANEL * 4)), gated(gated) {
     TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() && width <= panels * (gated ? PANEL / 2 : PANEL), "a weight has the wrong size");
+    // Of every output, padded ones included; int4 has a scale for each group of inputs.
+    const int64_t columns = panels * PANEL, scales = format == Format::INT4 ? columns * (granules * 8 / GROUP) : columns;
+    TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
+    TORCH_CHECK(format < Format::INT8 || (scale && scale->numel() >= scales), "the scales of a weight are too few");
+    TORCH_CHECK(format != Format::INT8 || (sum && sum->numel() >= columns), "the sums of a weight are too few");
   }
 };
 

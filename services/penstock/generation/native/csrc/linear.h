@@ -61,15 +61,6 @@ struct PackArgs {
   int32_t* sum;
 };
 
-struct EmbedArgs {
-  Format format;  // F32 or BF16
-  const char* weight;
-  int64_t granules;
-  const int64_t* ids;
-  void* out;  // (rows, width)
-  int64_t width;
-};
-
 #define PENSTOCK_LINEAR_KERNELS                                           \
   int max_tile_rows();                                                    \
   void multiply(const LinearArgs&, const LinearTask&);                    \

@@ -32,6 +32,8 @@ struct Decoder : torch::CustomClassHolder {
       : format(Format(sizes.at(0))), hidden(sizes.at(1)), inner(sizes.at(2)), num_heads(sizes.at(3)), num_kv_heads(sizes.at(4)),
         head_dim(sizes.at(5)), eps(eps), final_norm(*tensors.get(tensors.size() - LAST_TENSORS)),
         head(tensors, tensors.size() - LAST_TENSORS + 1, Format(sizes.at(6)), sizes.at(1), sizes.at(7), false) {
+    // What is quantised has room for the groups of the layers' format only.
+    TORCH_CHECK(head.format != Format::INT4 || format == Format::INT4, "an int4 head needs int4 layers");
     TORCH_CHECK(!windows.empty() && tensors.size() == windows.size() * TENSORS_OF_A_LAYER + LAST_TENSORS);
     const int64_t heads = num_heads * head_dim, fused = heads + 2 * num_kv_heads * head_dim;
     for (size_t i = 0; i < windows.size(); ++i) {
