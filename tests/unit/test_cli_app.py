@@ -150,7 +150,7 @@ def test_health_of_nobody_is_a_failure() -> None:
 
 def test_env_says_what_a_bug_report_needs() -> None:
     shown = penstock("env").stdout
-    for name in ("penstock:", "torch:", "python:", "cpu:", "cores:", "memory:", "devices:"):
+    for name in ("penstock:", "torch:", "python:", "cpu:", "cores:", "memory:", "kernels:", "devices:"):
         assert name in shown
 
 

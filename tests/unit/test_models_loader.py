@@ -276,6 +276,21 @@ def test_the_cpu_takes_the_threads_it_is_given() -> None:
         device.start(kernels="fast")
 
 
+@pytest.mark.parametrize(("kernels", "machine", "told"), [
+    ("auto", "x86_64", True), ("auto", "aarch64", False), ("torch", "x86_64", False),
+])  # fmt: skip
+def test_who_could_have_kernels_and_has_none_is_told(
+    kernels: str, machine: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("penstock.generation.devices.cpu.system_folder", lambda: str(tmp_path))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with capture_logs() as logs:
+        open_device("cpu").start(kernels=kernels)
+    assert [log for log in logs if "penstock build-kernels" in log["event"]] == (logs if told else [])
+    assert bool(logs) is told
+
+
 def test_logits_are_float32_rows_over_the_vocabulary(single: Path) -> None:
     model = load(single, dtype="bf16")
     result = model.compute_logits(torch.randn(3, 48).bfloat16())

@@ -10,7 +10,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from penstock.cli.console import say
-from penstock.common.environment import usable_cores
+from penstock.common.environment import cache_folder, system_folder, usable_cores
 from penstock.common.units import format_size
 
 PACKAGES = (
@@ -83,8 +83,22 @@ def _torch() -> Iterator[tuple[str, str]]:
     yield "torch cpu", torch.backends.cpu.get_cpu_capability()
     yield "onednn", "yes" if torch._C._has_mkldnn else "no"
     yield "cuda build", torch.version.cuda or "none"
+    yield "kernels", _kernels()
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield "devices", ", ".join(["cpu", *gpus])
+
+
+def _kernels() -> str:
+    """The C++ kernels that a service would use."""
+    from penstock.generation.native import library
+    from penstock.generation.native.build import is_supported
+
+    folders = Path(cache_folder()), Path(system_folder())
+    path = library.find_first(*folders)
+    if path is None:
+        how = "run `penstock build-kernels`" if is_supported() else f"there are none for {platform.machine()}"
+        return f"not built for this version; {how}"
+    return f"{library.load(*folders) or 'cannot run here'}, built for this version: {path}"
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.memory import host_memory
 from penstock.generation.models.kernels import LayerKernels, NativeKernels
 from penstock.generation.native import library
+from penstock.generation.native.build import is_supported
 from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import packing_obstacle
 from penstock.generation.quantization.registry import cpu_method
@@ -160,7 +161,15 @@ class CPUDevice(Device):
 def _native_kernels(wanted: str) -> str | None:
     if wanted not in KERNELS:
         raise StartupError(f"--kernels must be one of {', '.join(KERNELS)}", flag="--kernels")
-    found = None if wanted == "torch" else library.load(Path(cache_folder()), Path(system_folder()))
+    if wanted == "torch":
+        return None
+    folders = Path(cache_folder()), Path(system_folder())
+    found = library.load(*folders)
     if found is None and wanted == "native":
         raise StartupError("the native kernels are not built: run `penstock build-kernels`", flag="--kernels")
+    if found is None and is_supported() and library.find_first(*folders) is None:
+        _log.warning(
+            "the C++ kernels are not built for this version: torch's operators are several times slower; "
+            "run `penstock build-kernels`, or choose them with --kernels torch"
+        )
     return found

@@ -11,13 +11,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from penstock.common.errors import StartupError
 from penstock.generation.native import LIBRARY
+from penstock.generation.native.compilers import run_compilers
 
 SOURCES = Path(__file__).parent / "csrc"
 # Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time.
@@ -42,6 +42,11 @@ _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
 _EXACT_SOURCES = ("attention", "pack")
 
 
+def is_supported() -> bool:
+    """Whether there are kernels for this machine's kind of processor."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
 def _folder(cache: Path) -> Path:
     """Of these sources and this torch, whichever compiler."""
     facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS)
@@ -52,7 +57,7 @@ def _folder(cache: Path) -> Path:
 
 
 def find(cache: Path) -> Path | None:
-    """The library of these sources and this torch that was built last; needs no compiler."""
+    """The library of these sources and this torch that was built or used last; needs no compiler."""
     built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.stat().st_mtime)
     return built[-1] if built else None
 
@@ -74,11 +79,12 @@ def find_compiler() -> str | None:
 
 def build(cache: Path, *, compiler: str | None = None) -> Path:
     """Compile, unless this compiler did before, or there is none any more but a library that it left; the library's
-    path. About half a minute on two cores.
+    path. About a minute on two cores.
 
-    Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails.
+    Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails. Nothing
+    is left of a build that does not end well, whatever is raised meanwhile.
     """
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not is_supported():
         raise StartupError("the native kernels are for x86-64", flag="--kernels")
     command = compiler or find_compiler()
     if command is None:
@@ -92,7 +98,7 @@ def build(cache: Path, *, compiler: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = _compile(command, Path(scratch))
         linked = Path(scratch) / target.name
-        _run([command, "-shared", "-o", str(linked), *map(str, objects), *_libraries()])
+        run_compilers([[command, "-shared", "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch))
         # At once for everybody else, who may be building the same.
         os.replace(linked, target)
     return target
@@ -107,21 +113,10 @@ def _compile(command: str, scratch: Path) -> list[Path]:
         exact = _EXACT if source.stem in _EXACT_SOURCES else ()
         for namespace, flags in _INSTRUCTION_SETS.items():
             jobs.append((scratch / f"{source.stem}.{namespace}.o", source, (f"-DNS={namespace}", *flags, *exact)))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        running = [
-            pool.submit(_run, [command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)])
-            for target, source, flags in jobs
-        ]
-        for job in running:
-            job.result()
+    run_compilers(
+        [[command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)] for target, source, flags in jobs], scratch
+    )
     return [target for target, _, _ in jobs]
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        problem = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:])
-        raise StartupError(f"the native kernels could not be compiled: {problem}", flag="--kernels")
 
 
 def _torch_folder() -> Path:

@@ -8,9 +8,15 @@ import torch
 
 from penstock.common.logging import get_logger
 from penstock.generation.native.build import find
+from penstock.generation.native.unused import mark_used
 
 _log = get_logger("penstock.generation")
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+def find_first(*folders: Path) -> Path | None:
+    """The library that `load` takes."""
+    return next((found for folder in folders if (found := find(folder)) is not None), None)
 
 
 def load(*folders: Path) -> str | None:
@@ -19,12 +25,13 @@ def load(*folders: Path) -> str | None:
 
     A process has one library: once one is loaded, that of another folder (made of the same sources) need not be.
     """
-    path = next((found for folder in folders if (found := find(folder)) is not None), None)
+    path = find_first(*folders)
     if path is None:
         return None
     try:
         if not is_loaded():
             torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            mark_used(path)
     except OSError as error:
         _log.warning("the native kernels cannot be loaded", cause=str(error).splitlines()[0])
         return None
