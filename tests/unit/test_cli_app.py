@@ -102,6 +102,8 @@ def test_help_of_a_service_has_all_of_its_options(role: str) -> None:
         (("serve", "--host", "0.0.0.0"), "--insecure-bind"),
         (("serve", "--generation-replicas", "0"), "--generation-replicas"),
         (("serve", "--tls-cert", "x.pem"), "--tls-key"),
+        (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
+        (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
         (("complete", "x", "--temperature", "hot"), "--temperature"),
         (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
         (("complete", "x", "--tls-ca", "/no/such.pem"), " --tls-ca"),

@@ -48,6 +48,8 @@ def test_a_missing_folder_is_named(model: str) -> None:
         resolve_model(model)
     assert caught.value.flag == "MODEL"
     assert model in caught.value.message
+    # Where it was looked for is told only where that is something else.
+    assert caught.value.message.count("/no/such/folder") == (model == "/no/such/folder")
 
 
 def test_a_name_is_not_looked_up_when_the_hub_is_off() -> None:

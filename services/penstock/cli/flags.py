@@ -93,6 +93,8 @@ def _annotation(option: BoundOption) -> Any:
 def shown_default(option: BoundOption) -> str:
     """The default as one would write it on the command line; empty when there is none."""
     default = option.default
+    if default is None and option.metavar.endswith("|auto"):
+        return "auto"
     if default is None or default is False or default == ():
         return ""
     if default is True:

@@ -53,10 +53,16 @@ def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callab
         raise StartupError(f"MODEL {model} is a file; expected a folder with config.json", flag="MODEL")
     match = _HUB_ID.fullmatch(model)
     if _looks_like_path(model) or match is None:
-        raise StartupError(f"MODEL {model}: no such folder ({path.resolve()})", flag="MODEL")
+        raise StartupError(f"MODEL {model}: {_missing(path)}", flag="MODEL")
     if not allow_hub:
-        raise StartupError(f"MODEL {model}: no such folder ({path.resolve()}), and the hub is off", flag="MODEL")
+        raise StartupError(f"MODEL {model}: {_missing(path)}, and the hub is off", flag="MODEL")
     return _download(model, match["id"], match["revision"], progress)
+
+
+def _missing(path: Path) -> str:
+    """Says where the folder was looked for, unless that is what was asked for."""
+    where = path.resolve()
+    return "no such folder" if where == path else f"no such folder ({where})"
 
 
 def _looks_like_path(model: str) -> bool:
@@ -83,7 +89,6 @@ def _download(model: str, repo: str, revision: str | None, progress: Callable[[s
         return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise StartupError(
-            f"MODEL {model}: no such folder ({Path(model).resolve()}), and the hub could not give it"
-            f" ({type(error).__name__})",
+            f"MODEL {model}: {_missing(Path(model))}, and the hub could not give it ({type(error).__name__})",
             flag="MODEL",
         ) from error

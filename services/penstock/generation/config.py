@@ -7,9 +7,11 @@ from typing import Any
 
 from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, ServerConfig, option
 from penstock.common.errors import StartupError
+from penstock.generation.devices import KERNELS
 from penstock.generation.devices.memory import parse_memory
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.grammar.limits import GrammarLimits
+from penstock.generation.quantization import QUANTIZATIONS
 from penstock.generation.requested import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
@@ -53,8 +55,9 @@ class GenerationServiceConfig(ServerConfig):
     )
     quantization: str = option(
         "auto",
-        "Weights of the linear layers as int8 or int4, quantised at load: faster, less exact; none: as --dtype; auto: "
-        "as `penstock pack` wrote MODEL, otherwise none.",
+        "Weights of the linear layers, quantised at load: faster, less exact. int4: smallest, and fastest for a "
+        "stream or two; int8: more exact, and faster than int4 with several streams and for prompts; none: as "
+        "--dtype; auto: as `penstock pack` wrote MODEL, otherwise none.",
         group=MODEL,
     )
     threads: int | None = option(
@@ -253,8 +256,13 @@ class GenerationServiceConfig(ServerConfig):
     def validate(self) -> None:
         """Raises StartupError for options that do not go together."""
         super().validate()
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise StartupError(f"--kv-cache-dtype must be one of {', '.join(KV_CACHE_DTYPES)}", flag="--kv-cache-dtype")
+        for flag, value, allowed in (
+            ("--kernels", self.kernels, KERNELS),
+            ("--quantization", self.quantization, ("auto", *QUANTIZATIONS)),
+            ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
+        ):
+            if value not in allowed:
+                raise StartupError(f"{flag} must be one of {', '.join(allowed)}", flag=flag)
         parse_memory(self.kv_memory)
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
         if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running_sequences:

@@ -1,0 +1,4 @@
+"""Where a model runs."""
+
+# Of --kernels.
+KERNELS = ("auto", "native", "torch")

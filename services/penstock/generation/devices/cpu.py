@@ -16,6 +16,7 @@ from penstock.common.logging import get_logger
 from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.devices import KERNELS
 from penstock.generation.devices.arena import Arena
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.memory import host_memory
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from penstock.generation.devices.mapped import MappedFile
 
 _log = get_logger("penstock.generation")
-KERNELS = ("auto", "native", "torch")
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,

@@ -70,8 +70,8 @@ def kv_pool_blocks(
     if memory is None and max_blocks is not None:
         blocks = min(blocks, max_blocks)
     if blocks < 1:
-        given = f"--kv-memory {format_memory(memory)}" if memory is not None else "what is left after the weights"
-        raise StartupError(f"{given} ({format_memory(budget)}) holds no KV block: {advice}", flag="--kv-memory")
+        given = "--kv-memory" if memory is not None else "--kv-memory auto, of what is left after the weights,"
+        raise StartupError(f"{given} {format_memory(budget)} holds no KV block: {advice}", flag="--kv-memory")
     return blocks
 
 

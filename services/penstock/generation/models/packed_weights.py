@@ -21,8 +21,8 @@ from penstock.generation.models.config import ModelConfig
 from penstock.generation.models.packed_layout import ALIGNMENT, DTYPES, HEAD, PackedFacts, entries_of, layout
 from penstock.generation.models.shards import PACKED_FILE, parse_header
 from penstock.generation.models.tensors import EMBEDDING, LayerLinear, layer_linears
+from penstock.generation.quantization import QUANTIZATIONS
 from penstock.generation.quantization.native import Format, NativeLinear, PackedWeight, formats, part_sizes
-from penstock.generation.quantization.registry import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device

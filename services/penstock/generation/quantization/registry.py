@@ -6,13 +6,12 @@ import torch
 
 from penstock.common.errors import StartupError
 from penstock.generation.devices.arena import Arena
+from penstock.generation.quantization import QUANTIZATIONS
 from penstock.generation.quantization.base import LinearMethod
 from penstock.generation.quantization.dense import cpu_linear_method
 from penstock.generation.quantization.int4 import Int4LinearMethod
 from penstock.generation.quantization.int8 import Int8LinearMethod
 from penstock.generation.quantization.native import NativeLinearMethod, formats
-
-QUANTIZATIONS = ("none", "int8", "int4")
 
 
 def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Arena | None = None) -> LinearMethod:
