@@ -57,6 +57,25 @@ async def test_no_success_is_exit_code_1(model: Path) -> None:
         code, figures, _ = await bench("--address", client.running.address, *flags)
     assert (code, figures["succeeded"]) == (1, 0)
     assert list(figures["failures"]) == ["INVALID_ARGUMENT PROMPT_TOO_LONG"]
+    assert figures["failure_messages"]["INVALID_ARGUMENT PROMPT_TOO_LONG"].startswith("prompt: ")
+
+
+async def test_why_requests_failed_is_told_in_words_of_the_command(model: Path) -> None:
+    flags = ("--direct", "--requests", "1", "--warmup", "0")
+    async with generation_service(model) as client:
+        address = ("--address", client.running.address, *flags)
+        _, late, _ = await bench(*address, "--timeout", "1ms")
+        _, unknown, _ = await bench(*address, "--model", "nobody")
+        await client.until_idle()
+    assert late["failure_messages"] == {"DEADLINE_EXCEEDED": "took longer than --timeout 0.001s"}
+    assert "--model nobody" in unknown["failure_messages"]["NOT_FOUND MODEL_NOT_FOUND"]
+
+
+async def test_a_generation_service_is_no_router(model: Path) -> None:
+    async with generation_service(model) as client:
+        code, _, stderr = await bench("--address", client.running.address)
+    assert (code, len(stderr.splitlines())) == (2, 1)
+    assert "is a generation service: add --direct" in stderr
 
 
 def test_an_open_loop_of_texts_through_the_whole_stack() -> None:
@@ -64,5 +83,11 @@ def test_an_open_loop_of_texts_through_the_whole_stack() -> None:
     objectives = ("--slo-ttft", "60s", "--slo-tpot", "60s", "--slo-total", "0ms")
     with Stack() as stack:
         code, figures, _ = asyncio.run(bench("--address", stack.address, *flags, *objectives))
+        confused = asyncio.run(bench("--address", stack.address, "--direct"))
+        unknown = asyncio.run(bench("--address", stack.address, "--model", "nobody"))
     assert (code, figures["succeeded"], figures["output_tokens"]) == (0, 10, 40)
     assert figures["goodput"]["share"] == 0.0
+    assert confused[0] == 2
+    assert "is a router: leave --direct out" in confused[2]
+    assert unknown[0] == 1
+    assert "--model nobody" in unknown[2]

@@ -38,7 +38,7 @@ class ProgressLine:
             return
         self._next = now + (PROGRESS_SECONDS if self._terminal else 10 * PROGRESS_SECONDS)
         failed = sum(bool(sample.failure) for sample in run.samples)
-        line = f"{len(run.samples)} of {run.sent} sent, {failed} failed, {now - run.started:.0f} s"
+        line = f"{len(run.samples)} ended of {run.sent} sent, {failed} failed, {now - run.started:.0f} s"
         sys.stderr.write(f"\r\x1b[K{line}" if self._terminal else f"penstock: {line}\n")
         sys.stderr.flush()
 

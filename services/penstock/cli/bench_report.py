@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli.bench_config import BenchConfig
@@ -66,6 +67,8 @@ def summary(run: Run, config: BenchConfig) -> dict[str, Any]:
         "requests": len(run.samples),
         "succeeded": len(good),
         "failures": dict(Counter(sample.failure for sample in run.samples if sample.failure).most_common()),
+        # Of each kind of failure the first.
+        "failure_messages": {one.failure: one.message for one in reversed(run.samples) if one.failure and one.message},
         "requests_per_second": round(len(good) / seconds, 3),
         "prompt_tokens_per_second": round(sum(sample.prompt_tokens for sample in good) / seconds, 1),
         "output_tokens": sum(sample.output_tokens for sample in good),
@@ -95,7 +98,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
         goodput = result["goodput"]
         overview.add_row("goodput", f"{_rates(goodput)}, {goodput['share']:.1%} of the requests")
     for status, count in result["failures"].items():
-        overview.add_row("failed", f"{count} × {status}")
+        message = result["failure_messages"].get(status)
+        overview.add_row("failed", escape(f"{count} × {status}" + (f": {message}" if message else "")))
     times = Table("ms", "mean", *(f"p{share * 100:g}" for share in SHARES), "max")
     for name, title in TITLES.items():
         found = result["milliseconds"][name]

@@ -16,7 +16,14 @@ from penstock_client import ClientConfig
 
 from penstock.cli.bench_config import BenchConfig, lengths
 from penstock.cli.connection import nobody_answers
-from penstock.common.errors import PenstockError, from_rpc_error
+from penstock.common.errors import (
+    DeadlineExceeded,
+    NotFound,
+    PenstockError,
+    StartupError,
+    Unimplemented,
+    from_rpc_error,
+)
 from penstock.v1 import (
     common_pb2,
     config_pb2,
@@ -28,6 +35,8 @@ from penstock.v1 import (
     text_pb2_grpc,
 )
 
+# Of a status that is gRPC's own.
+_NO_REASON = "UNKNOWN"
 # Of four letters or fewer: most tokenizers have a token for each, with the space before it.
 WORDS = ("time", "year", "day", "way", "man", "life", "hand", "part", "eye", "work", "week", "case", "fact", "room")
 
@@ -43,6 +52,8 @@ class Sample:
     ended: float = 0.0
     # Status and reason; empty: it ended well.
     failure: str = ""
+    # What the server said to it.
+    message: str = ""
 
     @property
     def output_tokens(self) -> int:
@@ -130,16 +141,37 @@ class Target:
             raise nobody_answers(self._config) from None
 
     async def vocab_size(self) -> int:
-        """Of the model under load. Raises PenstockError."""
-        call: dict[str, Any] = {"timeout": self._config.connect_timeout_seconds, "metadata": self._metadata}
+        """Of the model under load. Raises PenstockError, StartupError where the address is of another service."""
+        direct = self._config.direct
         try:
-            if self._config.direct:
-                info = await self._model.GetModelInfo(model_pb2.GetModelInfoRequest(), **call)
-                return int(info.vocab_size)
-            model = await self._text.GetModel(text_pb2.GetModelRequest(name=self._config.model or ""), **call)
-            return int(model.model.vocab_size)
+            return await self._vocab_size(direct=direct)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            found = from_rpc_error(error)
+            if isinstance(found, Unimplemented):
+                raise await self._wrong_service() from error
+            if isinstance(found, NotFound):
+                found = NotFound(self._explained(found), reason=found.reason)
+            raise found from error
+
+    async def _vocab_size(self, *, direct: bool) -> int:
+        call: dict[str, Any] = {"timeout": self._config.connect_timeout_seconds, "metadata": self._metadata}
+        if direct:
+            info = await self._model.GetModelInfo(model_pb2.GetModelInfoRequest(), **call)
+            return int(info.vocab_size)
+        model = await self._text.GetModel(text_pb2.GetModelRequest(name=self._config.model or ""), **call)
+        return int(model.model.vocab_size)
+
+    async def _wrong_service(self) -> StartupError:
+        """What is at the address instead: who serves the other method is the other service, whatever it answers."""
+        address, direct = self._config.address, self._config.direct
+        try:
+            await self._vocab_size(direct=not direct)
+        except grpc.RpcError as error:
+            if isinstance(from_rpc_error(error), Unimplemented):
+                return StartupError(f"{address} is neither a router nor a generation service", flag="--address")
+        if direct:
+            return StartupError(f"{address} is a router: leave --direct out", flag="--direct")
+        return StartupError(f"{address} is a generation service: add --direct, or give a router", flag="--direct")
 
     async def run(self, prompt: Prompt, due: float) -> Sample:
         """One request to its end; what goes wrong is in the sample."""
@@ -153,7 +185,8 @@ class Target:
                 elif event == "finished":
                     finished = True
         except grpc.RpcError as error:
-            sample.failure = _status(from_rpc_error(error))
+            found = from_rpc_error(error)
+            sample.failure, sample.message = _status(found), self._explained(found)
         sample.ended = time.perf_counter()
         if not sample.failure and not (finished and sample.arrivals):
             sample.failure = "OK without Finished or tokens"
@@ -179,6 +212,14 @@ class Target:
             request.text = prompt.text
         return self._text.Generate(request, **call)
 
+    def _explained(self, error: PenstockError) -> str:
+        """What was said, and of it what only we know."""
+        if isinstance(error, NotFound) and self._config.model:
+            return f"{error.message} (--model {self._config.model})"
+        if isinstance(error, DeadlineExceeded) and error.reason == _NO_REASON and self._config.timeout_seconds:
+            return f"took longer than --timeout {self._config.timeout_seconds:g}s"
+        return error.message
+
 
 def _status(error: PenstockError) -> str:
-    return f"{error.code.name} {error.reason}".strip()
+    return error.code.name if error.reason == _NO_REASON else f"{error.code.name} {error.reason}".strip()
