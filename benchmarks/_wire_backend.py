@@ -34,6 +34,7 @@ from penstock.v1 import (
     model_pb2_grpc,
 )
 
+from benchmarks._processes import end_with_parent
 from benchmarks._wire_pace import Pace, add_backend_flags
 from benchmarks._wire_proto import block, varint
 
@@ -221,7 +222,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fingerprint", default="", help="tokenizer fingerprint to report")
     add_backend_flags(parser)
-    asyncio.run(_serve(parser.parse_args()))
+    arguments = parser.parse_args()
+    end_with_parent(arguments.parent_pid)
+    asyncio.run(_serve(arguments))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class Pace:
 def add_backend_flags(parser: argparse.ArgumentParser) -> None:
     """What every kind of backend is told."""
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True, help="the process that this one ends with")
     parser.add_argument("--counters", type=Path, required=True, help="file of a 64-bit counter for each slot")
     parser.add_argument("--ids", type=json.loads, required=True, help="the answer: a JSON list")
     parser.add_argument("--window", type=int, default=0, help="tokens on their way to the client; 0: any number")

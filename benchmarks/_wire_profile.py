@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from benchmarks._processes import ending_with_us
+
 _SECONDS, _RATE = 8, 100
 
 
@@ -30,9 +32,15 @@ def record(pids: Mapping[Path, int], seconds: int, *more: str) -> Iterator[None]
     for path, pid in pids.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [tool, "record", *settings, "--output", str(path), "--pid", str(pid)]
-        recorders.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        recorders.append(
+            subprocess.Popen(ending_with_us(*command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
     try:
         yield
+    except BaseException:
+        for recorder in recorders:
+            recorder.terminate()
+        raise
     finally:
         for recorder in recorders:
             recorder.wait()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-_HEAD = (
-    "| variant | load | window | streams | tok/s | merged | TTFT p50 / p99 ms | between p50 / p99 ms | "
-    "router + tokenizer (or gateway) µs a token | backend, client µs | RSS MB | failed |"
+COLUMNS = (
+    *("variant", "load", "window", "streams", "tok/s", "merged", "TTFT p50 / p99 ms", "between p50 / p99 ms"),
+    *("router + tokenizer (or gateway) µs a token", "backend, client µs", "RSS MB", "failed"),
 )
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8540", "#8a5fbf", "#c77d0a", "#5c6770")
 _WIDTH, _HEIGHT, _LEFT, _TOP = 380, 240, 60, 40
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP = 380, 240, 60, 40
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """One line a row."""
-    lines = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for row in rows:
         cpu = row["cpu_us_per_token"]
         cells = (

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from factories import stack
 
+from benchmarks._processes import ending_with_us
 from benchmarks.checkpoints import CACHE
 
 PROGRAM = CACHE / "smg-venv" / "bin" / "smg"
@@ -60,5 +61,5 @@ def start(worker: str, model: str, flags: list[str]) -> Gateway:
     # One worker needs no policy that learns, and no line of log for every request.
     command += ["--policy", "round_robin", "--log-level", "error", *flags]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(ending_with_us(*command), stdout=out, stderr=subprocess.STDOUT)
     return Gateway(process, f"127.0.0.1:{port}", model, log)

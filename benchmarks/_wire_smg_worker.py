@@ -27,6 +27,7 @@ from penstock.common.http2.call import Call
 from penstock.common.http2.limits import Limits
 from penstock.common.http2.server import Http2Server
 
+from benchmarks._processes import end_with_parent
 from benchmarks._wire_pace import Pace, add_backend_flags
 from benchmarks._wire_proto import block, fields, number, packed
 
@@ -187,7 +188,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the name to serve")
     parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer, for smg")
     add_backend_flags(parser)
-    asyncio.run(_serve(parser.parse_args()))
+    arguments = parser.parse_args()
+    end_with_parent(arguments.parent_pid)
+    asyncio.run(_serve(arguments))
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class Processes:
         port = stack.free_port()
         window = self.window(mode)
         given = ["--port", str(port), "--ids", json.dumps(self.answer.ids), "--window", str(window), *flags]
-        given += ["--step-seconds", str(self._arguments.step_seconds)]
+        given += ["--parent-pid", str(os.getpid()), "--step-seconds", str(self._arguments.step_seconds)]
         if mode == "coalesced":
             given += ["--interval", str(self._arguments.interval)]
         return self._script(script, *given).pid, f"127.0.0.1:{port}"

@@ -11,10 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks._arguments import refuse
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
@@ -90,13 +94,13 @@ def checkpoint(name: str, cache: Path = CACHE, seed: int = 0) -> Path:
     return folder
 
 
-def resolve(model: str, cache: Path = CACHE) -> Path:
-    """The folder of a shape's name, or `model` itself. Raises SystemExit when it is neither."""
+def resolve(model: str, cache: Path = CACHE, flag: str = "--model") -> Path:
+    """The folder of a shape's name, or `model` itself. Ends the process, naming the flag, when it is neither."""
     if model in SHAPES:
         return checkpoint(model, cache)
-    if (Path(model) / "config.json").is_file():
-        return Path(model)
-    raise SystemExit(f"--model {model}: neither a folder with config.json nor one of {', '.join(SHAPES)}")
+    if not (Path(model) / "config.json").is_file():
+        refuse(f"{flag} {model}: neither a folder with config.json nor one of {', '.join(SHAPES)}")
+    return Path(model)
 
 
 def _save_weights(shape: Shape, folder: Path, seed: int) -> None:

@@ -28,12 +28,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from penstock.common.environment import quiet_environment
 
-from benchmarks._report import write
+from benchmarks._arguments import at_least, names, numbers
+from benchmarks._report import Table, save
 from benchmarks.checkpoints import CACHE, resolve
 
 BLOCK_SIZE = 16
 # Rows from which a step is also held against the peak of multiplication.
 MANY_ROWS = 16
+QUANTIZATIONS = ("none", "int8", "int4")
+# What is shown of a row, beside its format and batch.
+COLUMNS = ("step_ms", "memory_ms", "arithmetic_ms", "gb_s", "memory_share", "share", "share_quartiles")
 # A weight that stays in the last cache, and how often it is multiplied in a probe.
 OUT, IN, TURNS = 9728, 896, 3
 
@@ -223,7 +227,7 @@ def measure_batch(
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Every quantization and batch."""
+    """Every quantization and batch; rows are shown as they come."""
     from penstock.generation.devices.cpu import CPUDevice
     from penstock.generation.models.registry import load_model
 
@@ -231,12 +235,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device.start(num_threads=options.threads, kernels="native")
     folder = resolve(options.model, options.cache)
     cells = []
-    for quantization in options.quantization.split(","):
+    table = Table(["quantization", "batch", *COLUMNS], options.json)
+    for quantization in options.quantization:
         model = load_model(folder, dtype=options.dtype, quantization=quantization, device=device)
-        for batch in map(int, options.batch.split(",")):
+        for batch in options.batch:
             found = measure_batch(model, device.sampling_kernels(), quantization, batch, options)
             cells.append({"quantization": quantization, **found})
-            print(cells[-1], file=sys.stderr, flush=True)
+            table.row(quantization, batch, *(found[name] for name in COLUMNS))
         del model
     return {
         "model": options.model,
@@ -253,18 +258,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape's name or a folder")
     parser.add_argument("--cache", type=Path, default=CACHE)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none", help="of none, int8, int4: a list with commas")
-    parser.add_argument("--batch", default="1,8,32", help="sequences a step, a list with commas")
-    parser.add_argument("--context", type=int, default=192)
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also write the result there")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument(
+        "--quantization",
+        type=names(QUANTIZATIONS, "format"),
+        default="none",
+        help=f"of {', '.join(QUANTIZATIONS)}: a list with commas",
+    )
+    parser.add_argument("--batch", type=numbers, default="1,8,32", help="sequences a step, a list with commas")
+    parser.add_argument("--context", type=at_least(1), default=192)
+    parser.add_argument("--pairs", type=at_least(2), default=40, help="of a step and a probe; 2 or more")
+    parser.add_argument("--threads", type=at_least(1), default=2)
+    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
     options = parser.parse_args()
     wanted = quiet_environment(options.threads)
     if wanted:  # read when torch is loaded: start again
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
-    write("decode_steps", measure(options), options.json)
+    save("decode_steps", measure(options), options.json)
 
 
 if __name__ == "__main__":

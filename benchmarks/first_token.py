@@ -39,7 +39,9 @@ sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "tests")]
 from factories import stack
 from penstock.v1 import config_pb2, generation_pb2, text_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
+from benchmarks._arguments import at_least
 from benchmarks._http2 import connect
+from benchmarks._processes import stop_on_sigterm
 from benchmarks._report import percentile, write
 
 _PATHS = {"routed": "/penstock.v1.TextService/Chat", "direct": "/penstock.v1.GenerationService/Generate"}
@@ -342,13 +344,14 @@ def _cell(stage: dict[str, Any] | None) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8], help="chats at once")
-    parser.add_argument("--per-stream", type=int, default=4, help="requests of each in a round (8 chats or more)")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of each variant")
-    parser.add_argument("--tokens", type=int, default=48, help="output tokens of a request")
+    parser.add_argument("--streams", type=at_least(1), nargs="+", default=[1, 8], help="chats at once")
+    parser.add_argument("--per-stream", type=at_least(1), default=4, help="requests of each in a round (of 8 or more)")
+    parser.add_argument("--rounds", type=at_least(1), default=6, help="rounds of each variant")
+    parser.add_argument("--tokens", type=at_least(1), default=48, help="output tokens of a request")
     parser.add_argument("--variant", action="append", default=[], help="see above, and wire.py; may be repeated")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
+    stop_on_sigterm()
     rows = run(arguments)
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}
     write("first_token", {"settings": settings, "rows": rows}, arguments.out)

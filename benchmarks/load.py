@@ -1,6 +1,7 @@
 """How long a generation process takes until it is ready, where that time goes, and what memory it takes at most.
 
-    python benchmarks/load.py --models DIR DIR --quantization none int8 --rounds 3 --cold --json load.json
+    python benchmarks/load.py
+    python benchmarks/load.py --models qwen2.5-0.5b DIR --quantization none int8 --rounds 3 --cold --json load.json
 
 A folder that `penstock pack` wrote is a model like others, started as it is: --quantization does not concern it.
 
@@ -34,11 +35,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 
 from penstock.generation.models.shards import PACKED_FILE, is_packed
 
-from benchmarks._report import write
+from benchmarks._arguments import at_least
+from benchmarks._processes import stop_on_sigterm
+from benchmarks._report import Table, save
+from benchmarks.checkpoints import CACHE, SHAPES, resolve
 
 # Model, --quantization, and whether the weights' memory is taken early, and the embedding's table mapped ("on", "off").
 Cell = tuple[Path, str, str, str]
 _FIELDS = ("VmRSS", "RssAnon", "RssFile")
+_COLUMNS = (
+    *("model", "quantization", "prefault", "map embeddings", "ready s", "median s", "processor s"),
+    *("reading s", "beyond reading s", "touch s", "weights MiB", "peak MiB", "of it anonymous", "bound MiB"),
+)
 _MIB = 2**20
 # What a start may take beyond weights and pool, as a share of the weights.
 _BOUND = 1.15
@@ -113,7 +121,7 @@ def start(cell: Cell, arguments: argparse.Namespace) -> Start:
     command += ["--quantization", quantization, "--kv-memory", arguments.kv_memory, "--kernels", arguments.kernels]
     command += ["--prefault-weights" if prefault == "on" else "--no-prefault-weights"]
     command += ["--map-embeddings" if mapped == "on" else "--no-map-embeddings"]
-    command += ["--port", "0", "--metrics-port", "0", "--log-format", "json"]
+    command += ["--port", "0", "--metrics-port", "0", "--log-format", "json", "--parent-pid", str(os.getpid())]
     result, began, done = Start(), time.perf_counter(), threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         sampler = threading.Thread(target=_sample, args=(process.pid, result.peak, done))
@@ -151,7 +159,7 @@ def _follow(process: subprocess.Popen[str], result: Start, began: float) -> None
         elif event.get("event") == "loaded":
             result.seconds |= event["seconds"]
             result.weights, result.pool = event["weights_bytes"], event["kv_bytes"]
-    raise RuntimeError("it ended before it was ready:\n" + "".join(lines[-20:]))
+    raise SystemExit("the service ended before it was ready:\n" + "".join(lines[-20:]))
 
 
 def row(cell: Cell, starts: list[Start], reads: list[float], touches: list[float]) -> dict[str, Any]:
@@ -177,6 +185,16 @@ def row(cell: Cell, starts: list[Start], reads: list[float], touches: list[float
         "peak_mib": {name: round(value) for name, value in peak.items()},
         "ready_mib": {name: round(fastest.ready[name] / _MIB) for name in _FIELDS},
     }
+
+
+def shown(row: dict[str, Any]) -> list[object]:
+    """A row's cells, by _COLUMNS."""
+    return [
+        *(row[name] for name in ("model", "quantization", "prefault", "map_embeddings")),
+        *(row["seconds"]["ready"], row["ready_median"], row["cpu_seconds"], row["reading"], row["beyond_reading"]),
+        f"{row['touch']} to {row['first_touch']}",
+        *(row["weights_mib"], row["peak_mib"]["VmRSS"], row["peak_mib"]["RssAnon"], row["bound_mib"]),
+    ]
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -207,8 +225,11 @@ def _prepare(model: Path, arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders")
-    parser.add_argument("--quantization", nargs="+", default=["none", "int8"])
+    parser.add_argument(
+        "--models", nargs="+", default=["qwen2.5-0.5b"], help=f"folders, or of {', '.join(SHAPES)}, made on first use"
+    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="of the models that are made")
+    parser.add_argument("--quantization", nargs="+", choices=("none", "int8", "int4"), default=["none", "int8"])
     parser.add_argument("--kv-memory", default="256MiB")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument(
@@ -218,17 +239,20 @@ def main() -> None:
         "--map-embeddings", nargs="+", choices=("on", "off"), default=["on"], help="--map-embeddings or not"
     )
     parser.add_argument("--idle", type=float, default=0.0, help="seconds to wait before each start")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
-    parser.add_argument("--json", type=Path, dest="out", help="file to write")
+    parser.add_argument("--json", type=Path, help="file for the result; - is standard output")
     arguments = parser.parse_args()
+    stop_on_sigterm()
+    arguments.models = [resolve(model, arguments.cache, "--models") for model in arguments.models]
     torch = {name: round(value / _MIB) for name, value in bare().items()}
-    print(f"torch alone: {torch} MiB", flush=True)
     rows = measure(arguments)
+    table = Table(_COLUMNS, arguments.json)
     for one in rows:
-        print(json.dumps(one))
-    settings = {name: str(value) for name, value in vars(arguments).items() if name != "out"}
-    write("load", {"settings": settings, "torch_alone_mib": torch, "rows": rows}, arguments.out)
+        table.row(*shown(one))
+    table.line(f"\nA process that has imported torch only: {torch['VmRSS']} MiB, {torch['RssAnon']} anonymous.")
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    save("load", {"settings": settings, "torch_alone_mib": torch, "rows": rows}, arguments.json)
 
 
 if __name__ == "__main__":

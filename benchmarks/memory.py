@@ -16,6 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 from factories.stack import Process, Stack
 from penstock_client import Client
 
+from benchmarks._processes import stop_on_sigterm
 from benchmarks._report import write
 
 
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="64MiB", help="size of the KV pool, part of the generation figure")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
+    stop_on_sigterm()
     results = measure(arguments.kv_memory)
     write("memory", {"settings": {"kv_memory": arguments.kv_memory}, "resident": results}, arguments.out)
 

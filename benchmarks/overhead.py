@@ -32,6 +32,8 @@ from penstock.v1 import (
     tokenizer_pb2_grpc,
 )
 
+from benchmarks._arguments import at_least
+from benchmarks._processes import stop_on_sigterm
 from benchmarks._report import percentile, write
 
 PROMPTS = [f"Tell me about Penstock, number {i}." for i in range(64)]
@@ -150,13 +152,14 @@ async def run(arguments: argparse.Namespace, stack: Stack) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=8, help="concurrent streams")
-    parser.add_argument("--per-stream", type=int, default=4, help="requests of each stream in a round")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of each kind")
-    parser.add_argument("--tokens", type=int, default=48, help="output tokens of a request")
+    parser.add_argument("--streams", type=at_least(1), default=8, help="concurrent streams")
+    parser.add_argument("--per-stream", type=at_least(1), default=4, help="requests of each stream in a round")
+    parser.add_argument("--rounds", type=at_least(1), default=6, help="rounds of each kind")
+    parser.add_argument("--tokens", type=at_least(2), default=48, help="output tokens of a request")
     parser.add_argument("--router-flags", default="", help="flags of `penstock serve router`")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
+    stop_on_sigterm()
     with Stack(router_flags=tuple(shlex.split(arguments.router_flags))) as stack:
         results = asyncio.run(run(arguments, stack))
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}

@@ -9,6 +9,7 @@ the ratio of the two in the same round, above 1 where Penstock is ahead.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks._arguments import refuse
 from benchmarks.cells import HEADLINES, Headline
 
 OURS = ("penstock", "penstock-grpc")
@@ -58,10 +60,13 @@ def ratio(rows: Rows, ours: str, peer: str, column: Headline) -> float:
 
 def markdown(result: dict[str, Any]) -> str:
     """Speed with ratios, shares of the roofline, loading and memory, and what the run was."""
-    parts = [_about(result), _speeds(result)]
+    parts = [_about(result)]
+    if result["rows"]:
+        parts += [_speeds(result)]
     if any("roofline_share" in row for row in result["rows"]):
         parts += ["Share of the machine's limit (ideal time over measured):", _shares(result)]
-    parts += ["Inter-token ms (median), peak RSS of a workload (GB):", _memory(result), _loading(result)]
+    if result["rows"]:
+        parts += ["Inter-token ms (median), peak RSS of a workload (GB):", _memory(result), _loading(result)]
     parts += [f"`{name}` took no part: {why}." for name, why in result["failures"].items()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -174,13 +179,28 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What workloads.py wrote. Ends the process when the file is something else."""
+    try:
+        result = json.loads(path.read_text())
+    except OSError as error:
+        refuse(f"FILE {path}: {error.strerror}")
+    except ValueError:
+        refuse(f"FILE {path}: is not JSON")
+    if not isinstance(result, dict) or result.get("benchmark") != "workloads":
+        refuse(f"FILE {path}: not written by benchmarks/workloads.py --json")
+    return result
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--plot", type=Path, help="draw it there (PNG or SVG; needs matplotlib)")
     options = parser.parse_args()
-    result = json.loads(options.file.read_text())
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        refuse("--plot needs matplotlib: any Python that has it draws the same file")
+    result = read(options.file)
     print(markdown(result))
     if options.plot is not None:
         plot(result, options.plot)

@@ -28,6 +28,8 @@ from factories.stack import Process, start
 from penstock.v1 import config_pb2, generation_pb2, generation_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks._arguments import at_least
+from benchmarks._processes import stop_on_sigterm
 from benchmarks._report import write
 from benchmarks._wire_profile import record
 
@@ -99,6 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 profile(process, stub, options)
     finally:
         process.terminate()
+        process.log.unlink()
     return summary(process.popen.pid, before, after, {key: now[key] - counted.get(key, 0.0) for key in now}, wall) | {
         "messages": messages
     }
@@ -132,17 +135,18 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="folder or hub id; the embedded model when left out")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--streams", type=at_least(1), default=32)
+    parser.add_argument("--prompt", type=at_least(1), default=128)
+    parser.add_argument("--tokens", type=at_least(1), default=64)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--flag", action="append", default=[], help="a further flag of the service, such as --flag=...")
     parser.add_argument("--services", type=Path, help="another checkout, whose services run")
     parser.add_argument("--flamegraph", type=Path, help="SVG file to record (needs py-spy)")
     parser.add_argument("--flamegraph-seconds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="also write the result there")
     options = parser.parse_args()
+    stop_on_sigterm()
     settings = {name: getattr(options, name) for name in ("model", "streams", "prompt", "tokens", "threads")}
     write("step_threads", {"settings": settings, **measure(options)}, options.json)
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -35,9 +34,11 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "tests")]
 from benchmarks import _wire_smg
-from benchmarks._report import write
+from benchmarks._arguments import at_least
+from benchmarks._processes import stop_on_sigterm
+from benchmarks._report import Table, save
 from benchmarks._wire_profile import flamegraphs
-from benchmarks._wire_report import markdown, plot
+from benchmarks._wire_report import COLUMNS, markdown, plot
 from benchmarks._wire_stack import MODES, SLOTS, Processes, Side, Variant, cpu_seconds, memory_mb
 
 
@@ -129,6 +130,7 @@ def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, int]]:
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per variant, load and number of streams."""
     rows: list[dict[str, Any]] = []
+    table = Table(COLUMNS, arguments.out)
     with contextlib.ExitStack() as exits:
         bench = Bench(arguments, exits)
         for mode, streams in cells(arguments):
@@ -144,29 +146,29 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for name, found in rounds.items():
                 settings = {"variant": name, "mode": mode, "streams": streams, "window": bench.processes.window(mode)}
                 rows.append({**settings, **summary(found)})
-                print(markdown(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+                table.line(markdown(rows[-1:]).splitlines()[-1])
     return rows
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256, 512], help="chats at once")
+    parser.add_argument("--streams", type=at_least(1), nargs="+", default=[1, 8, 64, 256, 512], help="chats at once")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each variant; medians are shown")
+    parser.add_argument("--tokens", type=at_least(1), default=128, help="tokens of an answer")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="rounds of each variant; medians are shown")
     parser.add_argument("--window", type=int, default=1, help="uncoalesced: tokens of a stream on their way; 0: any")
     parser.add_argument("--coalesced-window", type=int, default=64, help="coalesced: the same")
     parser.add_argument("--interval", type=int, default=1, help="coalesced: tokens of a delta, as with stream_interval")
     parser.add_argument("--step-seconds", type=float, default=0.0005, help="least time of a backend's step")
     parser.add_argument("--round-tokens", type=int, default=80_000, help="about; 2 to 48 requests of each stream")
-    parser.add_argument("--connections", type=int, default=1, help="connections that the streams are spread over")
+    parser.add_argument("--connections", type=at_least(1), default=1, help="connections that streams are spread over")
     parser.add_argument("--variant", action="append", default=[], help="see above; may be repeated")
     parser.add_argument("--smg", action="store_true", help="the smg gateway as a variant, if `make peers` installed it")
     parser.add_argument("--smg-flags", default="", help="more flags of `smg launch`")
     parser.add_argument("--tokenizer-flags", default="", help="flags of `penstock serve tokenizer`")
     parser.add_argument("--flamegraphs", type=Path, help="folder for flame graphs of one more round (needs py-spy)")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write; - is standard output")
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     arguments = parser.parse_args()
     if max(arguments.streams) > SLOTS:
@@ -174,12 +176,10 @@ def main() -> None:
     if arguments.smg and not _wire_smg.PROGRAM.is_file():
         print(f"smg is left out: there is no {_wire_smg.PROGRAM}; `make peers` makes it", file=sys.stderr)
         arguments.smg = False
-    # So that `timeout` leaves no process behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    stop_on_sigterm()
     rows = run(arguments)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot", "flamegraphs")}
-    write("wire", {"settings": settings, "rows": rows}, arguments.out)
-    print(markdown(rows))
+    save("wire", {"settings": settings, "rows": rows}, arguments.out)
     if arguments.plot is not None:
         arguments.plot.write_text(plot(rows))
 

@@ -27,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import report
+from benchmarks._arguments import at_least, names, refuse
+from benchmarks._processes import ending_with_us, stop_on_sigterm
 from benchmarks._report import environment
 from benchmarks.cells import WORKLOADS, Workload, figures, medians, tokens_needed
 from benchmarks.checkpoints import CACHE, resolve
@@ -80,20 +82,38 @@ class Bench:
                 for workload in self.workloads:
                     self._turns(workload, number)
                 self._write(load_average)
+            self._close()
         finally:
+            # Only where something was raised, a signal's exit too: nothing is left of a run that was stopped.
             for engine in self.engines.values():
-                engine.close()
+                engine.stop()
+                engine.log.unlink(missing_ok=True)
         self._probe()
         return self._write(load_average)
+
+    def _close(self) -> None:
+        while self.engines:
+            name, engine = self.engines.popitem()
+            try:
+                engine.close()
+            except EngineFailed as error:
+                say(f"{name}: {error}")
 
     def _probe(self) -> None:
         if self.options.probe_seconds:
             say("measuring the machine's bandwidth and peak")
-            command = [sys.executable, str(ROOT / "benchmarks" / "roofline.py")]
+            command = ending_with_us(sys.executable, str(ROOT / "benchmarks" / "roofline.py"))
             command += ["--threads", str(self.options.threads), "--seconds", str(self.options.probe_seconds)]
             self.probes.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
     def _load(self, name: str) -> None:
+        left_out = [one.name for one in self.workloads if skipped(name, one.name, self.options.include)]
+        if left_out:
+            flags = " ".join(f"--include {name}:{one}" for one in left_out)
+            say(f"{name}: leaves out {', '.join(left_out)}; {flags} runs what is left out")
+        if len(left_out) == len(self.workloads):
+            self.failures[name] = f"leaves out {', '.join(left_out)} without --include"
+            return
         say(f"loading {name}")
         try:
             engine = EngineProcess(
@@ -111,10 +131,10 @@ class Bench:
     def _turns(self, workload: Workload, number: int) -> None:
         # A seed for every round: what an earlier one left in a prefix cache is of no use.
         prompts, outputs = workload.requests(self.model.vocab_size, number)
-        names = list(self.engines)
-        start = number % max(len(names), 1)
-        for name in names[start:] + names[:start]:
-            if self._skipped(name, workload):
+        turns = list(self.engines)
+        start = number % max(len(turns), 1)
+        for name in turns[start:] + turns[:start]:
+            if skipped(name, workload.name, self.options.include):
                 continue
             # Threads of the turn before may spin a little longer.
             time.sleep(SETTLE_SECONDS)
@@ -129,15 +149,12 @@ class Bench:
             if number >= 0:
                 self.rounds.setdefault((workload.name, name), []).append(found)
 
-    def _skipped(self, name: str, workload: Workload) -> bool:
-        return workload.name in ENGINES[name].skips and f"{name}:{workload.name}" not in self.options.include
-
     def _failed(self, name: str, error: EngineFailed) -> None:
         say(f"{name}: {error}")
         self.failures[name] = "not installed" if error.missing else str(error)
         engine = self.engines.pop(name, None)
         if engine is not None:
-            engine.close()
+            engine.stop()
 
     def _machine(self) -> Machine:
         peaks = {name: max(one["peaks"][name] for one in self.probes) for name in self.probes[0]["peaks"]}
@@ -161,7 +178,7 @@ class Bench:
         }
         result = {
             "benchmark": "workloads",
-            "environment": {**environment(), "load_average": load_average, "time": time.strftime("%Y-%m-%d %H:%M")},
+            "environment": {**environment(), "load_average": load_average},
             "settings": {**settings, "options": options.option},
             "machine": self.probes,
             "engines": self.facts,
@@ -173,25 +190,26 @@ class Bench:
         return result
 
 
-def _names(known: dict[str, Any], what: str) -> Any:
-    def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{what} {name!r} is not one of {', '.join(known)}")
-        return names
+def skipped(engine: str, workload: str, included: list[str]) -> bool:
+    """Whether the engine leaves the workload out: a turn that was not asked for by --include."""
+    return workload in ENGINES[engine].skips and f"{engine}:{workload}" not in included
 
-    return parse
+
+def _turn(text: str) -> str:
+    engine, _, workload = text.partition(":")
+    if engine not in ENGINES or workload not in WORKLOADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE:WORKLOAD, such as transformers:W5")
+    return text
 
 
 def _engine_options(given: list[str]) -> dict[str, dict[str, str]]:
-    """{engine: {key: value}} of ENGINE.KEY=VALUE. Raises SystemExit for another form."""
+    """{engine: {key: value}} of ENGINE.KEY=VALUE. Ends the process for another form."""
     options: dict[str, dict[str, str]] = {}
     for text in given:
         name, _, value = text.partition("=")
         engine, _, key = name.partition(".")
         if engine not in ENGINES or not key or "=" not in text:
-            raise SystemExit(f"--option {text}: must be ENGINE.KEY=VALUE, ENGINE one of {', '.join(ENGINES)}")
+            refuse(f"--option {text}: must be ENGINE.KEY=VALUE, ENGINE one of {', '.join(ENGINES)}")
         options.setdefault(engine, {})[key.replace("-", "_")] = value
     return options
 
@@ -199,16 +217,21 @@ def _engine_options(given: list[str]) -> dict[str, dict[str, str]]:
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--engines", type=_names(ENGINES, "engine"), default=["penstock", "transformers"])
-    made.add_argument("--workloads", type=_names(WORKLOADS, "workload"), default=list(WORKLOADS))
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--warmup", type=int, default=1, help="rounds before those that count")
+    made.add_argument("--engines", type=names(ENGINES, "engine"), default=["penstock", "transformers"])
+    made.add_argument("--workloads", type=names(WORKLOADS, "workload"), default=list(WORKLOADS))
+    made.add_argument("--rounds", type=at_least(1), default=3)
+    made.add_argument("--warmup", type=at_least(0), default=1, help="rounds before those that count")
     made.add_argument("--model", default="qwen2.5-0.5b", help="qwen2.5-0.5b, llama-3.2-1b or a folder")
     made.add_argument("--dtype", choices=list(BYTES_PER_WEIGHT), default="bf16")
-    made.add_argument("--threads", type=int, default=2, help="of every engine")
+    made.add_argument("--threads", type=at_least(1), default=2, help="of every engine")
     made.add_argument("--option", action="append", default=[], metavar="ENGINE.KEY=VALUE", help="an engine's own")
     made.add_argument(
-        "--include", action="append", default=[], metavar="ENGINE:WORKLOAD", help="a turn that is left out otherwise"
+        "--include",
+        type=_turn,
+        action="append",
+        default=[],
+        metavar="ENGINE:WORKLOAD",
+        help="a turn that is left out otherwise",
     )
     made.add_argument(
         "--passive", action="store_true", help="waiting threads of every engine sleep at once: for a busy machine"
@@ -222,14 +245,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Measure; tables go to stdout."""
+    stop_on_sigterm()
     options = parser().parse_args()
     options.option = _engine_options(options.option)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit(
-            "--plot needs matplotlib; report.py --plot draws a --json file later, with any Python that has it"
-        )
+        refuse("--plot needs matplotlib; report.py --plot draws a --json file later, with any Python that has it")
+    turns = [(engine, workload) for engine in options.engines for workload in options.workloads]
+    if all(skipped(*turn, options.include) for turn in turns):
+        refuse(f"--workloads: nothing to run without --include {':'.join(turns[0])}")
     result = Bench(options).measure()
     print(report.markdown(result))
+    if not result["rows"]:
+        sys.exit("no engine finished a round; why is above")
     if options.plot is not None:
         report.plot(result, options.plot)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ class PenstockStack(Adapter):
 
         flags = [part for name, value in self._options.items() for part in ("--" + name.replace("_", "-"), value)]
         self._stack = Stack(model=Path(self.settings.model), generation_flags=tuple(flags))
+        # Whatever ends this process, SIGTERM in the middle of loading too.
+        atexit.register(self._stack.stop)
         self._stack.__enter__()
         self._runner.run(self._connect())
 
@@ -70,9 +73,11 @@ class PenstockStack(Adapter):
 
     def close(self) -> None:
         """See Adapter."""
-        self._runner.run(self._channel.close())
-        self._stack.stop()
-        self._runner.close()
+        try:
+            self._runner.run(self._channel.close())
+            self._runner.close()
+        finally:
+            self._stack.stop()
 
 
 def _request(prompt: list[int], tokens: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,11 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.engines import EngineSpec
 from benchmarks.engines.base import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOSE_SECONDS = 60.0
+CLOSE_SECONDS, STOP_SECONDS = 60.0, 10.0
 
 
 class EngineFailed(Exception):
@@ -46,7 +49,7 @@ class EngineProcess:
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(python), "-m", "benchmarks.engines.worker", spec.adapter, str(write_end)],
+                [str(python), "-m", "benchmarks.engines.worker", spec.adapter, str(write_end), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -66,12 +69,29 @@ class EngineProcess:
         return self._call(command="run", prompts=prompts, outputs=outputs)
 
     def close(self) -> None:
-        """End the process, by force after a minute."""
+        """End the process once it has answered. Raises EngineFailed where it did not end well."""
         try:
             self._call(command="close")
-            self._process.wait(CLOSE_SECONDS)
-        except (EngineFailed, subprocess.TimeoutExpired):
-            self._process.kill()
+            code = self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineFailed(f"did not end within {CLOSE_SECONDS:.0f} s; see {self.log}") from None
+        finally:
+            self.stop()
+        if code:
+            raise EngineFailed(f"ended with {code}; see {self.log}")
+        self.log.unlink()
+
+    def stop(self) -> None:
+        """End the process whatever it does, and all that it started: what is left after a while by force."""
+        if self._process.poll() is None:
+            process = psutil.Process(self._process.pid)
+            family = [*process.children(recursive=True), process]
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
             self._process.wait()
         self._answers.close()
 

@@ -1,8 +1,9 @@
 """The process of one engine: reads commands as JSON lines from stdin, answers them on a file descriptor of its own.
 
-    python -m benchmarks.engines.worker ADAPTER FD
+    python -m benchmarks.engines.worker ADAPTER FD PARENT_PID
 
-Between commands it waits in a read, so that the engines whose turn it is not leave the cores alone.
+Between commands it waits in a read, so that the engines whose turn it is not leave the cores alone. SIGTERM, the end of
+stdin and that of the driver end it, and what the engine started with it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from benchmarks._processes import end_with_parent, stop_on_sigterm
 from benchmarks.engines.base import Adapter, Settings
 
 CHUNK = 1 << 23
@@ -63,9 +66,10 @@ class Worker:
         return {"times": times, "peak_rss_bytes": _status(self._adapter.processes(), "VmHWM")}
 
     def close(self) -> dict[str, Any]:
-        """End the engine."""
-        if self._adapter is not None:
-            self._adapter.close()
+        """End the engine, if it has not ended yet."""
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            adapter.close()
         return {}
 
 
@@ -99,9 +103,17 @@ def _status(pids: list[int], field: str) -> int:
 
 
 def main() -> None:
-    """Until close, or the end of stdin."""
-    adapter, answers = sys.argv[1], os.fdopen(int(sys.argv[2]), "w")
-    worker = Worker(adapter)
+    """Until close, the end of stdin or SIGTERM."""
+    stop_on_sigterm()
+    end_with_parent(int(sys.argv[3]), signal.SIGTERM)
+    worker = Worker(sys.argv[1])
+    try:
+        _serve(worker, os.fdopen(int(sys.argv[2]), "w"))
+    finally:
+        worker.close()
+
+
+def _serve(worker: Worker, answers: TextIO) -> None:
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "load": worker.load,
         "run": worker.run,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,9 @@ def start(
     log = Path(tempfile.mkstemp(prefix=f"penstock-{name}-", suffix=".log")[1])
     command = [sys.executable, *program, "serve", *([role] if role else [])]
     command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
+    if threading.current_thread() is threading.main_thread():
+        # It dies with the thread that started it: the main one is there as long as the tests or the benchmark are.
+        command += ["--parent-pid", str(os.getpid())]
     with log.open("wb") as out:
         popen = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **_FIXED, **(environment or {})}
@@ -137,12 +141,8 @@ class Stack:
     router: Process = field(init=False)
 
     def __enter__(self) -> Self:
-        model = (str(self.model),) if self.model else ()
-        self.tokenizer = start("tokenizer", *model)
-        self.generations = [start("generation", *model, *self.generation_flags) for _ in range(self.backends)]
-        backends = [flag for process in self.generations for flag in ("--backend", process.address)]
-        self.router = start("router", "--tokenizer", self.tokenizer.address, *backends, *self.router_flags)
         try:
+            self._start()
             for process in self.processes:
                 wait_serving(process.address, process)
         except BaseException:
@@ -150,10 +150,19 @@ class Stack:
             raise
         return self
 
+    def _start(self) -> None:
+        model = (str(self.model),) if self.model else ()
+        self.tokenizer = start("tokenizer", *model)
+        for _ in range(self.backends):
+            self.generations.append(start("generation", *model, *self.generation_flags))
+        backends = [flag for process in self.generations for flag in ("--backend", process.address)]
+        self.router = start("router", "--tokenizer", self.tokenizer.address, *backends, *self.router_flags)
+
     @property
     def processes(self) -> list[Process]:
-        """Every process, backends first."""
-        return [*self.generations, self.tokenizer, self.router]
+        """Every process that was started, backends first."""
+        others = (getattr(self, name, None) for name in ("tokenizer", "router"))
+        return [*self.generations, *(process for process in others if process is not None)]
 
     @property
     def address(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from benchmarks._report import STDOUT, Table, save  # noqa: E402
 from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed  # noqa: E402
-from benchmarks.report import best_peer, markdown, ratio, rows_of  # noqa: E402
+from benchmarks.report import best_peer, markdown, ratio, read, rows_of  # noqa: E402
 from benchmarks.roofline import Machine, Model, ideal  # noqa: E402
+from benchmarks.workloads import parser, skipped  # noqa: E402
 
 MODEL = Model(body=1000, head=100, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=50)
 
@@ -89,3 +93,70 @@ def test_the_report_names_engines_that_took_no_part() -> None:
     assert "| penstock / best other | 2.00 |" in text
     assert "| openvino | **10.0** |" in text
     assert "`vllm` took no part: not installed." in text
+
+
+def test_a_run_without_a_row_has_no_empty_table() -> None:
+    result = {
+        "environment": {"commit": "abc", "time": "now", "cores": 2, "cpu": "CPU", "load_average": 0.1},
+        "settings": {"model": "m", "dtype": "bf16", "threads": 2, "rounds": 1},
+        "machine": [],
+        "engines": {},
+        "failures": {"transformers": "leaves out W5 without --include"},
+        "rows": [],
+    }
+    assert "|" not in markdown(result)
+    assert "`transformers` took no part: leaves out W5 without --include." in markdown(result)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--rounds", "0"),
+        ("--rounds", "two"),
+        ("--warmup", "-1"),
+        ("--engines", ","),
+        ("--workloads", "W9"),
+        ("--include", "transformers"),
+        ("--include", "transformers:W9"),
+    ],
+)
+def test_wrong_flags_are_named(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([f"{flag}={value}"])
+    assert ended.value.code == 2
+    assert f"error: argument {flag}: " in capsys.readouterr().err
+
+
+def test_a_turn_is_left_out_unless_it_is_included() -> None:
+    assert skipped("transformers", "W5", [])
+    assert skipped("transformers", "W5", ["transformers:W6"])
+    assert not skipped("transformers", "W5", ["transformers:W5"])
+    assert not skipped("penstock", "W5", [])
+
+
+@pytest.mark.parametrize("text", ['{"benchmark": "load", "rows": [{}]}', "[]", "not JSON", None])
+def test_the_report_refuses_other_files(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        read(path)
+    assert ended.value.code == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_results_are_json_values_and_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    Table(["figure"], STDOUT).row(1.5)
+    save("x", {"settings": {"models": [Path("a/b")], "cold": False, "rounds": 1}}, STDOUT)
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["settings"] == {"models": ["a/b"], "cold": False, "rounds": 1}
+    assert found["environment"]["cores"] == len(os.sched_getaffinity(0))
+    assert found["environment"]["time"]
+    assert shown.err.splitlines() == ["| figure |", "| --- |", "| 1.5 |"]
+
+
+def test_without_a_file_for_json_the_table_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    Table(["figure"], None).row(1.5)
+    save("x", {}, None)
+    assert capsys.readouterr().out.splitlines() == ["| figure |", "| --- |", "| 1.5 |"]
