@@ -42,6 +42,12 @@ def test_help_lists_the_commands_with_examples() -> None:
         assert word in done.stdout
 
 
+def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
+    shown = penstock("serve", "--help", COLUMNS="80").stdout
+    assert "--allow-control-tok" in shown
+    assert "…" not in shown
+
+
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
     epilogs = (app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.BENCH_EPILOG, serve_commands.EPILOG)
     lines = [line for epilog in epilogs for line in epilog.splitlines()]

@@ -41,6 +41,11 @@ def _run(debug: bool) -> int:
                 return code
         from penstock.cli.app import app
 
+        if {"-h", "--help"} & set(sys.argv):
+            # Brings what only a help needs.
+            from penstock.cli.help_text import fold_long_flags
+
+            fold_long_flags()
         app(prog_name="penstock")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
