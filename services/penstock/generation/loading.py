@@ -79,6 +79,8 @@ class LoadedModel:
             f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
             f"{model.config.dtype}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
             f"on {self.device.describe()}",
+            # Before the rest: `penstock serve` has room for three lines.
+            *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
             f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
             f"batch     {self.batch.describe()}",

@@ -106,6 +106,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Return when all queued work is done."""
 
+    def advice(self) -> str | None:
+        """What would make this machine faster, in one line for people; None: nothing is known."""
+        return None
+
     @abstractmethod
     def describe(self) -> str:
         """One line for logs and GetModelInfo, such as `cpu (2 threads)`."""

@@ -50,6 +50,7 @@ class CPUDevice(Device):
     def __init__(self) -> None:
         # Of the native kernels; None while torch's operators are used.
         self.instruction_set: str | None = None
+        self._could_be_faster: str | None = None
         self._arena: Arena | None = None
         self._mapped_files: list[MappedFile] = []
         self._mapped_bytes = 0
@@ -68,6 +69,7 @@ class CPUDevice(Device):
             _log.warning("--threads is more than the cores that this process may use", threads=num_threads, cores=cores)
         torch.set_num_threads(num_threads or cores)
         self.instruction_set = _native_kernels(kernels)
+        self._could_be_faster = _advice(kernels, self.instruction_set)
         if self.instruction_set is not None:
             self._arena = arena
         elif arena is not None:
@@ -151,6 +153,10 @@ class CPUDevice(Device):
     def synchronize(self) -> None:
         """See Device: nothing is queued on a CPU."""
 
+    def advice(self) -> str | None:
+        """See Device."""
+        return self._could_be_faster
+
     def describe(self) -> str:
         """See Device."""
         threads = torch.get_num_threads()
@@ -167,9 +173,11 @@ def _native_kernels(wanted: str) -> str | None:
     found = library.load(*folders)
     if found is None and wanted == "native":
         raise StartupError("the native kernels are not built: run `penstock build-kernels`", flag="--kernels")
-    if found is None and is_supported() and library.find_first(*folders) is None:
-        _log.warning(
-            "the C++ kernels are not built for this version: torch's operators are several times slower; "
-            "run `penstock build-kernels`, or choose them with --kernels torch"
-        )
     return found
+
+
+def _advice(wanted: str, instruction_set: str | None) -> str | None:
+    folders = Path(cache_folder()), Path(system_folder())
+    if wanted == "torch" or instruction_set or not is_supported() or library.find_first(*folders):
+        return None
+    return "kernels not built, torch's are several times slower: run `penstock build-kernels`"
