@@ -193,9 +193,11 @@ class RunningServer:
     async def _drain(self) -> None:
         _log.info("draining", calls=self.calls.in_flight)
         try:
-            await asyncio.wait_for(self.service.drain(), self.config.drain_grace_seconds)
+            # wait_for would not even begin with a grace of 0.
+            async with asyncio.timeout(self.config.drain_grace_seconds):
+                await self.service.drain()
         except TimeoutError:
-            _log.warning("drain grace is over, live calls are cut", calls=self.calls.in_flight)
+            _log.warning("drain grace is over, live calls end now", calls=self.calls.in_flight)
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.wait_idle(), STOP_GRACE_SECONDS)

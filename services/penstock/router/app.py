@@ -18,6 +18,7 @@ from penstock.router.backend import Backend, BackendState
 from penstock.router.config import RouterConfig
 from penstock.router.detokenize import Detokenizer
 from penstock.router.discovery import resolve
+from penstock.router.farewell import Farewell
 from penstock.router.given_flow import GivenFlow
 from penstock.router.given_text import GivenTexts
 from penstock.router.metrics import RouterMetrics
@@ -71,12 +72,14 @@ class RouterApp:
         )
         attempts = Attempts(self._pool, policy, config, metrics)
         token_texts = TokenTexts(self._link, config.max_token_texts)
+        self._farewell = Farewell()
         self._given = GivenFlow(
             config,
             GivenTexts(self._link, config),
             self._pool,
             UnaryAttempts(self._pool, policy, attempts, config, metrics),
             self._admission,
+            self._farewell,
             token_texts,
             metrics,
         )
@@ -87,6 +90,7 @@ class RouterApp:
             pool=self._pool,
             attempts=attempts,
             admission=self._admission,
+            farewell=self._farewell,
             detokenizer=detokenizer,
             token_texts=token_texts,
             metrics=metrics,
@@ -136,9 +140,13 @@ class RouterApp:
         self._spawn(self._follow_health())
 
     async def drain(self) -> None:
-        """Refuse new streams; return when the live ones ended."""
+        """Refuse new streams; return when the live ones ended. Cancelled it has them end by themselves now."""
         self._admission.drain()
-        await self._admission.wait_until_empty()
+        try:
+            await self._admission.wait_until_empty()
+        finally:
+            # The grace is over; or nobody is left but readers that were cut off and do not take their status.
+            self._farewell.say()
 
     async def close(self) -> None:
         """Disconnect."""

@@ -16,6 +16,7 @@ from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhau
 from penstock.router.admission import Admission
 from penstock.router.config import RouterConfig
 from penstock.router.convert import MAX_RESPONSE_BYTES, cache_salt
+from penstock.router.farewell import Farewell
 from penstock.router.given_text import GivenTexts, ScoredIds
 from penstock.router.metrics import RouterMetrics
 from penstock.router.pool import BackendPool
@@ -51,6 +52,7 @@ class GivenFlow:
     pool: BackendPool
     attempts: UnaryAttempts
     admission: Admission
+    farewell: Farewell
     token_texts: TokenTexts
     metrics: RouterMetrics
 
@@ -96,9 +98,10 @@ class GivenFlow:
             tenant = tenant_of(self.config, context.invocation_metadata())
             call = _Call(choose_model(self.pool, model), tenant, deadline)
             self.attempts.check_capacity(call.model)
-            await self.admission.enter(tenant, call.left)
-            with self.admission.leaving():
-                yield call
+            async with self.farewell.attended():
+                await self.admission.enter(tenant, call.left)
+                with self.admission.leaving():
+                    yield call
             status = "OK"
             self.metrics.given.observe(time.monotonic() - begin)
         except asyncio.CancelledError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,6 +15,7 @@ from penstock.router import convert
 from penstock.router.live import LiveRequest, results_of
 from penstock.router.outbox import PendingDelta
 from penstock.router.pipeline import Prompt
+from penstock.router.sequence import ReturnedSequence
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
 if TYPE_CHECKING:
@@ -55,13 +58,20 @@ class StreamWriter:
         self._reused_delta = self._reused.delta
         # Messages that the reader took.
         self.num_written = 0
+        self._has_started = False
+        # Of a wait for another service.
+        self._wait_limit: asyncio.Timeout | None = None
 
     async def run(self, echo: str) -> None:
         """Write until Finished. Raises how it failed: a loss is Unavailable before a delta, Aborted after it."""
         try:
             await self._run(echo)
-        except (Unavailable, Aborted) as error:
-            raise self._as_seen(error) from None
+        except PenstockError as error:
+            if self._has_started:
+                await self._write_failed()
+            if isinstance(error, Unavailable | Aborted):
+                raise self.as_seen(error) from None
+            raise
         except grpc.aio.InternalError:
             # A write failed: grpc noticed that the client is gone before it cancelled this handler.
             raise Cancelled("the client is gone", reason="CLIENT_GONE") from None
@@ -69,17 +79,20 @@ class StreamWriter:
             if self._live.outbox.coalesced:
                 self._parts.metrics.coalesced.inc(self._live.outbox.coalesced)
 
+    def stop_waiting(self) -> None:
+        """The request has failed: nothing that another service says changes that."""
+        if self._wait_limit is not None:
+            self._wait_limit.reschedule(asyncio.get_running_loop().time())
+
     async def _run(self, echo: str) -> None:
         live, outbox = self._live, self._live.outbox
-        started = False
         while True:
-            if not started and (live.started is not None or live.finished is not None):
-                started = True
+            if not self._has_started and (live.started is not None or live.finished is not None):
                 await self._write_started()
                 await self._write_echo(echo)
-            if started and outbox.has_deltas:
+            if self._has_started and outbox.has_deltas:
                 await self._parts.turnstile.enter()
-            deltas = outbox.take() if started else ()
+            deltas = outbox.take() if self._has_started else ()
             for merged in deltas:
                 for delta in merged.messages():
                     await self._write_delta(delta)
@@ -91,13 +104,34 @@ class StreamWriter:
                 await self._write_finished(live.finished)
                 return
             if live.loss is not None:
-                await self._parts.attempts.recover(live)
+                async with self._while_live():
+                    await self._parts.attempts.recover(live)
             else:
-                await self._wait(started)
+                await self._wait()
 
-    async def _wait(self, started: bool) -> None:
+    @asynccontextmanager
+    async def _while_live(self) -> AsyncIterator[None]:
+        """Around a wait for another service. Raises how the request failed before or meanwhile."""
         live = self._live
-        if started and self._try_write is not None:
+        if live.error is not None:
+            raise live.error
+        try:
+            async with asyncio.timeout(None) as self._wait_limit:
+                yield
+        except TimeoutError:
+            if live.error is not None:
+                raise live.error from None
+            raise
+        finally:
+            self._wait_limit = None
+
+    async def _fill(self, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
+        async with self._while_live():
+            await self._parts.token_texts.fill(logprobs, self._time_left())
+
+    async def _wait(self) -> None:
+        live = self._live
+        if self._has_started and self._try_write is not None:
             live.write_now = self._write_now
         try:
             await live.outbox.wakeup.wait()
@@ -120,7 +154,7 @@ class StreamWriter:
 
     async def _write_delta(self, delta: PendingDelta) -> None:
         if delta.logprobs:
-            await self._parts.token_texts.fill(delta.logprobs, self._time_left())
+            await self._fill(delta.logprobs)
         seq = self._next_seq
         self._next_seq = seq + 1
         await self._write(self._make_delta(seq, delta))
@@ -136,8 +170,10 @@ class StreamWriter:
         started.prompt_tokens = len(self._prompt.token_ids)
         started.warnings.extend(spec.warnings)
         if started.prompt_logprobs:
-            await self._parts.token_texts.fill(started.prompt_logprobs, self._time_left())
-        await self._write(self._response(started=convert.check_size(started)))
+            await self._fill(started.prompt_logprobs)
+        message = self._response(started=convert.check_size(started))
+        self._has_started = True
+        await self._write(message)
 
     async def _write_echo(self, echo: str) -> None:
         if not echo:
@@ -150,17 +186,31 @@ class StreamWriter:
                 await self._write_delta(delta)
 
     async def _write_finished(self, backend: generation_pb2.Finished) -> None:
-        live = self._live
+        finished = self._finished(backend, results_of(self._live))
+        self._observe(finished)
+        await self._write(self._response(finished=convert.check_size(finished)))
+
+    async def _write_failed(self) -> None:
+        """Finished of a stream that ends by an error; the figures of its backend are not known."""
+        sequences = [self._live.sequence(index) for index in range(self._live.spec.num_sequences)]
+        results = [sequence.result or _failed(sequence) for sequence in sequences]
+        message = self._response(finished=self._finished(generation_pb2.Finished(), results))
+        # The client may be gone, which is no other failure.
+        with suppress(grpc.aio.InternalError):
+            await self._write(message)
+
+    def _finished(
+        self, backend: generation_pb2.Finished, results: Sequence[common_pb2.SequenceResult]
+    ) -> generation_pb2.Finished:
         finished = generation_pb2.Finished(
-            sequences=[self._result(result) for result in results_of(live)],
+            sequences=[self._result(result) for result in results],
             usage=self._usage(backend),
             timings=self._timings(backend),
-            attempts=live.attempts,
+            attempts=self._live.attempts,
         )
         if self._next_seq:
             finished.last_seq = self._next_seq - 1
-        self._observe(finished)
-        await self._write(self._response(finished=convert.check_size(finished)))
+        return finished
 
     def _result(self, result: common_pb2.SequenceResult) -> common_pb2.SequenceResult:
         sequence = self._live.sequences[result.index]
@@ -218,10 +268,16 @@ class StreamWriter:
             reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_").lower()
             metrics.finished(reason).inc()
 
-    def _as_seen(self, error: PenstockError) -> PenstockError:
+    def as_seen(self, error: PenstockError) -> PenstockError:
         """As the client saw it: ids that the router had but had not written yet are no begun stream to it."""
         if not self._next_seq:
             return Unavailable(error.message, reason=error.reason, retry_after_seconds=error.retry_after_seconds or 1.0)
         aborted = Aborted(error.message, reason=error.reason)
         aborted.metadata["last_seq"] = str(self._next_seq - 1)
         return aborted
+
+
+def _failed(sequence: ReturnedSequence) -> common_pb2.SequenceResult:
+    return common_pb2.SequenceResult(
+        index=sequence.index, finish_reason=common_pb2.FINISH_REASON_ERROR, token_count=len(sequence.token_ids)
+    )

@@ -27,6 +27,7 @@ from penstock.router.attempts import Attempts
 from penstock.router.chat_output import ChatParser
 from penstock.router.config import RouterConfig
 from penstock.router.detokenize import Detokenizer
+from penstock.router.farewell import Farewell, Leave, grace_over
 from penstock.router.live import LiveRequest, RequestSpec, Timings
 from penstock.router.metrics import RouterMetrics
 from penstock.router.outbox import PendingDelta
@@ -67,6 +68,7 @@ class Parts:
     pool: BackendPool
     attempts: Attempts
     admission: Admission
+    farewell: Farewell
     detokenizer: Detokenizer
     token_texts: TokenTexts
     metrics: RouterMetrics
@@ -90,7 +92,8 @@ class TextFlow:
             convert.check(request, self._parts.config)
             request_id = self._claim(request)
             try:
-                await call.serve(request_id)
+                async with self._parts.farewell.attended() as leave:
+                    await call.serve(request_id, leave)
             finally:
                 self._live_ids.discard(request_id)
             status = "OK"
@@ -138,7 +141,7 @@ class _Call:
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
-    async def serve(self, request_id: str) -> None:
+    async def serve(self, request_id: str, leave: Leave) -> None:
         """Admission, then the stream."""
         parts = self._parts
         # Settled once: a stream must not be moved to another model.
@@ -152,7 +155,7 @@ class _Call:
             self._timings.route = time.monotonic() - self._timings.received_at
             prompt = await self._prompt()
             live = self._live(request_id, tenant, prompt)
-            await self._stream(live, prompt, place, room)
+            await self._stream(live, prompt, place, room, leave)
         finally:
             if room is not None:
                 room.leave()
@@ -205,7 +208,7 @@ class _Call:
             return None
         return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
 
-    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: _Place) -> None:
+    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: _Place, leave: Leave) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(live.spec.template.config, self._left())
         echo = await self._echo(prompt)
@@ -218,9 +221,11 @@ class _Call:
             # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile.
             if live.error is not None:
                 place.leave()
+                writer.stop_waiting()
             last_wait.begin()
 
         live.on_close = on_close
+        leave.live, leave.error = live, lambda: writer.as_seen(grace_over())
         try:
             begin = time.monotonic()
             # Placed or not, from here on the backends' own figures count it.
