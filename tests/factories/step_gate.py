@@ -30,6 +30,11 @@ class StepGate:
         """As many as there are."""
         self.allow(math.inf)
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether the next step waits: what comes now is in none."""
+        return self._steps <= 0
+
     def enter(self) -> None:
         """On the engine's thread. Raises TimeoutError when the test forgets it."""
         with self._changed:

@@ -89,6 +89,7 @@ async def test_sigterm_ends_every_live_call_by_itself_once_the_grace_is_over(tra
             gate.allow(STEPS)
             answer = await first_delta(call)
             await chatting
+            await until(lambda: gate.is_spent)
             items = [text_pb2.ScoreTextItem(prompt="Hello", continuation=" world")]
             score = asyncio.create_task(status(stub.Score(text_pb2.ScoreTextRequest(items=items))))
             await generation.until(lambda load: load.running_requests + load.waiting_requests == 3)
