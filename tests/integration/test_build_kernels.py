@@ -34,8 +34,9 @@ def _commands() -> Iterator[list[str]]:
 
 
 def build_kernels(cache: Path, **variables: str) -> subprocess.Popen[str]:
+    # Whoever runs the tests may ignore SIGINT, as shells have their background jobs do.
     return subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", "build-kernels"],
+        ["env", "--default-signal=INT", sys.executable, "-m", "penstock.cli.main", "build-kernels"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
