@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -58,9 +58,9 @@ def started(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], 
         try:
             deadline = time.monotonic() + _PATIENCE_SECONDS
             while not (are_ready(services, folder) and any(word in line for line in family.values())):
-                assert driver.poll() is None, Path(output.name).read_text()
                 assert time.monotonic() < deadline, family
-                time.sleep(_LOOK_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    raise AssertionError(driver.wait(_LOOK_SECONDS), Path(output.name).read_text())
                 family = children(driver)
             yield driver, list(family)
         finally:

@@ -129,10 +129,8 @@ async def answer_of(
     submit = generation_pb2.GenerateRequest(request_id="r")
     session.submit(live, generation_pb2.SessionRequest(submit=submit))
 
-    async def fill(_: Any, __: Any) -> None:
-        pass
-
-    parts: Any = SimpleNamespace(turnstile=Turnstile(4), metrics=metrics, token_texts=SimpleNamespace(fill=fill))
+    texts = SimpleNamespace(fill_known=lambda _: True)
+    parts: Any = SimpleNamespace(turnstile=Turnstile(4), metrics=metrics, token_texts=texts)
     prompt = Prompt([1])
     context: Any = reader
     writer = StreamWriter(live, prompt, text_pb2.ChatResponse, convert.chat_delta, parts, context, lambda: None)

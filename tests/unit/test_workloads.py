@@ -80,32 +80,30 @@ def test_ratios_are_taken_within_a_round_against_the_best_other_engine() -> None
     assert best_peer(by_key, ["penstock"], column) is None
 
 
-def test_the_report_names_engines_that_took_no_part() -> None:
-    result = {
+def result(rows: list[dict[str, Any]], failures: dict[str, str]) -> dict[str, Any]:
+    """Of a run on no machine in particular."""
+    return {
         "environment": {"commit": "abc", "time": "now", "cores": 2, "cpu": "CPU", "load_average": 0.1},
         "settings": {"model": "m", "dtype": "bf16", "threads": 2, "rounds": 1},
         "machine": [],
         "engines": {},
-        "failures": {"vllm": "not installed"},
-        "rows": [row("W2", "penstock", 20.0), row("W2", "openvino", 10.0)],
+        "failures": failures,
+        "rows": rows,
     }
-    text = markdown(result)
+
+
+def test_the_report_names_engines_that_took_no_part() -> None:
+    rows = [row("W2", "penstock", 20.0), row("W2", "openvino", 10.0)]
+    text = markdown(result(rows, {"vllm": "not installed"}))
     assert "| penstock / best other | 2.00 |" in text
     assert "| openvino | **10.0** |" in text
     assert "`vllm` took no part: not installed." in text
 
 
 def test_a_run_without_a_row_has_no_empty_table() -> None:
-    result = {
-        "environment": {"commit": "abc", "time": "now", "cores": 2, "cpu": "CPU", "load_average": 0.1},
-        "settings": {"model": "m", "dtype": "bf16", "threads": 2, "rounds": 1},
-        "machine": [],
-        "engines": {},
-        "failures": {"transformers": "leaves out W5 without --include"},
-        "rows": [],
-    }
-    assert "|" not in markdown(result)
-    assert "`transformers` took no part: leaves out W5 without --include." in markdown(result)
+    text = markdown(result([], {"transformers": "leaves out W5 without --include"}))
+    assert "|" not in text
+    assert "`transformers` took no part: leaves out W5 without --include." in text
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ class StreamWriter:
             self._wait_limit = None
 
     async def _fill(self, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
+        if self._parts.token_texts.fill_known(logprobs):
+            return
         async with self._while_live():
             await self._parts.token_texts.fill(logprobs, self._time_left())
 

@@ -21,6 +21,16 @@ class TokenTexts:
         self._capacity = capacity
         self._texts: OrderedDict[int, str] = OrderedDict()
 
+    def fill_known(self, positions: Sequence[common_pb2.PositionLogprobs]) -> bool:
+        """Set `text` of every entry of `positions` without asking; False where one is not remembered. The per-token
+        path: nearly all are."""
+        try:
+            for entry in _entries(positions):
+                entry.text = self._texts[entry.token_id]
+        except KeyError:
+            return False
+        return True
+
     async def fill(self, positions: Sequence[common_pb2.PositionLogprobs], timeout: float | None) -> None:
         """Set `text` of every entry of `positions`. Raises PenstockError when the tokenizer cannot be asked."""
         entries = list(_entries(positions))
