@@ -3,7 +3,7 @@
     python benchmarks/workloads.py --engines penstock,transformers --workloads W1,W2 --rounds 3 --json FILE
     python benchmarks/workloads.py --engines penstock,penstock-grpc,transformers,openvino,llamacpp,vllm --rounds 5 \\
         --json bf16.json --plot bf16.png
-    python benchmarks/workloads.py --engines penstock,openvino,llamacpp --dtype int8 --model llama-3.2-1b
+    python benchmarks/workloads.py --engines penstock,openvino,llamacpp,vllm --dtype int8 --model llama-3.2-1b
 
 Every engine is a process that loads once; then for every round and workload each engine has its turn, the others
 asleep, so that a machine whose speed drifts is the same for all. A first round warms up and does not count. Prompts are

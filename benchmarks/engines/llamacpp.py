@@ -54,6 +54,7 @@ class LlamaCpp(Adapter):
         params.n_seq_max = len(prompts)
         params.n_ctx = -(-longest // CONTEXT_STEP) * CONTEXT_STEP * len(prompts)
         params.n_batch = BATCH
+        params.kv_unified = bool(int(self.settings.options.get("kv_unified", "0")))
         params.n_threads = params.n_threads_batch = self.settings.threads
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
