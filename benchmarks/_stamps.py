@@ -92,12 +92,12 @@ def _once() -> Callable[[str], str]:
 
 def stamp_router() -> None:
     """From the handler to the first delta's write."""
-    from penstock.router.detokenize import Detokenizer
-    from penstock.router.live import LiveRequest
-    from penstock.router.session import BackendSession
-    from penstock.router.stream_writer import StreamWriter
-    from penstock.router.text_flow import TextFlow
-    from penstock.router.tokenizer_link import TokenizerLink
+    from penstock.router.backends.session import BackendSession
+    from penstock.router.frontend.generate import TextFlow
+    from penstock.router.frontend.stream_writer import StreamWriter
+    from penstock.router.requests.request_state import LiveRequest
+    from penstock.router.tokenizer.detokenize import Detokenizer
+    from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 
     wrap_async(TextFlow, "run", _of_messages, before="router: handler")
     wrap_async(TokenizerLink, "apply_chat_template", _of_messages, "router: template asked", "router: prompt")
@@ -138,12 +138,12 @@ def stamp_tokenizer() -> None:
 
 def stamp_generation() -> None:
     """From the command to the message with the first token."""
+    from penstock.generation.delivery.hub import OutputHub
+    from penstock.generation.delivery.streams import SessionStream
     from penstock.generation.engine.engine import Engine
     from penstock.generation.engine.loop import EngineLoop
     from penstock.generation.engine.report import RequestReport
-    from penstock.generation.hub import OutputHub
-    from penstock.generation.servicer import GenerationServicer
-    from penstock.generation.streams import SessionStream
+    from penstock.generation.rpc.generation import GenerationServicer
 
     def ids(_: Any, request: Any, *__: Any) -> str:
         return _of_id(request.request_id)

@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
-from penstock.common.transport import server_options
+from penstock.serving.grpc_options import server_options
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -23,9 +23,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
-from penstock.common.http2.call import Call
-from penstock.common.http2.limits import Limits
-from penstock.common.http2.server import Http2Server
+from penstock.http2.limits import Limits
+from penstock.http2.server import Http2Server
+from penstock.http2.server_call import Call
 
 from benchmarks._processes import end_with_parent
 from benchmarks._wire_pace import Pace, add_backend_flags

@@ -35,10 +35,10 @@ from _report import environment
 from penstock.common.checkpoint import resolve_model
 from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool, kv_cache_dtype
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
-from penstock.generation.runner.kv_cache import KVCachePool, kv_cache_dtype
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -22,10 +22,10 @@ import torch
 from _report import write
 from penstock.common.environment import quiet_environment
 from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.runner.kv_cache import KVCachePool
 
 BLOCK_SIZE = 16
 # (batch, context of each): decode; (1, prompt): prefill.

@@ -27,16 +27,16 @@ from typing import Any
 from _report import write
 from forward import BLOCK_SIZE, SHAPE, checkpoint
 from penstock.common.environment import quiet_environment
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.request import Request
+from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import Request
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
-from penstock.generation.sampling.modes import BeamOptions
-from penstock.generation.sampling.params import SamplingParams
 
 KINDS = ("beams", "together", "apart")
 

@@ -56,10 +56,10 @@ class Steps:
 
     def __init__(self, model: Any, kernels: Any, batch: int, context: int, steps: int) -> None:
         import torch
-        from penstock.generation.engine.sequence import Sequence
-        from penstock.generation.runner.kv_cache import KVCachePool
+        from penstock.generation.attention.kv_cache import KVCachePool
+        from penstock.generation.core.sampling_params import SamplingParams
+        from penstock.generation.core.sequence import Sequence
         from penstock.generation.runner.model_runner import ModelRunner
-        from penstock.generation.sampling.params import SamplingParams
 
         config = model.config
         each = -(-(context + steps + 1) // BLOCK_SIZE)
@@ -102,7 +102,7 @@ class Steps:
 
     def step(self) -> None:
         """One more token for every sequence."""
-        from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+        from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 
         entries = tuple(ScheduledSequence(one, len(one.token_ids) - 1, 1, (one,)) for one in self._sequences)
         sampled = self._runner.execute(SchedulerOutput(entries)).sampled
@@ -135,7 +135,7 @@ class Products:
 
     def __init__(self, rows: int, quantization: str, dtype: Any) -> None:
         import torch
-        from penstock.generation.quantization.native import Format, NativeLinearMethod
+        from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 
         weight, x = torch.randn(OUT, IN).to(dtype), torch.randn(rows, IN).to(dtype)
         plain = Format.BF16 if dtype is torch.bfloat16 else Format.F32

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from _report import percentile, write
-from penstock.common.token_bytes import TokenBytes
+from penstock.generation.core.request import Request
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import Request
-from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
-from penstock.generation.sampling.params import SamplingParams
+from penstock.text.token_bytes import TokenBytes
 
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 20

@@ -29,9 +29,11 @@ import torch
 from _report import percentile, write
 from forward import BLOCK_SIZE, SHAPE, checkpoint
 from penstock.common.environment import quiet_environment
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.spec import ConstraintKind
@@ -39,9 +41,7 @@ from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.grammar.translate import to_lark
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
-from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.token_masks import TokenMasks
 
 EOS = (151_645, 151_643)

@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "services")]
 
-from penstock.generation.models.shards import PACKED_FILE, is_packed
+from penstock.generation.weights.files import PACKED_FILE, is_packed
 
 from benchmarks._arguments import at_least
 from benchmarks._processes import stop_on_sigterm

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from _report import write
 from penstock.common.environment import cache_folder
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import Fork
-from penstock.generation.native import library
-from penstock.generation.sampling import green_lists
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import Fork
+from penstock.generation.devices.native import library
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
-from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.sampling.ops import green_lists
 from penstock.generation.sampling.sampler import Sampler
 from transformers.generation import logits_process as hf
 

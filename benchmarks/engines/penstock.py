@@ -52,7 +52,7 @@ class PenstockEngine(Adapter):
     def prepare(self) -> None:
         """See Adapter."""
         from penstock.generation.engine import engine, loop  # noqa: F401  # torch is loaded here
-        from penstock.generation.loading import load  # noqa: F401
+        from penstock.generation.startup.load import load  # noqa: F401
 
         self._options = service_options(self.settings)
         self._runner = asyncio.Runner()
@@ -63,7 +63,7 @@ class PenstockEngine(Adapter):
         from penstock.common.config import from_env_and_flags
         from penstock.generation.config import GenerationServiceConfig
         from penstock.generation.engine.engine import Engine
-        from penstock.generation.loading import load
+        from penstock.generation.startup.load import load
 
         given: dict[str, object] = {**self._options, "model": self.settings.model}
         config = from_env_and_flags(GenerationServiceConfig, given)
@@ -82,8 +82,8 @@ class PenstockEngine(Adapter):
         return self._runner.run(self._run(prompts, outputs))
 
     async def _run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        from penstock.generation.engine.request import Request
-        from penstock.generation.sampling.params import SamplingParams
+        from penstock.generation.core.request import Request
+        from penstock.generation.core.sampling_params import SamplingParams
 
         self._index: dict[str, int] = {}
         self._left = len(prompts)

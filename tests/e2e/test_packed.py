@@ -12,7 +12,7 @@ from factories.generation import request
 from factories.packed import use_packing
 from factories.stack import Process, Stack, start, wait_serving
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.models.shards import PACKED_FILE
+from penstock.generation.weights.files import PACKED_FILE
 from penstock.v1 import generation_pb2_grpc
 from penstock_client import AsyncClient
 

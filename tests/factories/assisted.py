@@ -8,11 +8,11 @@ import torch
 from factories.checkpoints import reference_model
 from factories.engine import engine_config
 from factories.run_kernels import new_runner
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.runner.drafter import ModelDrafter
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 
 WIDE = engine_config(num_blocks=1200, max_batch_tokens=600, max_running_sequences=64, max_draft_rows=400)

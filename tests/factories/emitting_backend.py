@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
 from penstock.common.errors import PenstockError, to_status
-from penstock.common.server import STOP_GRACE_SECONDS
+from penstock.serving.server import STOP_GRACE_SECONDS
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,

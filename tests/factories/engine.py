@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
 
-from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.draw import Candidates, DrawKind
-from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import (
+from penstock.generation.core.draw import Candidates, DrawKind
+from penstock.generation.core.request import (
     DeltaOutput,
     FinishedOutput,
     Logprob,
@@ -21,9 +19,11 @@ from penstock.generation.engine.request import (
     RequestOutput,
     StartedOutput,
 )
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import DraftOrder, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import DraftOrder, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.engine import Engine
 
 _ids = itertools.count()
 

@@ -15,9 +15,9 @@ import torch
 from factories.checkpoints import tiny_checkpoint
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import PenstockError, from_rpc_error
-from penstock.common.server import RunningServer, serve_in_process
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
+from penstock.serving.server import RunningServer, serve_in_process
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpack import Encoder
-from penstock.common.http2 import frames
-from penstock.common.http2.call import Call
-from penstock.common.http2.connection import Connection
-from penstock.common.http2.limits import Limits
+from penstock.http2 import frames
+from penstock.http2.limits import Limits
+from penstock.http2.server_call import Call
+from penstock.http2.server_connection import Connection
 
 LIMITS = Limits(
     max_message_bytes=4 << 20,

@@ -11,9 +11,9 @@ import torch
 from factories.engine import Answer, collect, engine_config, run
 from factories.pools import unwritten_pool
 from factories.run_kernels import cpu_device, new_runner
+from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import Request
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 

@@ -19,16 +19,16 @@ from factories.grammars import compiled
 from factories.pools import unwritten_pool
 from factories.run_kernels import KERNELS, cpu_device, new_runner
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.convert import to_command
-from penstock.generation.core import GenerationCore
+from penstock.generation.core.request import Request
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import Request
-from penstock.generation.engine.sequence import Sequence
 from penstock.generation.grammar.mask_workers import MaskWorkers
-from penstock.generation.loading import LoadedModel, load
-from penstock.generation.requested import RequestLimits
+from penstock.generation.options.generate_options import RequestLimits
 from penstock.generation.sampling.sampler import Sampler
+from penstock.generation.service import GenerationCore
+from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.wire.convert import to_command
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 ROOMY = engine_config(num_blocks=400, max_context_tokens=256, max_batch_tokens=200, max_running_sequences=64)

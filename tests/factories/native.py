@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from penstock.common.errors import StartupError
-from penstock.generation.native import build, library
+from penstock.generation.devices.native import build, library
 
 INSTRUCTION_SETS = ("avx512", "avx2")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from factories.native import cache_home, use_native
-from penstock.generation import packing
+from penstock.generation import pack as packing
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.models.shards import PACKED_FILE, parse_header
+from penstock.generation.weights.files import PACKED_FILE, parse_header
 
 
 def use_packing(monkeypatch: pytest.MonkeyPatch) -> None:

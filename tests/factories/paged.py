@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.runner.kv_cache import KVCachePool
 from torch import Tensor
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import grpc
 from penstock.common.config import ServerConfig
-from penstock.common.http2.limits import Limits
-from penstock.common.http2.server import Http2Server
-from penstock.common.interceptors import CallInterceptor
 from penstock.common.metrics import GrpcServerMetrics
-from penstock.common.transport import server_options
+from penstock.http2.limits import Limits
+from penstock.http2.server import Http2Server
+from penstock.serving.grpc_options import server_options
+from penstock.serving.interceptors import CallInterceptor
 from prometheus_client import CollectorRegistry
 
 _MAX_CALLS = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from penstock.generation.runner.kv_cache import KVCachePool
+from penstock.generation.attention.kv_cache import KVCachePool
 
 
 def unwritten_pool(

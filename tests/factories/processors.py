@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.core.sampling_params import SamplingParams
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LogitsProcessorList, WatermarkingConfig
 

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 from factories import stack
 from factories.emitting_backend import EmittingBackend
-from penstock.common.server import RunningServer, serve_in_process
 from penstock.router.app import RouterApp
 from penstock.router.config import RouterConfig
+from penstock.serving.server import RunningServer, serve_in_process
 from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from prometheus_client import CollectorRegistry
 

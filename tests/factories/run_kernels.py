@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from penstock.common.environment import current_environment
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.sampler import Sampler
 

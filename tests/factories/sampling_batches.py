@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from factories.sequences import params, sequence
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.sampling.params import SamplingParams
-from penstock.generation.sampling.rng import stream_keys, uniforms
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.sampling.ops.counted_draws import stream_keys, uniforms
 from torch import Tensor
 
 # Not a multiple of any block size, and large enough that candidates come from block maxima.

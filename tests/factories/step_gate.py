@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from factories.generation import PATIENCE_SECONDS
-from penstock.generation.engine.step import RunnerOutput, SchedulerOutput
+from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.runner.model_runner import ModelRunner
 
 

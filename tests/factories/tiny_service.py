@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, ResourceExhausted
-from penstock.common.server import RunningServer, serve_in_process
+from penstock.serving.channels import open_channel
+from penstock.serving.server import RunningServer, serve_in_process
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.generation.native.build import find_compiler
+from penstock.generation.devices.native.build import find_compiler
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64" or find_compiler() is None,

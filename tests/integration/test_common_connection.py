@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from factories.tiny_service import SERVING, health_of, tiny
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from factories.tiny_service import NAME, NOT_SERVING, SERVING, TinyService, health_of, tiny
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from penstock.common.channels import open_channel
 from penstock.common.config import ServerConfig
-from penstock.common.server import RunningServer
+from penstock.serving.channels import open_channel
+from penstock.serving.server import RunningServer
 
 BUF = Path(sys.executable).parent / "buf"
 PROTOS = Path(__file__).resolve().parents[2] / "protos"

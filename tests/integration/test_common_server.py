@@ -9,7 +9,6 @@ import urllib.request
 import grpc
 import pytest
 from factories.tiny_service import NAME, SERVING, TinyService, health_of, tiny
-from penstock.common.channels import open_channel
 from penstock.common.config import ServerConfig
 from penstock.common.errors import (
     InvalidArgument,
@@ -20,7 +19,8 @@ from penstock.common.errors import (
     trailing_metadata,
 )
 from penstock.common.request_context import REQUEST_ID_KEY
-from penstock.common.server import RunningServer
+from penstock.serving.channels import open_channel
+from penstock.serving.server import RunningServer
 from penstock.v1 import tokenizer_pb2 as pb
 
 

@@ -11,9 +11,9 @@ import factories.tiny_service
 import grpc
 import pytest
 from factories.tiny_service import SERVING, health_of, tiny
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import StartupError
+from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 
 FILES = Path(factories.tiny_service.__file__).parent / "tls"

@@ -12,11 +12,11 @@ import pytest
 from factories.generation import Client, generation_service, request, text_checkpoint
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError, Unavailable
-from penstock.common.server import RunningServer
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import DeviceMemory
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.serving.server import RunningServer
 from penstock.v1 import common_pb2, generation_pb2, model_pb2
 from prometheus_client import CollectorRegistry
 

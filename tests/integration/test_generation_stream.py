@@ -12,7 +12,7 @@ import torch
 from factories.checkpoints import reference_model
 from factories.generation import Client, Outcome, generation_service, request, text_checkpoint, token_ids
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.sampling.params import derive_seed
+from penstock.generation.core.sampling_params import derive_seed
 from penstock.v1 import common_pb2
 from tokenizers import Tokenizer
 

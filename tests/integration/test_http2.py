@@ -17,10 +17,10 @@ import grpc
 import pytest
 from factories.tiny_service import SERVING, AsyncioConfig, health_of, tiny
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import StartupError, from_rpc_error
-from penstock.common.http2 import frames
+from penstock.http2 import frames
+from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 
@@ -105,7 +105,7 @@ async def test_tls_and_a_client_certificate() -> None:
 
 async def test_a_taken_port_is_named() -> None:
     async with tiny(AsyncioConfig()) as (service, running, _):
-        from penstock.common.server import RunningServer
+        from penstock.serving.server import RunningServer
 
         port = int(running.address.rpartition(":")[2])
         second = RunningServer(service, AsyncioConfig(port=port))

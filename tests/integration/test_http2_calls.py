@@ -14,8 +14,8 @@ import pytest
 from factories.tiny_service import FixedConfig, TinyService, tiny
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
-from penstock.common.http2.dialing import Http2Channel
-from penstock.common.server import RunningServer
+from penstock.http2.channel import Http2Channel
+from penstock.serving.server import RunningServer
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 

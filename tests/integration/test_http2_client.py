@@ -13,8 +13,8 @@ import pytest
 from factories.tiny_service import FixedConfig, tiny
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import StartupError, from_rpc_error
-from penstock.common.http2.client import StreamCall
-from penstock.common.http2.dialing import open_stream
+from penstock.http2.channel import open_stream
+from penstock.http2.client_stream import StreamCall
 from penstock.v1.tokenizer_pb2 import DecodeStreamItem, DecodeStreamRequest, DecodeStreamResponse
 
 FILES = Path(factories.tiny_service.__file__).parent / "tls"

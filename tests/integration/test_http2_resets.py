@@ -9,9 +9,9 @@ import grpc
 import pytest
 from factories.router import until
 from factories.tiny_service import AsyncioConfig, tiny
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig
-from penstock.common.http2.dialing import Http2Channel
+from penstock.http2.channel import Http2Channel
+from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 

@@ -20,9 +20,9 @@ from factories.router import (
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import StartupError, from_rpc_error
-from penstock.router.backend import BackendAddress
+from penstock.router.backends.backend import BackendAddress
+from penstock.router.backends.discovery import resolve
 from penstock.router.config import RouterConfig
-from penstock.router.discovery import resolve
 from penstock.v1 import common_pb2, text_pb2
 
 SERVICE = "penstock.v1.TextService"

@@ -13,7 +13,7 @@ import pytest
 from factories.emitting_backend import count_up
 from factories.router import Answer, backend, chat, collect, generate, running_router, until
 from penstock.common.errors import InvalidArgument
-from penstock.router.live import LiveRequest
+from penstock.router.requests.request_state import LiveRequest
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
 
 IDS = count_up(8)(None)  # type: ignore[arg-type]

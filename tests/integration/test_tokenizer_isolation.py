@@ -22,8 +22,8 @@ from penstock.common.checkpoint import demo_folder
 from penstock.common.child_io import Child
 from penstock.common.config import TransportConfig
 from penstock.common.errors import ResourceExhausted, StartupError, from_rpc_error
-from penstock.common.server import serve_in_process
-from penstock.common.transport import channel_options
+from penstock.serving.grpc_options import channel_options
+from penstock.serving.server import serve_in_process
 from penstock.tokenizer.app import TokenizerApp
 from penstock.tokenizer.chat_template import Conversation
 from penstock.tokenizer.config import TokenizerConfig
@@ -308,7 +308,7 @@ AT_REST = """
 import asyncio, sys
 import psutil
 from prometheus_client import CollectorRegistry
-from penstock.common.server import serve_in_process
+from penstock.serving.server import serve_in_process
 from penstock.tokenizer.app import TokenizerApp
 from penstock.common.child_io import Child
 from penstock.tokenizer.config import TokenizerConfig

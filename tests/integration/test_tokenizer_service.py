@@ -22,7 +22,7 @@ from penstock.common.errors import (
     from_rpc_error,
 )
 from penstock.common.fingerprint import tokenizer_fingerprint
-from penstock.common.server import RunningServer, serve_in_process
+from penstock.serving.server import RunningServer, serve_in_process
 from penstock.tokenizer.app import TokenizerApp
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.decode_stream import DecodeSession

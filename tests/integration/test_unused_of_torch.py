@@ -12,13 +12,13 @@ from typing import Any
 import factories
 import penstock
 import pytest
-from penstock.generation.early import UNUSED_OF_TORCH
+from penstock.generation.startup.preload import UNUSED_OF_TORCH
 
 BEGIN = """
 import importlib, json, sys
 from penstock.common.deferred import is_deferred
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.early import UNUSED_OF_TORCH, begin
+from penstock.generation.startup.preload import UNUSED_OF_TORCH, begin
 begin(GenerationServiceConfig(model="demo", prefault_weights=False, device="cpu", defer_imports={defer}))
 import penstock.generation.app
 deferred = [name for name in UNUSED_OF_TORCH if is_deferred(name)]

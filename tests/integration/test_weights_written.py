@@ -16,7 +16,7 @@ from factories.packed import packed, use_packing
 from factories.stack import Process, start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import Internal, from_rpc_error
-from penstock.generation.models.shards import PACKED_FILE, SINGLE_FILE
+from penstock.generation.weights.files import PACKED_FILE, SINGLE_FILE
 from penstock.v1 import generation_pb2_grpc
 
 FLAGS = ("--kv-memory", "8MiB", "--threads", "1", "--weights-check-seconds", "0.01")

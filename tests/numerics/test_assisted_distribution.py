@@ -16,9 +16,9 @@ from factories.assisted import assisted_engine, noised_checkpoint
 from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import engine_config, request, run
 from factories.model_engine import load_tiny
+from penstock.generation.core.modes import AssistanceOptions
+from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import AssistanceOptions
-from penstock.generation.sampling.params import derive_seed
 from transformers import PreTrainedModel
 
 VOCABULARY, LENGTH, SAMPLES = 8, 3, 4000

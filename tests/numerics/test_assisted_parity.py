@@ -12,9 +12,9 @@ from factories.assisted import WIDE, assisted_engine, noised_checkpoint
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.engine import Answer, engine_config, request, run
 from factories.model_engine import load_tiny
+from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import AssistanceOptions, AssistantSchedule
 from transformers import PreTrainedModel
 
 NEW_TOKENS = 32

@@ -13,9 +13,9 @@ import torch
 from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import Answer, engine_config, request, run
 from factories.model_engine import answer_alone, check_company, load_tiny, model_engine
-from penstock.generation.engine.request import FinishReason, Request
+from penstock.generation.core.modes import BeamOptions, EarlyStopping
+from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import BeamOptions, EarlyStopping
 from transformers import PreTrainedModel
 
 PROMPT = [17, 203, 44, 9, 118, 60, 7]

@@ -12,11 +12,11 @@ from factories.engine import Answer, collect, engine_config, request, run
 from factories.model_engine import answer_alone, load_tiny, model_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.modes import ContrastiveOptions, DolaOptions, GuidanceOptions
+from penstock.generation.core.request import HealingOptions, Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed
-from penstock.generation.engine.request import HealingOptions, Request
+from penstock.generation.engine.decoding.capacity import blocks_needed
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import ContrastiveOptions, DolaOptions, GuidanceOptions
 
 HEALING = HealingOptions(frozenset({3, 14, 15, 92, 65}), str)
 

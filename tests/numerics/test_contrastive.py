@@ -12,12 +12,12 @@ from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import engine_config, request, run
 from factories.golden_models import EOS, golden_checkpoint
 from factories.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.modes import ContrastiveOptions
+from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed
-from penstock.generation.engine.request import FinishReason, Request
+from penstock.generation.engine.decoding.capacity import blocks_needed
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.runner.kv_cache import KVCachePool
-from penstock.generation.sampling.modes import ContrastiveOptions
 from transformers import PreTrainedModel
 
 CASES = golden_cases(

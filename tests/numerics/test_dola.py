@@ -14,13 +14,13 @@ from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import engine_config, request
 from factories.golden_models import EOS, GOLDEN_MODELS, golden_checkpoint
 from factories.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
-from penstock.generation.dola_layers import candidate_layers
+from penstock.generation.core.modes import DolaOptions, GuidanceOptions
+from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.request import Request
 from penstock.generation.models.capture import HiddenCapture
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.options.dola_layers import candidate_layers
 from penstock.generation.runner.dola import contrasted
-from penstock.generation.sampling.modes import DolaOptions, GuidanceOptions
 from transformers import PreTrainedModel
 
 CASES = golden_cases("dola", {"dola_layers", "max_new_tokens", "repetition_penalty"})

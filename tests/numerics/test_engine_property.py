@@ -13,14 +13,14 @@ from factories.engine import Answer, collect, engine_config, request, run
 from factories.run_kernels import cpu_device, new_runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from penstock.common.token_bytes import TokenBytes
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.request import FinishReason, Request
+from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import FinishReason, Request
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
-from penstock.generation.sampling.params import derive_seed
+from penstock.text.token_bytes import TokenBytes
 
 ROOMY = engine_config(num_blocks=120, max_batch_tokens=200)
 # Every id spells two letters, so stop strings lie across tokens.

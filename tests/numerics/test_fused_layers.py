@@ -16,12 +16,12 @@ from factories.sequences import params
 from factories.sequences import sequence as new_sequence
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.quantization.native import Format, NativeLinearMethod
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 
 CASES: list[tuple[str, dict[str, Any]]] = [

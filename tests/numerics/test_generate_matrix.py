@@ -26,7 +26,7 @@ from factories.placeholders import fill_ids
 from factories.run_kernels import KERNELS
 from factories.transformers_reference import ReferenceScores, reference_answer, reference_logits
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.loading import LoadedModel
+from penstock.generation.startup.load import LoadedModel
 from transformers import AutoTokenizer, PreTrainedModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -10,10 +10,10 @@ import torch
 from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import engine_config, request, run
 from factories.model_engine import answer_alone, check_company, load_tiny, model_engine
+from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.request import Request
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import GuidanceOptions
 from transformers import PreTrainedModel
 
 PROMPT = [17, 203, 44, 9, 118, 60, 7]

@@ -12,18 +12,18 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.engine import engine_config, request
 from factories.model_engine import answer_alone, check_company, load_tiny
-from penstock.common.token_bytes import TokenBytes
-from penstock.common.token_prefixes import TokenPrefixes
-from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.request import HealingOptions, Request
-from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import (
+from penstock.generation.core.modes import (
     AssistanceOptions,
     BeamOptions,
     ContrastiveOptions,
     DolaOptions,
     GuidanceOptions,
 )
+from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.models.decoder import CausalLM
+from penstock.text.token_bytes import TokenBytes
+from penstock.text.token_prefixes import TokenPrefixes
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 DEMO = Path(__file__).parents[2] / "services" / "penstock" / "assets" / "demo"

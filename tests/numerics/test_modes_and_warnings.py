@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.convert_options import to_options
-from penstock.generation.requested import GenerateCommand, ModelDefaults, RequestedOptions, RequestLimits, ServedModel
-from penstock.generation.resolve import Resolved, resolve
-from penstock.generation.validate import validate
+from penstock.generation.options.generate_options import (
+    GenerateCommand,
+    ModelDefaults,
+    RequestedOptions,
+    RequestLimits,
+    ServedModel,
+)
+from penstock.generation.options.resolve import Resolved, resolve
+from penstock.generation.options.validate import validate
+from penstock.generation.wire.options import to_options
 from penstock.v1 import common_pb2, config_pb2
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils

@@ -10,10 +10,10 @@ import pytest
 import torch
 from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
-from penstock.generation.sampling.params import derive_seed
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.core.sequence import Sequence
 from torch import Tensor
 
 CPU = torch.device("cpu")

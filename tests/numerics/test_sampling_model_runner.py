@@ -10,13 +10,13 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.run_kernels import cpu_device, new_runner
 from factories.sequences import params, sequence
-from penstock.generation.engine.request import PositionLogprobs
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import RunnerOutput, ScheduledSequence, SchedulerOutput
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.request import PositionLogprobs
+from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
-from penstock.generation.sampling.params import derive_seed
 from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4

@@ -15,15 +15,15 @@ from factories.pools import unwritten_pool
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.modes import TensorOutputs
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
-from penstock.generation.sampling.modes import TensorOutputs
 
 BLOCK_SIZE, BLOCKS_EACH, MOST_SEQUENCES = 4, 24, 5
 # Whose embedding is the head's rows, and whose is a table.

@@ -14,10 +14,7 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.engine import Answer, engine_config, request, run
 from factories.model_engine import load_tiny, model_engine
-from penstock.generation.engine.request import Request
-from penstock.generation.engine.tensors import StepTensors, TensorData
-from penstock.generation.models.decoder import CausalLM
-from penstock.generation.sampling.modes import (
+from penstock.generation.core.modes import (
     AssistanceOptions,
     BeamOptions,
     ContrastiveOptions,
@@ -25,6 +22,9 @@ from penstock.generation.sampling.modes import (
     GuidanceOptions,
     TensorOutputs,
 )
+from penstock.generation.core.request import Request
+from penstock.generation.core.tensors import StepTensors, TensorData
+from penstock.generation.models.decoder import CausalLM
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,

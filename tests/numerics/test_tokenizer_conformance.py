@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from factories.tokenizer_folders import bundle_of, conformance_data, detokenizers_of
 from penstock.common.errors import InvalidArgument
-from penstock.router import decode_table
+from penstock.router.tokenizer import decode_table
 from penstock.tokenizer import convert
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation
 from penstock.tokenizer.template_process import Renderer, answer_to

@@ -16,13 +16,13 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 8

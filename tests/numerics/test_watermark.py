@@ -8,9 +8,9 @@ import pytest
 import torch
 from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
-from penstock.generation.sampling.green_lists import green_bits, is_green
-from penstock.generation.sampling.modes import WatermarkOptions
-from penstock.generation.sampling.watermark import WatermarkDetector
+from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.sampling.ops.green_lists import green_bits, is_green
+from penstock.generation.sampling.watermark_detector import WatermarkDetector
 from transformers import LlamaConfig, WatermarkingConfig
 from transformers import WatermarkDetector as ReferenceDetector
 from transformers.generation.logits_process import WatermarkLogitsProcessor

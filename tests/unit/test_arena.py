@@ -16,15 +16,15 @@ from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.native import use_native
 from factories.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
-from penstock.generation import early
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices import cpu
-from penstock.generation.devices.arena import ALIGNMENT, PIECE_BYTES, Arena, open_arena
-from penstock.generation.loading import LoadedModel, load
+from penstock.generation.devices.native import LIBRARY
+from penstock.generation.host.arena import ALIGNMENT, PIECE_BYTES, Arena, open_arena
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.least_bytes import least_weight_bytes
 from penstock.generation.models.registry import load_model
-from penstock.generation.native import LIBRARY
+from penstock.generation.startup import preload as early
+from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.weights.size_estimate import least_weight_bytes
 
 WEIGHTS = "model.safetensors"
 
@@ -148,7 +148,7 @@ def test_the_model_is_the_same_and_lies_in_memory_that_was_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, tied: bool
 ) -> None:
     # Without the table, which stays in the file, a quantised head is no more.
-    monkeypatch.setattr("penstock.generation.devices.arena.PIECE_BYTES", 2**23)
+    monkeypatch.setattr("penstock.generation.host.arena.PIECE_BYTES", 2**23)
     folder = large_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
     config = config_of(folder, quantization=quantization)
     arena = early.begin(config)

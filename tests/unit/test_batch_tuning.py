@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.common.options import load
-from penstock.generation.batch_tuning import BatchTuning, smallest_budget, tune_batch_tokens
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.startup.batch_tuning import BatchTuning, smallest_budget, tune_batch_tokens
 
 
 class Machine:

@@ -8,10 +8,10 @@ import pytest
 from factories.engine import Answer, engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.modes import BeamOptions, EarlyStopping
+from penstock.generation.core.request import FinishReason
+from penstock.generation.engine.decoding.capacity import blocks_needed
 from penstock.generation.engine.decoding.constraints import Constraint, Progress
-from penstock.generation.engine.decoding.footprint import blocks_needed
-from penstock.generation.engine.request import FinishReason
-from penstock.generation.sampling.modes import BeamOptions, EarlyStopping
 
 VOCABULARY = 50
 

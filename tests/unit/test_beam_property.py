@@ -7,10 +7,10 @@ from typing import Any
 from factories.engine import Answer, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.modes import BeamOptions, EarlyStopping
 from penstock.generation.engine.admission import check_request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed
-from penstock.generation.sampling.modes import BeamOptions, EarlyStopping
+from penstock.generation.engine.decoding.capacity import blocks_needed
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 

@@ -10,17 +10,17 @@ from factories.engine import candidates as answer_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import Internal, InvalidArgument
-from penstock.common.token_bytes import TokenBytes
+from penstock.generation.core.draw import Candidates, DrawKind, DrawSpec
+from penstock.generation.core.modes import BeamOptions, EarlyStopping
+from penstock.generation.core.request import FinishReason, Request
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import SampledToken
 from penstock.generation.engine.decoding.beam_search import BeamSearch
 from penstock.generation.engine.decoding.beams import Beam
 from penstock.generation.engine.decoding.hypotheses import Hypotheses
-from penstock.generation.engine.draw import Candidates, DrawKind, DrawSpec
-from penstock.generation.engine.request import FinishReason, Request
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import SampledToken
 from penstock.generation.engine.stopping import Stop, StopCriteria, StopState
-from penstock.generation.sampling.modes import BeamOptions, EarlyStopping
-from penstock.generation.sampling.params import SamplingParams
+from penstock.text.token_bytes import TokenBytes
 
 VOCABULARY = 50
 BARRED = -1e9

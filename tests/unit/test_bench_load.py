@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
-from penstock.cli.bench_config import BenchConfig, lengths
-from penstock.cli.bench_load import NOT_SENT, Loop, Run
-from penstock.cli.bench_report import distribution, summary
-from penstock.cli.bench_target import Prompt, Prompts, Sample
+from penstock.cli.bench.config import BenchConfig, lengths
+from penstock.cli.bench.load import NOT_SENT, Loop, Run
+from penstock.cli.bench.report import distribution, summary
+from penstock.cli.bench.target import Prompt, Prompts, Sample
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from penstock import __version__
-from penstock.cli import app, serve_commands
+from penstock.cli import app
 from penstock.cli.reference import configuration_markdown
-from penstock.cli.service_process import ROLES
-from penstock.cli.tree import role_arguments, tree_options
+from penstock.cli.serve import commands as serve_commands
+from penstock.cli.serve.service_process import ROLES
+from penstock.cli.serve.tree import role_arguments, tree_options
 from penstock.common.options import options_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import typer
-from penstock.cli.direct import read, run_plainly
 from penstock.cli.flags import command
-from penstock.cli.service_process import ROLES
-from penstock.cli.tree import tree_options
+from penstock.cli.serve.direct import read, run_plainly
+from penstock.cli.serve.service_process import ROLES
+from penstock.cli.serve.tree import tree_options
 from penstock.common.options import MODEL_ARGUMENT, BoundOption, options_of
 
 OPTIONS = {name: list(options_of(role.config_class())) for name, role in ROLES.items()} | {"tree": tree_options()}

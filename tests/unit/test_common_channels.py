@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.request_context import accept_request_id
-from penstock.common.transport import channel_options, server_options
+from penstock.serving.grpc_options import channel_options, server_options
 
 
 def test_a_harmless_request_id_is_kept() -> None:

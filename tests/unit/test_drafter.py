@@ -8,11 +8,11 @@ from typing import Any
 from factories.engine import FakeRunner, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import DraftOrder, RunnerOutput, SampledToken, SchedulerOutput
+from penstock.generation.core.modes import AssistanceOptions
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import DraftOrder, RunnerOutput, SampledToken, SchedulerOutput
 from penstock.generation.runner.drafter import ModelDrafter
-from penstock.generation.sampling.modes import AssistanceOptions
-from penstock.generation.sampling.params import SamplingParams
 
 MODEL = AssistanceOptions(num_assistant_tokens=5, confidence_threshold=0.0)
 

@@ -9,12 +9,12 @@ import pytest
 from factories.engine import Answer, FakeDrafter, FakeRunner, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.token_bytes import TokenBytes
+from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
+from penstock.generation.core.request import FinishReason
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import SampledToken
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import FinishReason
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import SampledToken
-from penstock.generation.sampling.modes import AssistanceOptions, AssistantSchedule
+from penstock.text.token_bytes import TokenBytes
 
 # Few tokens, so that lookups are often right and stop conditions are met.
 VOCABULARY = 4

@@ -9,9 +9,9 @@ import pytest
 from factories.engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.generation.engine.decoding.footprint import blocks_needed, most_output_tokens
-from penstock.generation.engine.limits import TimeLimits
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.engine.deadlines import TimeLimits
+from penstock.generation.engine.decoding.capacity import blocks_needed, most_output_tokens
 
 
 @pytest.mark.parametrize(

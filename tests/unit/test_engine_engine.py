@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from factories.engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
 from penstock.common.errors import Aborted, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
-from penstock.common.token_bytes import TokenBytes
+from penstock.generation.core.modes import AssistanceOptions
+from penstock.generation.core.request import FinishedOutput, FinishReason, RequestTimings, SequenceFinish
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import DraftOrder, SampledToken
 from penstock.generation.engine.decoding.assisted import AssistedGeneration
 from penstock.generation.engine.decoding.base import Decision, Emission
-from penstock.generation.engine.decoding.footprint import most_output_tokens
+from penstock.generation.engine.decoding.capacity import most_output_tokens
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
-from penstock.generation.engine.request import FinishedOutput, FinishReason, RequestTimings, SequenceFinish
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import DraftOrder, SampledToken
-from penstock.generation.sampling.modes import AssistanceOptions
-from penstock.generation.sampling.params import SamplingParams
+from penstock.text.token_bytes import TokenBytes
 
 
 class Clock:

@@ -11,14 +11,14 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.request import Request
+from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed, most_sequences
+from penstock.generation.engine.decoding.capacity import blocks_needed, most_sequences
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.request import Request
-from penstock.generation.engine.step import RunnerOutput, SchedulerOutput
-from penstock.generation.sampling.modes import GuidanceOptions
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 

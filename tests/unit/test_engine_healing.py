@@ -10,10 +10,10 @@ from factories.engine import Answer, collect, engine_config, make_engine, rankin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.request import FinishReason, HealingOptions, Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed
-from penstock.generation.engine.request import FinishReason, HealingOptions, Request
-from penstock.generation.sampling.modes import GuidanceOptions
+from penstock.generation.engine.decoding.capacity import blocks_needed
 
 VOCABULARY = 50
 # The fake runner's draws know no bounds.

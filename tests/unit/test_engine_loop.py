@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from factories.engine import Answer, FakeRunner, collect, engine_config, request
 from penstock.common.errors import Cancelled, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock.generation.core.request import FinishReason, Request, RequestOutput
+from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
-from penstock.generation.engine.request import FinishReason, Request, RequestOutput
-from penstock.generation.engine.step import RunnerOutput, SchedulerOutput
 
 
 class GatedRunner(FakeRunner):

@@ -7,8 +7,8 @@ from typing import Any
 from factories.engine import Answer, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.request import Request
-from penstock.generation.sampling.params import derive_seed
+from penstock.generation.core.request import Request
+from penstock.generation.core.sampling_params import derive_seed
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 

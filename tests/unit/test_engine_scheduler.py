@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from factories.engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
-from penstock.generation.engine.request import FinishReason, Request
+from penstock.generation.core.request import FinishReason, Request
 
 
 def rows(runner: FakeRunner) -> list[dict[int, int]]:

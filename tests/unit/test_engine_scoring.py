@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from factories.engine import engine_config, make_engine, request, run
 from penstock.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
-from penstock.generation.engine.request import Purpose, Request
-from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
+from penstock.generation.core.request import Purpose, Request
+from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
 
 
 def scoring(prompt: range, continuation: range, **fields: Any) -> Request:

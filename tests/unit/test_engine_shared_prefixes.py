@@ -8,9 +8,9 @@ import pytest
 from factories.engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.request import Request
+from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.request import Request
-from penstock.generation.engine.step import RunnerOutput, SchedulerOutput
 
 COMMON = list(range(10, 26))
 

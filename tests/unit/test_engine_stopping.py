@@ -10,11 +10,11 @@ import pytest
 from factories.engine import make_engine, request, run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from penstock.common.token_bytes import Leading, TextCursor, TokenBytes
-from penstock.generation.engine.request import FinishReason, SequenceFinish
-from penstock.generation.engine.sequence import Sequence
+from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.stopping import Stop, StopCriteria, StopStrings
-from penstock.generation.sampling.params import SamplingParams
+from penstock.text.token_bytes import Leading, TextCursor, TokenBytes
 
 # Tokens that cut characters and stop strings anywhere.
 PIECES = [

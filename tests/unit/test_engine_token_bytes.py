@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.token_bytes import TextCursor, TokenBytes, UnsupportedTokenizer
+from penstock.text.token_bytes import TextCursor, TokenBytes, UnsupportedTokenizer
 from tokenizers import Tokenizer, decoders
 
 _ALPHABET = {"Ġ": 0x20, "Ċ": 0x0A, "ð": 0xF0, "Ł": 0x9F, "ĺ": 0x98, "Ģ": 0x80, "Ã": 0xC3, "©": 0xA9}

@@ -10,12 +10,12 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, NotFound
-from penstock.generation.convert_options import from_options, to_options
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed, most_output_tokens, most_sequences
-from penstock.generation.requested import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
-from penstock.generation.resolve import resolve
-from penstock.generation.validate import validate
+from penstock.generation.engine.decoding.capacity import blocks_needed, most_output_tokens, most_sequences
+from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
+from penstock.generation.options.resolve import resolve
+from penstock.generation.options.validate import validate
+from penstock.generation.wire.options import from_options, to_options
 from penstock.v1 import config_pb2
 
 ENGINE = EngineConfig(num_blocks=64, block_size=4, max_context_tokens=128)

@@ -10,9 +10,8 @@ from google.rpc import status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, ResourceExhausted, from_status
-from penstock.generation import convert
-from penstock.generation.convert_options import as_written, from_options, to_options
-from penstock.generation.engine.request import (
+from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.generation.core.request import (
     DeltaOutput,
     FinishedOutput,
     FinishReason,
@@ -23,10 +22,11 @@ from penstock.generation.engine.request import (
     SequenceFinish,
     StartedOutput,
 )
+from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.requested_options import GROUP_OF, RequestedOptions
-from penstock.generation.sampling.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.options.request_options import GROUP_OF, RequestedOptions
+from penstock.generation.wire import convert
+from penstock.generation.wire.options import as_written, from_options, to_options
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import StartupError
-from penstock.generation.defaults import LoadedDefaults, load_defaults
-from penstock.generation.sampling.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.generation.options.hf_json import LoadedDefaults, load_defaults
 
 
 def load(folder: Path, values: Any) -> LoadedDefaults:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from penstock.common.options import options_of
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.options import BOUNDS, Bounds
-from penstock.generation.requested import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
-from penstock.generation.requested_options import GROUP_OF, RequestedOptions
-from penstock.generation.resolve import resolve
-from penstock.generation.sampling.modes import AssistanceOptions, BeamOptions
+from penstock.generation.core.modes import AssistanceOptions, BeamOptions
+from penstock.generation.options.checks import BOUNDS, Bounds
+from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
+from penstock.generation.options.request_options import GROUP_OF, RequestedOptions
+from penstock.generation.options.resolve import resolve
 from penstock.v1 import config_pb2
 
 PAGE = (Path(__file__).parents[2] / "docs" / "generation-config.md").read_text(encoding="utf-8")

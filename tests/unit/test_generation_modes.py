@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument, NotFound
-from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.footprint import blocks_needed, most_output_tokens
-from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.requested import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
-from penstock.generation.requested_options import RequestedOptions
-from penstock.generation.resolve import Resolved, resolve
-from penstock.generation.resolve_modes import check_assistant
-from penstock.generation.sampling.modes import (
+from penstock.generation.core.modes import (
     AssistanceOptions,
     AssistantSchedule,
     BeamOptions,
@@ -24,7 +17,14 @@ from penstock.generation.sampling.modes import (
     GuidanceOptions,
     WatermarkOptions,
 )
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.capacity import blocks_needed, most_output_tokens
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
+from penstock.generation.options.modes import check_assistant
+from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.resolve import Resolved, resolve
 
 MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=100, num_layers=6, assistant_model="draft")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.requested import (
+from penstock.generation.core.modes import EarlyStopping
+from penstock.generation.options.generate_options import (
     GenerateCommand,
     ModelDefaults,
     RequestedOutput,
@@ -14,9 +15,8 @@ from penstock.generation.requested import (
     RequestLimits,
     ServedModel,
 )
-from penstock.generation.requested_options import RequestedOptions
-from penstock.generation.resolve import Resolved, resolve
-from penstock.generation.sampling.modes import EarlyStopping
+from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.resolve import Resolved, resolve
 
 MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=100)
 QWEN = ModelDefaults(

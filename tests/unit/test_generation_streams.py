@@ -13,8 +13,8 @@ from penstock.common.errors import (
     PenstockError,
     ResourceExhausted,
 )
-from penstock.generation.emitter import Emitter
-from penstock.generation.engine.request import (
+from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.request import (
     DeltaOutput,
     FinishedOutput,
     FinishReason,
@@ -26,13 +26,13 @@ from penstock.generation.engine.request import (
     SequenceFinish,
     StartedOutput,
 )
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.delivery.delta_buffer import Outbox
+from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.hub import OutputHub
+from penstock.generation.delivery.streams import RequestStream, SessionStream
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
-from penstock.generation.hub import OutputHub
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
-from penstock.generation.outbox import Outbox
-from penstock.generation.sampling.modes import BeamOptions
-from penstock.generation.sampling.params import SamplingParams
-from penstock.generation.streams import RequestStream, SessionStream
 from prometheus_client import CollectorRegistry, generate_latest
 
 TIMINGS = RequestTimings(0.1, 0.1, 0.1, 0.2, 0.3)

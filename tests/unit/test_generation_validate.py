@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock.generation.requested import (
+from penstock.generation.options.generate_options import (
     GenerateCommand,
     RequestedOutput,
     RequestedStop,
     RequestLimits,
     ServedModel,
 )
-from penstock.generation.requested_options import RequestedOptions
-from penstock.generation.validate import validate
+from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.validate import validate
 
 MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=16, tokenizer_fingerprint="aa", has_token_bytes=True)
 LIMITS = RequestLimits()

@@ -14,12 +14,12 @@ import pytest
 from factories.grammars import EOS, VOCAB_SIZE, allowed, choice, lark, regex, schema
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from penstock.common.token_bytes import TokenBytes
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.grammar.limits import GrammarLimits
 from penstock.generation.grammar.matching import shorten
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.trial_pool import TrialPool
+from penstock.text.token_bytes import TokenBytes
 
 # Takes llguidance minutes: its automaton counts remainders.
 ENDLESS = schema({"type": "integer", "multipleOf": 99_999_989})

@@ -11,12 +11,12 @@ from factories.grammars import EOS, VOCAB_SIZE, accepts, allowed, choice, compil
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, PenstockError
-from penstock.generation.engine.grammar import GrammarError
-from penstock.generation.engine.sequence import Sequence
+from penstock.generation.core.grammar import GrammarError
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.state import MatcherState
-from penstock.generation.sampling.params import SamplingParams
 
 PERSON = schema(
     {

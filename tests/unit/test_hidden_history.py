@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from factories.sequences import params, sequence
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import Fork, ScheduledSequence
-from penstock.generation.runner.hidden_history import CHUNK, HiddenHistories
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import Fork, ScheduledSequence
+from penstock.generation.runner.hidden_states import CHUNK, HiddenHistories
 
 HIDDEN = 6
 RANDOM = torch.Generator().manual_seed(3)

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from factories.http2 import Socket, frames_of, message
 from penstock.common.config import ChannelConfig
-from penstock.common.http2 import frames
-from penstock.common.http2.calls import CallsConnection
+from penstock.http2 import frames
+from penstock.http2.client_calls import CallsConnection
 
 OK = frames.trailers(0, "", ())
 

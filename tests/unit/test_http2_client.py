@@ -12,8 +12,8 @@ from hpack import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.config import ChannelConfig
-from penstock.common.http2 import frames
-from penstock.common.http2.client import END, StreamCall
+from penstock.http2 import frames
+from penstock.http2.client_stream import END, StreamCall
 from penstock.v1 import generation_pb2
 from penstock.v1.generation_pb2 import SessionEvent, SessionRequest, SessionResponse
 

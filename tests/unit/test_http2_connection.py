@@ -11,10 +11,10 @@ import grpc
 import pytest
 from factories.http2 import LIMITS, Peer, Socket, message
 from hpack import Decoder, Encoder
-from penstock.common.http2 import call as call_module
-from penstock.common.http2 import frames
-from penstock.common.http2.call import Refused
-from penstock.common.http2.connection import Connection
+from penstock.http2 import frames
+from penstock.http2 import server_call as call_module
+from penstock.http2.server_call import Refused
+from penstock.http2.server_connection import Connection
 
 
 async def test_a_peer_that_does_not_read_is_not_read() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from penstock.common.config import ChannelConfig
-from penstock.common.http2.dialing import Peer
+from penstock.http2.channel import Peer
 
 
 @pytest.fixture

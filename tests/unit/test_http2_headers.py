@@ -6,9 +6,9 @@ import pytest
 from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.http2 import frames
-from penstock.common.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
-from penstock.common.http2.metadata import parse_metadata
+from penstock.http2 import frames
+from penstock.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
+from penstock.http2.metadata import parse_metadata
 
 NAMES = st.sampled_from([":path", ":method", "te", "x-request-id", "grpc-timeout", "content-type", "y" * 130])
 FIELDS = st.lists(st.tuples(NAMES, st.text("a/é0", max_size=140)), max_size=8)

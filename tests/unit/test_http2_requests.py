@@ -10,8 +10,8 @@ import grpc
 import pytest
 from factories.http2 import Peer, message
 from hpack import Decoder
-from penstock.common.http2 import frames
-from penstock.common.http2.call import Refused
+from penstock.http2 import frames
+from penstock.http2.server_call import Refused
 
 
 async def test_a_request_stream_that_is_not_taken_is_held_back_by_its_window() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted
-from penstock.generation.engine.request import (
+from penstock.generation.core.request import (
     FinishedOutput,
     Logprob,
     PositionLogprobs,
@@ -17,9 +17,9 @@ from penstock.generation.engine.request import (
     RequestTimings,
     StartedOutput,
 )
-from penstock.generation.given import ScoreItem, followers
-from penstock.generation.item_batch import ItemBatch
-from penstock.generation.sampling.params import SamplingParams
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.delivery.item_batch import ItemBatch
+from penstock.generation.options.score_embed import ScoreItem, followers
 
 
 class Hub:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from factories.checkpoints import tiny_checkpoint
-from penstock.generation.batch_tuning import LARGEST_SIZE
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.loading import load
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
-from penstock.generation.runner.prompt_timer import PromptTimer
+from penstock.generation.startup.batch_tuning import LARGEST_SIZE
+from penstock.generation.startup.load import load
+from penstock.generation.startup.prompt_timer import PromptTimer
 from structlog.testing import capture_logs
 
 STAGES = ["tokenizer", "weights", "tuning", "warm_up", "rest"]

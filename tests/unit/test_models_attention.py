@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.attention.sdpa import MAX_BATCHED_QUERY, SMALL_CONTEXT, SDPAAttention
-from penstock.generation.runner.kv_cache import KVCachePool
 from torch import Tensor
 
 HEAD_DIM = 8

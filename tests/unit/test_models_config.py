@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from penstock.common.errors import StartupError
-from penstock.generation.models.config import ModelConfig, RopeConfig
+from penstock.generation.core.model_config import ModelConfig, RopeConfig
+from penstock.generation.layers.rope import RotaryEmbedding, inverse_frequencies
 from penstock.generation.models.registry import read_model_config
-from penstock.generation.models.rope import RotaryEmbedding, inverse_frequencies
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

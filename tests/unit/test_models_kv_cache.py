@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
-from penstock.generation.devices.memory import AUTO_FRACTION, format_memory, host_memory, kv_pool_blocks, parse_memory
-from penstock.generation.runner.kv_cache import KVCachePool, kv_bytes_per_block, quantise
+from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, quantise
+from penstock.generation.host.memory import AUTO_FRACTION, format_memory, host_memory, kv_pool_blocks, parse_memory
 
 
 def pool(num_blocks: int = 6, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> KVCachePool:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.quantization import dense
-from penstock.generation.quantization.dense import PackedLinear, PlainLinear, cpu_linear_method, packing_obstacle
+from penstock.generation.layers.linear import dense
+from penstock.generation.layers.linear.dense import PackedLinear, PlainLinear, cpu_linear_method, packing_obstacle
 from structlog.testing import capture_logs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -13,9 +13,9 @@ from factories.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.devices.registry import open_device
-from penstock.generation.models import checkpoint
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.weights import checkpoint
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
-from penstock.generation.native import library
+from penstock.generation.devices.native import library
 from torch import Tensor
 
 dtypes = st.sampled_from(library.DTYPES)

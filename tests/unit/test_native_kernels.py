@@ -14,8 +14,8 @@ from factories.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
-from penstock.generation.models.kernels import LayerKernels, NativeKernels
-from penstock.generation.native import build, library
+from penstock.generation.devices.native import build, library
+from penstock.generation.layers.kernels import LayerKernels, NativeKernels
 
 dtypes = st.sampled_from(library.DTYPES)
 
@@ -93,7 +93,7 @@ def test_what_was_built_is_found_without_a_compiler(tmp_path: Path, monkeypatch:
     assert build.find(tmp_path) == path
     assert build.build(tmp_path) == path
     # In a process that has none yet: what is no library is passed over.
-    script = "import pathlib, sys; from penstock.generation.native import library; "
+    script = "import pathlib, sys; from penstock.generation.devices.native import library; "
     code = script + "print(library.load(pathlib.Path(sys.argv[1]) / 'none', pathlib.Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from factories.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.models.kernels import LayerKernels
-from penstock.generation.quantization.base import NotFinite
-from penstock.generation.quantization.int4 import quantize_groups
-from penstock.generation.quantization.int8 import Int8Linear, quantize_rows
-from penstock.generation.quantization.native import Format, NativeLinearMethod
+from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.linear.base import NotFinite
+from penstock.generation.layers.linear.int4 import quantize_groups
+from penstock.generation.layers.linear.int8 import Int8Linear, quantize_rows
+from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 
 # Largest difference relative to the largest value: of the dtype's rounding, or of sums in another order.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}

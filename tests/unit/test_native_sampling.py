@@ -16,15 +16,15 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.step import SampledToken
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.step import SampledToken
 from penstock.generation.models.registry import load_model
-from penstock.generation.runner.kv_cache import KVCachePool
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.sampling.batch import SamplingBatch
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
-from penstock.generation.sampling.modes import BeamOptions
 from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.sampling.state import SamplingState
 

@@ -17,15 +17,16 @@ from factories.checkpoints import tiny_checkpoint
 from factories.packed import load, native_device, packed, read, rewrite, use_packing
 from penstock.cli.pack import run_pack
 from penstock.common.errors import StartupError
-from penstock.generation import early, packing
+from penstock.generation import pack as packing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.devices.mapped import MappedFile
-from penstock.generation.loading import load as load_service
+from penstock.generation.host.mapped import MappedFile
+from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.models.registry import load_model
-from penstock.generation.models.shards import PACKED_FILE
-from penstock.generation.quantization.native import NativeLinear
+from penstock.generation.startup import preload as early
+from penstock.generation.startup.load import load as load_service
+from penstock.generation.weights.files import PACKED_FILE
 from safetensors import safe_open
 
 

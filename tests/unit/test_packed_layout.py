@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from factories.native import INSTRUCTION_SETS, use_instruction_set
-from penstock.generation.models.kernels import LayerKernels
-from penstock.generation.quantization.native import LAYOUT_VERSION, Format, NativeLinear, NativeLinearMethod
+from penstock.generation.layers.kernels import LayerKernels
+from penstock.generation.layers.linear.native import LAYOUT_VERSION, Format, NativeLinear, NativeLinearMethod
 
 # Of the parts below, by version and format. Other bytes under the same version would be read as if they were these:
 # whoever changes them raises LAYOUT_VERSION and adds a line.

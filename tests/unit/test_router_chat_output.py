@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.router.chat_output import ChatParser, prompt_opens_reasoning
+from penstock.router.chat.chat_output import ChatParser, prompt_opens_reasoning
 
 
 def parse(pieces: list[str], *, tools: bool, in_reasoning: bool = False) -> tuple[str, str, list[dict[str, str]], bool]:

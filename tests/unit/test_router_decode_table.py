@@ -11,11 +11,11 @@ import pytest
 from factories.tokenizer_folders import byte_fallback_tokenizer, demo_vocabulary, detokenizers_of, vocabulary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.detokenize.detokenizer import DecodeTable
 from penstock.common.errors import Internal
-from penstock.router import decode_table
-from penstock.router.detokenize import Batch, Detokenizer
-from penstock.router.sequence import ReturnedSequence
+from penstock.router.requests.returned_sequence import ReturnedSequence
+from penstock.router.tokenizer import decode_table
+from penstock.router.tokenizer.detokenize import Batch, Detokenizer
+from penstock.text.detokenizer import DecodeTable
 from penstock.tokenizer import convert
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
 from penstock.tokenizer.detokenizer import DetokenizerFactory

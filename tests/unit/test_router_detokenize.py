@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.router.detokenize import Batch, Detokenizer
-from penstock.router.sequence import ReturnedSequence
+from penstock.router.requests.returned_sequence import ReturnedSequence
+from penstock.router.tokenizer.detokenize import Batch, Detokenizer
 from penstock.v1 import tokenizer_pb2
 
 

@@ -12,15 +12,15 @@ from factories.token_rows import in_rows
 from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from penstock.router import convert
-from penstock.router.chat_output import ChatParser
-from penstock.router.detokenize import Detokenizer
-from penstock.router.live import LiveRequest, RequestSpec, Timings
+from penstock.router.backends.session import BackendSession
+from penstock.router.chat.chat_output import ChatParser
+from penstock.router.frontend import convert
+from penstock.router.frontend.stream_writer import StreamWriter
+from penstock.router.frontend.turn_limiter import Turnstile
 from penstock.router.metrics import RouterMetrics
-from penstock.router.pipeline import Prompt
-from penstock.router.session import BackendSession
-from penstock.router.stream_writer import StreamWriter
-from penstock.router.turnstile import Turnstile
+from penstock.router.requests.request_state import LiveRequest, RequestSpec, Timings
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.router.tokenizer.pipeline import Prompt
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
 from penstock.v1 import common_pb2, generation_pb2, text_pb2, tokenizer_pb2
 from penstock.v1.generation_pb2 import SessionEvent, SessionResponse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.router.outbox import Outbox, PendingDelta
+from penstock.router.requests.delta_buffer import Outbox, PendingDelta
 from penstock.v1 import common_pb2
 
 

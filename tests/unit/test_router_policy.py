@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.router.policy import Policy, PolicyConfig
-from penstock.router.prefix_index import PrefixIndex, block_hashes
+from penstock.router.backends.policy import Policy, PolicyConfig
+from penstock.router.backends.prefix_index import PrefixIndex, block_hashes
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.router.detokenize import Detokenizer
-from penstock.router.live import LiveRequest, RequestSpec, Timings
+from penstock.router.backends.session import BackendSession
 from penstock.router.metrics import RouterMetrics
-from penstock.router.session import BackendSession
+from penstock.router.requests.request_state import LiveRequest, RequestSpec, Timings
+from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.v1 import generation_pb2, tokenizer_pb2
 from prometheus_client import CollectorRegistry
 

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
-from penstock.common.http2.client_connection import rpc_error
+from penstock.http2.client_connection import rpc_error
 from penstock.router.config import RouterConfig
-from penstock.router.detokenize import Detokenizer
 from penstock.router.metrics import RouterMetrics
-from penstock.router.tokenizer_link import TokenizerLink
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.tokenizer import convert
 from penstock.v1 import tokenizer_pb2 as pb
 from prometheus_client import CollectorRegistry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.router.turnstile import Turnstile
+from penstock.router.frontend.turn_limiter import Turnstile
 
 
 async def test_no_more_than_the_limit_pass_in_one_turn() -> None:

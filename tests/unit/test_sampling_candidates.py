@@ -12,10 +12,10 @@ from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.draw import Candidates, DrawKind, DrawSpec
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import Fork
-from penstock.generation.sampling.modes import BeamOptions
+from penstock.generation.core.draw import Candidates, DrawKind, DrawSpec
+from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import Fork
 from penstock.generation.sampling.sampler import Sampler
 from torch import Tensor
 

@@ -11,8 +11,8 @@ from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.sampling.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.modes import BeamOptions, WatermarkOptions
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import AttentionMetadata
-from penstock.generation.engine.step import ScheduledSequence
+from penstock.generation.core.step import ScheduledSequence
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from factories.run_kernels import cpu_device, new_sampler
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.sequence import Sequence
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.sampling.processors import (
     BadWords,
     LogitBias,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from penstock.generation.sampling.rng import stream_keys, uniforms
+from penstock.generation.sampling.ops.counted_draws import stream_keys, uniforms
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -13,8 +13,8 @@ from factories.sampling_batches import VOCAB, expected_draw, logits, random_batc
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.engine.step import SampledToken
-from penstock.generation.sampling.params import derive_seed
+from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.core.step import SampledToken
 from torch import Tensor
 
 CPU = torch.device("cpu")

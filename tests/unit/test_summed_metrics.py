@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from penstock.common.metrics import start_metrics_server
-from penstock.common.summed_metrics import SummedMetrics
+from penstock.serving.summed_metrics import SummedMetrics
 from prometheus_client import CollectorRegistry, Counter
 
 
@@ -29,7 +29,7 @@ class CutShort(BaseHTTPRequestHandler):
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of a busy machine is not one that does not answer."""
-    monkeypatch.setattr("penstock.common.summed_metrics.FETCH_SECONDS", 60.0)
+    monkeypatch.setattr("penstock.serving.summed_metrics.FETCH_SECONDS", 60.0)
 
 
 @contextmanager

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.engine.request import DeltaOutput, FinishReason, SequenceFinish
-from penstock.generation.engine.tensors import StepTensors, TensorData
-from penstock.generation.requested import RequestedOutput, RequestLimits
-from penstock.generation.sampling.modes import BeamOptions, TensorOutputs
-from penstock.generation.sampling.params import SamplingParams
-from penstock.generation.tensor_deltas import MAX_DELTA_BYTES, split, with_tensors
-from penstock.generation.tensor_outputs import TensorSizes, resolve_tensors
+from penstock.generation.core.modes import BeamOptions, TensorOutputs
+from penstock.generation.core.request import DeltaOutput, FinishReason, SequenceFinish
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.tensors import StepTensors, TensorData
+from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, split, with_tensors
+from penstock.generation.options.generate_options import RequestedOutput, RequestLimits
+from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 
 SIZES = TensorSizes(vocab_size=1000, num_layers=4, hidden_size=64, num_heads=8)
 ALL = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

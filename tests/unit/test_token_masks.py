@@ -15,13 +15,13 @@ from factories.grammars import EOS, compiled, regex, text_tokenizer
 from factories.modes import ROOMY, load_service, new_engine, prepare, to_message
 from factories.run_kernels import new_sampler
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.sequence import Sequence
 from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.grammar.state import MatcherState
 from penstock.generation.runner.grammar_masks import GrammarMasks
-from penstock.generation.sampling.modes import BeamOptions
-from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.token_masks import TokenMasks
 
 INF = float("inf")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from penstock.common.token_bytes import TokenBytes
-from penstock.common.token_prefixes import TokenPrefixes
+from penstock.text.token_bytes import TokenBytes
+from penstock.text.token_prefixes import TokenPrefixes
 
 WORDS = [
     b"http",

@@ -16,8 +16,8 @@ from factories.tokenizer_folders import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.detokenize.detokenizer import ByteLevelDetokenizer, Detokenizer
-from penstock.common.detokenize.table import Table
+from penstock.text.decode_table import Table
+from penstock.text.detokenizer import ByteLevelDetokenizer, Detokenizer
 from penstock.tokenizer.decoder_plan import byte_level_bytes
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
 

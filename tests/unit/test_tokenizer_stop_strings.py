@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.detokenize.stop_strings import StopStrings
+from penstock.text.stop_strings import StopStrings
 
 
 def run(stops: list[str], portions: list[str], *, include: bool = False) -> tuple[str, str | None]:

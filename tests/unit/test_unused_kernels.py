@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from penstock.generation.native.unused import DAY_SECONDS, UNUSED_DAYS, mark_used, remove_unused
+from penstock.generation.devices.native.build_cache import DAY_SECONDS, UNUSED_DAYS, mark_used, remove_unused
 
 OLD = UNUSED_DAYS + 1
 

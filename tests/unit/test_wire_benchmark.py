@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from penstock.common.http2 import frames
+from penstock.http2 import frames
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks._wire_client import problem

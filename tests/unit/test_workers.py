@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from penstock.cli import workers
 from penstock.cli.flags import as_flags
-from penstock.cli.reports import Reporter
+from penstock.cli.serve import workers
+from penstock.cli.serve.reports import Reporter
 from penstock.common.options import BoundOption, Option
 from penstock.tokenizer.config import TokenizerConfig
 

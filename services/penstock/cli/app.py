@@ -9,12 +9,12 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli.bench_config import BenchConfig
-from penstock.cli.connection import ConnectionConfig
+from penstock.cli.bench.config import BenchConfig
+from penstock.cli.client.connection import ConnectionConfig
+from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.cli.pack_config import PackConfig
-from penstock.cli.sampling import SamplingConfig
 from penstock.common.options import options_of
 from penstock.common.ports import ROUTER_PORT
 
@@ -111,8 +111,8 @@ class ServeGroup(TyperGroup):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from penstock.cli.serve_commands import commands
-        from penstock.cli.service_process import EVERYTHING
+        from penstock.cli.serve.commands import commands
+        from penstock.cli.serve.service_process import EVERYTHING
 
         self.commands.update(typer.main.get_group(commands).commands)
         if not args or args[0] not in self.commands:
@@ -142,13 +142,13 @@ def root(
 
 
 def _chat(given: Overrides) -> None:
-    from penstock.cli.chat import run_chat
+    from penstock.cli.client.chat import run_chat
 
     run_chat(given)
 
 
 def _complete(given: Overrides) -> None:
-    from penstock.cli.complete import run_complete
+    from penstock.cli.client.complete import run_complete
 
     run_complete(str(given.pop("prompt")), given)
 
@@ -167,7 +167,7 @@ app.command("complete", epilog=COMPLETE_EPILOG)(
 
 
 def _bench(given: Overrides) -> None:
-    from penstock.cli.bench import run_bench
+    from penstock.cli.bench.command import run_bench
 
     raise typer.Exit(run_bench(given))
 

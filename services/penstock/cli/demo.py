@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from penstock.cli.answer import allow_any_text, stage_timings, stats_line, stream_answer
-from penstock.cli.chat import HELP, Conversation
-from penstock.cli.connection import ConnectionConfig, open_client
+from penstock.cli.client.answer import allow_any_text, stage_timings, stats_line, stream_answer
+from penstock.cli.client.chat import HELP, Conversation
+from penstock.cli.client.connection import ConnectionConfig, open_client
+from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.console import console, say
-from penstock.cli.reports import ERROR, READY, Report
-from penstock.cli.sampling import SamplingConfig
+from penstock.cli.serve.reports import ERROR, READY, Report
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
 

@@ -90,8 +90,8 @@ def _torch() -> Iterator[tuple[str, str]]:
 
 def _kernels() -> str:
     """The C++ kernels that a service would use."""
-    from penstock.generation.native import library
-    from penstock.generation.native.build import is_supported
+    from penstock.generation.devices.native import library
+    from penstock.generation.devices.native.build import is_supported
 
     folders = Path(cache_folder()), Path(system_folder())
     path = library.find_first(*folders)

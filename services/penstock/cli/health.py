@@ -8,9 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.cli.console import say
-from penstock.common.channels import open_channel
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import StartupError
+from penstock.serving.channels import open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -14,9 +14,9 @@ from penstock.common.units import format_size
 
 def run_build_kernels(*, system: bool) -> None:
     """Build into the user's cache or the environment's folder, load, and say what will run. Raises StartupError."""
-    from penstock.generation.native import library
-    from penstock.generation.native.build import build, find
-    from penstock.generation.native.unused import UNUSED_DAYS, remove_unused
+    from penstock.generation.devices.native import library
+    from penstock.generation.devices.native.build import build, find
+    from penstock.generation.devices.native.build_cache import UNUSED_DAYS, remove_unused
 
     folder = Path(system_folder() if system else cache_folder())
     signal.signal(signal.SIGTERM, _stop)

@@ -34,7 +34,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 def _run(debug: bool) -> int:
     try:
         if sys.argv[1:2] == ["serve"]:
-            from penstock.cli.direct import run_plainly
+            from penstock.cli.serve.direct import run_plainly
 
             code = run_plainly(sys.argv[1:])
             if code is not None:

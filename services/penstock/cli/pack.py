@@ -17,7 +17,7 @@ from penstock.common.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.generation.packing import Progress
+    from penstock.generation.pack import Progress
 
 
 def run_pack(model: str, output: str | None, given: Overrides) -> None:
@@ -28,7 +28,7 @@ def run_pack(model: str, output: str | None, given: Overrides) -> None:
         wanted = "--check takes no OUTPUT: nothing is written" if config.check else "OUTPUT is missing"
         raise StartupError(wanted, flag="OUTPUT")
     folder = resolve_model(model, progress=say)
-    from penstock.generation import packing
+    from penstock.generation import pack as packing
 
     with _bar() as progress:
         if not output:

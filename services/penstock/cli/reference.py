@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from penstock.cli.bench_config import BenchConfig
-from penstock.cli.connection import ConnectionConfig
+from penstock.cli.bench.config import BenchConfig
+from penstock.cli.client.connection import ConnectionConfig
+from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.flags import shown_default
 from penstock.cli.pack_config import PackConfig
-from penstock.cli.sampling import SamplingConfig
-from penstock.cli.service_process import ROLES
-from penstock.cli.tree import FRONT, TreeConfig
+from penstock.cli.serve.service_process import ROLES
+from penstock.cli.serve.tree import FRONT, TreeConfig
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.options import BoundOption, options_of
 

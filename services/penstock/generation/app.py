@@ -18,21 +18,21 @@ from prometheus_client import CollectorRegistry
 from penstock.common.checkpoint import model_name
 from penstock.common.errors import Internal
 from penstock.common.logging import get_logger
-from penstock.generation.admin import AdminServicer
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.core import GenerationCore, Lifecycle, ModelState
-from penstock.generation.devices.arena import Arena
-from penstock.generation.devices.mapped import MappedFile
+from penstock.generation.core.request import RequestOutput
+from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
-from penstock.generation.engine.request import RequestOutput
 from penstock.generation.grammar.compiler import GrammarCompiler
-from penstock.generation.hub import OutputHub
-from penstock.generation.loading import LoadedModel, load
+from penstock.generation.host.arena import Arena
+from penstock.generation.host.mapped import MappedFile
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
-from penstock.generation.model_info import ModelServicer
-from penstock.generation.servicer import GenerationServicer
-from penstock.generation.weights_watch import weights_written
+from penstock.generation.rpc.admin import AdminServicer
+from penstock.generation.rpc.generation import GenerationServicer
+from penstock.generation.rpc.model import ModelServicer
+from penstock.generation.service import GenerationCore, Lifecycle, ModelState
+from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.weights.watch import weights_written
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 # Time that streams get to send their INTERNAL before a broken process goes.

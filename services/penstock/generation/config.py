@@ -8,11 +8,11 @@ from typing import Any
 from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, ServerConfig, option
 from penstock.common.errors import StartupError
 from penstock.generation.devices import KERNELS
-from penstock.generation.devices.memory import parse_memory
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.grammar.limits import GrammarLimits
-from penstock.generation.quantization import QUANTIZATIONS
-from penstock.generation.requested import RequestLimits
+from penstock.generation.host.memory import parse_memory
+from penstock.generation.layers.linear import QUANTIZATIONS
+from penstock.generation.options.generate_options import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
 CONSTRAINTS = "Structured output"

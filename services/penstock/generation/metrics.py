@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
-from penstock.generation.engine.request import FinishedOutput, FinishReason, Purpose, Request
+from penstock.generation.core.request import FinishedOutput, FinishReason, Purpose, Request
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}

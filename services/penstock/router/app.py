@@ -12,26 +12,26 @@ from prometheus_client import CollectorRegistry
 
 from penstock.common.credentials import check_channel_files
 from penstock.common.errors import StartupError
-from penstock.router.admission import Admission
-from penstock.router.attempts import Attempts
-from penstock.router.backend import Backend, BackendState
+from penstock.router.backends.backend import Backend, BackendState
+from penstock.router.backends.discovery import resolve
+from penstock.router.backends.policy import Policy, PolicyConfig
+from penstock.router.backends.pool import BackendPool, Resolver
 from penstock.router.config import RouterConfig
-from penstock.router.detokenize import Detokenizer
-from penstock.router.discovery import resolve
-from penstock.router.farewell import Farewell
-from penstock.router.given_flow import GivenFlow
-from penstock.router.given_text import GivenTexts
+from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.drain import Farewell
+from penstock.router.frontend.generate import Parts, TextFlow
+from penstock.router.frontend.score_embed import GivenFlow
+from penstock.router.frontend.score_embed_text import GivenTexts
+from penstock.router.frontend.servicer import TextServicer
+from penstock.router.frontend.turn_limiter import Turnstile
 from penstock.router.metrics import RouterMetrics
-from penstock.router.pipeline import Pipeline
-from penstock.router.policy import Policy, PolicyConfig
-from penstock.router.pool import BackendPool, Resolver
-from penstock.router.servicer import TextServicer
-from penstock.router.text_flow import Parts, TextFlow
-from penstock.router.token_text import TokenTexts
-from penstock.router.tokenizer_link import TokenizerLink
-from penstock.router.turnstile import Turnstile
-from penstock.router.unary_attempts import UnaryAttempts
-from penstock.router.wakeup import Wakeup
+from penstock.router.requests.attempts import Attempts
+from penstock.router.requests.unary_attempts import UnaryAttempts
+from penstock.router.requests.wakeup import Wakeup
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.router.tokenizer.pipeline import Pipeline
+from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 from penstock.v1 import text_pb2_grpc
 
 SERVICE_NAME = "penstock.v1.TextService"

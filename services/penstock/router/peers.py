@@ -9,8 +9,8 @@ from typing import cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.common.channels import open_channel
 from penstock.router.config import RouterConfig
+from penstock.serving.channels import open_channel
 
 
 @contextlib.asynccontextmanager
@@ -26,7 +26,7 @@ async def channel_to(address: str, config: RouterConfig) -> AsyncIterator[grpc.a
         finally:
             await channel.close(None)
         return
-    from penstock.common.http2.dialing import Http2Channel
+    from penstock.http2.channel import Http2Channel
 
     own = Http2Channel(address, config, timeout=config.connect_timeout_seconds)
     try:

@@ -16,7 +16,7 @@ from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 
 class TokenizerApp:
-    """A penstock.common.server.Service."""
+    """A penstock.serving.server.Service."""
 
     name = "tokenizer"
     grpc_services = (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,)

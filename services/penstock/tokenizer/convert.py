@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from google.protobuf import struct_pb2
 
-from penstock.common.detokenize.detokenizer import DecodeTable
 from penstock.common.errors import InvalidArgument
+from penstock.text.detokenizer import DecodeTable
 from penstock.tokenizer.chat_template import Conversation
 from penstock.tokenizer.tokenizer import Encoded, EncodeOptions, SideName
 from penstock.v1 import tokenizer_pb2 as pb

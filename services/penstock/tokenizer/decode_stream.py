@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.common.detokenize.stop_strings import Emission
-from penstock.common.detokenize.text_decoder import TextDecoder
+from penstock.text.stop_strings import Emission
+from penstock.text.text_decoder import TextDecoder
 from penstock.tokenizer.detokenizer import DetokenizerFactory
 from penstock.v1 import tokenizer_pb2 as pb
 

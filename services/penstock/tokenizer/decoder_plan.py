@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from penstock.common.detokenize.detokenizer import DecodeTable, TableKind
-from penstock.common.detokenize.table import Table
+from penstock.text.decode_table import Table
+from penstock.text.detokenizer import DecodeTable, TableKind
 
 
 @dataclass(frozen=True)

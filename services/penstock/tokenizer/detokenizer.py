@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer
 
-from penstock.common.detokenize.detokenizer import REPLACEMENT, DecodeTable, Detokenizer
+from penstock.text.detokenizer import REPLACEMENT, DecodeTable, Detokenizer
 from penstock.tokenizer.decoder_plan import plan_of
 
 

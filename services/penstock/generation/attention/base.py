@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.generation.attention.rotate import rotate
 
 if TYPE_CHECKING:
-    from penstock.generation.runner.kv_cache import KVCachePool
+    from penstock.generation.attention.kv_cache import KVCachePool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

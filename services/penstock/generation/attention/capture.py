@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights, turned
 
 if TYPE_CHECKING:
-    from penstock.generation.runner.kv_cache import KVCachePool
+    from penstock.generation.attention.kv_cache import KVCachePool
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from penstock.generation.attention.base import Attention, AttentionMetadata
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import HeadWeights
-    from penstock.generation.runner.kv_cache import KVCachePool
+    from penstock.generation.attention.kv_cache import KVCachePool
 
 
 class NativeAttention(Attention):

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.generation.attention.base import Attention, AttentionMetadata
 
 if TYPE_CHECKING:
-    from penstock.generation.runner.kv_cache import KVCachePool
+    from penstock.generation.attention.kv_cache import KVCachePool
 
 # Queries up to this long are batched over sequences, with the heads that share a key/value head as further rows.
 MAX_BATCHED_QUERY = 16

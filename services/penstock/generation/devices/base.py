@@ -12,10 +12,10 @@ from penstock.common.errors import StartupError
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention
-    from penstock.generation.devices.arena import Arena
-    from penstock.generation.devices.mapped import MappedFile
-    from penstock.generation.models.kernels import LayerKernels
-    from penstock.generation.quantization.base import LinearMethod
+    from penstock.generation.host.arena import Arena
+    from penstock.generation.host.mapped import MappedFile
+    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.linear.base import LinearMethod
     from penstock.generation.sampling.kernels import SamplingKernels
 
 

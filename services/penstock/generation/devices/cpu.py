@@ -17,19 +17,19 @@ from penstock.generation.attention.base import Attention
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.attention.sdpa import SDPAAttention
 from penstock.generation.devices import KERNELS
-from penstock.generation.devices.arena import Arena
 from penstock.generation.devices.base import Device, DeviceMemory
-from penstock.generation.devices.memory import host_memory
-from penstock.generation.models.kernels import LayerKernels, NativeKernels
-from penstock.generation.native import library
-from penstock.generation.native.build import is_supported
-from penstock.generation.quantization.base import LinearMethod
-from penstock.generation.quantization.dense import packing_obstacle
-from penstock.generation.quantization.registry import cpu_method
+from penstock.generation.devices.native import library
+from penstock.generation.devices.native.build import is_supported
+from penstock.generation.host.arena import Arena
+from penstock.generation.host.memory import host_memory
+from penstock.generation.layers.kernels import LayerKernels, NativeKernels
+from penstock.generation.layers.linear.base import LinearMethod
+from penstock.generation.layers.linear.dense import packing_obstacle
+from penstock.generation.layers.linear.registry import cpu_method
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 
 if TYPE_CHECKING:
-    from penstock.generation.devices.mapped import MappedFile
+    from penstock.generation.host.mapped import MappedFile
 
 _log = get_logger("penstock.generation")
 _DTYPES = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
-from penstock.generation.engine.decoding.footprint import blocks_needed, most_sequences
-from penstock.generation.engine.request import Purpose
+from penstock.generation.core.request import Purpose
+from penstock.generation.engine.decoding.capacity import blocks_needed, most_sequences
 
 if TYPE_CHECKING:
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.request import Request
-    from penstock.generation.sampling.params import SamplingParams
 
 
 def output_limit(config: EngineConfig, request: Request) -> int:

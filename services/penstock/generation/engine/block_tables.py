@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.generation.engine.block_pool import BlockPool, chain_hash, root_hash
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.core.sequence import Sequence
 
 
 class BlockTables:

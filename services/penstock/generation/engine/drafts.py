@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from penstock.common.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.grammar import GrammarState
-    from penstock.generation.engine.step import DraftOrder
+    from penstock.generation.core.grammar import GrammarState
+    from penstock.generation.core.step import DraftOrder
 
 
 def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:

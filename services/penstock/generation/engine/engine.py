@@ -16,25 +16,25 @@ from penstock.common.errors import (
     Unavailable,
 )
 from penstock.common.logging import get_logger
+from penstock.generation.core.request import FinishReason, RequestOutput
 from penstock.generation.engine.admission import check_request, output_limit
+from penstock.generation.engine.deadlines import TimeLimits
 from penstock.generation.engine.decoding.base import no_token_left
-from penstock.generation.engine.decoding.factory import make_strategy
+from penstock.generation.engine.decoding.modes import make_strategy
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.group import GroupState, SequenceGroup
-from penstock.generation.engine.limits import TimeLimits
 from penstock.generation.engine.report import RequestReport
-from penstock.generation.engine.request import FinishReason, RequestOutput
 from penstock.generation.engine.scheduler import Scheduler
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.engine.stopping import StopCriteria
 
 if TYPE_CHECKING:
-    from penstock.common.token_bytes import TokenBytes
+    from penstock.generation.core.request import Request, SequenceFinish
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
-    from penstock.generation.engine.request import Request, SequenceFinish
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
+    from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
 

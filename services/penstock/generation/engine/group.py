@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.decoding.base import DecodingStrategy
     from penstock.generation.engine.report import RequestReport
-    from penstock.generation.engine.request import Request
-    from penstock.generation.engine.sequence import Sequence
 
 
 class GroupState(enum.Enum):

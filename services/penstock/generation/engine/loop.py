@@ -17,8 +17,8 @@ from penstock.generation.engine.report import refusal
 from penstock.generation.engine.stats import EngineLoad
 
 if TYPE_CHECKING:
+    from penstock.generation.core.request import Request, RequestOutput
     from penstock.generation.engine.engine import Engine
-    from penstock.generation.engine.request import Request, RequestOutput
 
 _log = get_logger(__name__)
 Result = TypeVar("Result")

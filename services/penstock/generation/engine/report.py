@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from penstock.generation.engine.request import (
+from penstock.generation.core.request import (
     DeltaOutput,
     FinishedOutput,
     PositionLogprobs,
@@ -18,8 +18,8 @@ from penstock.generation.engine.request import (
 
 if TYPE_CHECKING:
     from penstock.common.errors import PenstockError
+    from penstock.generation.core.request import Request
     from penstock.generation.engine.decoding.base import Emission
-    from penstock.generation.engine.request import Request
 
 
 class RequestReport:

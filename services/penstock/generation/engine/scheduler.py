@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.step import Fork
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.group import GroupState, SequenceGroup
-from penstock.generation.engine.plan import StepPlan
-from penstock.generation.engine.queue import GroupQueue
-from penstock.generation.engine.shared_prefixes import SharedPrefixes
-from penstock.generation.engine.step import Fork
+from penstock.generation.engine.group_queue import GroupQueue
+from penstock.generation.engine.prefix_sharing import SharedPrefixes
+from penstock.generation.engine.step_plan import StepPlan
 
 if TYPE_CHECKING:
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
-    from penstock.generation.engine.sequence import Sequence
     from penstock.generation.engine.stats import EngineStats
-    from penstock.generation.engine.step import RunnerOutput, SampledToken, SchedulerOutput
 
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
 # With the token that the sequence may be computed up to in this step.

@@ -6,12 +6,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.common.token_bytes import TextCursor, TokenBytes
-from penstock.generation.engine.request import FinishReason
+from penstock.generation.core.request import FinishReason
+from penstock.text.token_bytes import TextCursor, TokenBytes
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.core.sequence import Sequence
 
 
 class StopStrings:

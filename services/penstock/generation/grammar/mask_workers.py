@@ -12,7 +12,7 @@ from llguidance import LLExecutor
 from penstock.generation.grammar.tokenizer import words_of
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.grammar import GrammarState
+    from penstock.generation.core.grammar import GrammarState
     from penstock.generation.grammar.state import MatcherState
 
 

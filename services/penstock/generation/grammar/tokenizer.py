@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from penstock.common.token_bytes import TokenBytes
+from penstock.text.token_bytes import TokenBytes
 
 
 class GrammarTokenizer:

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm, Step
 from penstock.generation.models.fused import FusedLayers, can_fuse
-from penstock.generation.models.layers import DecoderLayer, RMSNorm, Step
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.linear.base import Linear, Rows
+    from penstock.generation.layers.rope import RotaryEmbedding
     from penstock.generation.models.capture import Capture
-    from penstock.generation.models.config import ModelConfig
-    from penstock.generation.models.rope import RotaryEmbedding
-    from penstock.generation.quantization.base import Linear, Rows
-    from penstock.generation.runner.kv_cache import KVCachePool
 
 
 class CausalLM:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.generation.models.config import ConfigReader, ModelConfig
-from penstock.generation.models.rope import read_rope
+from penstock.generation.core.model_config import ConfigReader, ModelConfig
+from penstock.generation.layers.rope import read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

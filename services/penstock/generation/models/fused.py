@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.native import NativeAttention
-from penstock.generation.models.kernels import NativeKernels
-from penstock.generation.quantization.native import NativeLinear
+from penstock.generation.layers.kernels import NativeKernels
+from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
-    from penstock.generation.models.config import ModelConfig
-    from penstock.generation.models.layers import DecoderLayer, RMSNorm
-    from penstock.generation.models.rope import RotaryEmbedding
-    from penstock.generation.quantization.base import Linear
-    from penstock.generation.runner.kv_cache import KVCachePool
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm
+    from penstock.generation.layers.linear.base import Linear
+    from penstock.generation.layers.rope import RotaryEmbedding
 
 
 class FusedLayers:

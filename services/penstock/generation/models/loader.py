@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.base import HeadWeights
-from penstock.generation.models.config import ModelConfig
+from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm, SelfAttention, SwiGLU
+from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.layers import DecoderLayer, RMSNorm, SelfAttention, SwiGLU
-from penstock.generation.models.rope import RotaryEmbedding
-from penstock.generation.models.tensors import NORM, LayerLinear, layer_linears, layer_prefix, tensor_shapes
+from penstock.generation.weights.tensor_names import NORM, LayerLinear, layer_linears, layer_prefix, tensor_shapes
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.models.kernels import LayerKernels
-    from penstock.generation.quantization.base import Linear, Rows
+    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.linear.base import Linear, Rows
 
 
 class Weights(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.generation.models.config import ConfigReader
+from penstock.generation.core.model_config import ConfigReader
 from penstock.generation.models.family import Family
 
 

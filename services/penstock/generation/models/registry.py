@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.common.errors import StartupError
-from penstock.generation.models.checkpoint import Checkpoint
-from penstock.generation.models.checkpoint_weights import CheckpointWeights
-from penstock.generation.models.config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
 from penstock.generation.models.llama import LLAMA
 from penstock.generation.models.loader import Weights, build_model
 from penstock.generation.models.mistral import MISTRAL
-from penstock.generation.models.packed_weights import PackedWeights
 from penstock.generation.models.qwen2 import QWEN2
 from penstock.generation.models.qwen3 import QWEN3
-from penstock.generation.models.shards import is_packed
-from penstock.generation.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
+from penstock.generation.weights.checkpoint import Checkpoint
+from penstock.generation.weights.checkpoint_weights import CheckpointWeights
+from penstock.generation.weights.files import is_packed
+from penstock.generation.weights.packed_weights import PackedWeights
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device

@@ -7,17 +7,17 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.drafts import goes_on
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.step import DraftOrder, Runner, SampledToken
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.core.step import DraftOrder, Runner, SampledToken
 
 
 @dataclass(slots=True)

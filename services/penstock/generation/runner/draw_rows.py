@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from penstock.generation.engine.draw import DrawKind
+from penstock.generation.core.draw import DrawKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import ScheduledSequence
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import ScheduledSequence
 
 _WITHOUT_LOGITS = (DrawKind.NOTHING, DrawKind.EMBEDDING)
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.engine.grammar import GrammarState
-    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.core.grammar import GrammarState
+    from penstock.generation.core.sequence import Sequence
 
 _FIRST_ROWS = 8
 

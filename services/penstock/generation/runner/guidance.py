@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.core.sequence import Sequence
 
 
 def guide_rows(logits_NV: torch.Tensor, sequences: Seq[Sequence], guided: list[int]) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.step import ScheduledSequence
+    from penstock.generation.core.step import ScheduledSequence
 
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
 

@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from penstock.generation.devices.memory import trim_heap
-from penstock.generation.engine.draw import DrawKind
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.draw import DrawKind
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.host.memory import trim_heap
 from penstock.generation.models.capture import joint
 from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
 from penstock.generation.runner.guidance import guide_rows
-from penstock.generation.runner.hidden_history import HiddenHistories
+from penstock.generation.runner.hidden_states import HiddenHistories
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
+from penstock.generation.runner.output_tensors import StepTensorTaker
 from penstock.generation.runner.pooling import MeanPooling
 from penstock.generation.runner.prompt_logprobs import PromptScorer
 from penstock.generation.runner.steady_decode import SteadyDecode
-from penstock.generation.runner.tensors import StepTensorTaker
 from penstock.generation.sampling.kernels import SamplingKernels
-from penstock.generation.sampling.params import SamplingParams
 from penstock.generation.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.models.decoder import CausalLM
-    from penstock.generation.runner.kv_cache import KVCachePool
     from penstock.generation.sampling.token_masks import TokenMasks
 
 # No live sequence has a negative id.

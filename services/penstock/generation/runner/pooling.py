@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.step import ScheduledSequence
+    from penstock.generation.core.step import ScheduledSequence
 
 
 class MeanPooling:

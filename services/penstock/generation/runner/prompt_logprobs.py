@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import PositionLogprobs
-    from penstock.generation.engine.step import ScheduledSequence
+    from penstock.generation.core.request import PositionLogprobs
+    from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.sampling.kernels import SamplingKernels
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.engine.draw import DrawKind
-from penstock.generation.engine.step import RunnerOutput, SampledToken
+from penstock.generation.core.draw import DrawKind
+from penstock.generation.core.step import RunnerOutput, SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.attention.base import AttentionMetadata
-    from penstock.generation.engine.step import ScheduledSequence, SchedulerOutput
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
     from penstock.generation.models.decoder import CausalLM
-    from penstock.generation.runner.kv_cache import KVCachePool
 
 # Blocks by which the sequences may grow before the tables are made anew.
 _SPARE_BLOCKS = 16

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.engine.draw import DrawKind
+from penstock.generation.core.draw import DrawKind
+from penstock.generation.sampling.ops.counted_draws import uniforms
 from penstock.generation.sampling.processors import (
     LATE_PROCESSORS,
     OTHER_WARPERS,
@@ -24,14 +25,13 @@ from penstock.generation.sampling.processors import (
     TopP,
     TypicalP,
 )
-from penstock.generation.sampling.rng import uniforms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.processors import LogitsProcessor, Warper
     from penstock.generation.sampling.state import SamplingState

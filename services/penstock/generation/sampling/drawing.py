@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.engine.step import SampledToken
+from penstock.generation.core.step import SampledToken
 from penstock.generation.sampling.batch import WARPED
-from penstock.generation.sampling.candidates import top_candidates
-from penstock.generation.sampling.draw import draw_from_candidates, draw_from_vocabulary
-from penstock.generation.sampling.logprobs import position_logprobs
 from penstock.generation.sampling.nucleus import warp_candidates
+from penstock.generation.sampling.ops.candidates import top_candidates
+from penstock.generation.sampling.ops.inverse_cdf import draw_from_candidates, draw_from_vocabulary
+from penstock.generation.sampling.ops.logprobs import position_logprobs
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.sampling.batch import SamplingBatch
 
 # Scores that are worked on at a time: 4 MiB of fp32.

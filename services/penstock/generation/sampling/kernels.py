@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.candidates import Candidates, top_candidates
 from penstock.generation.sampling.drawing import Drawing
-from penstock.generation.sampling.green_lists import in_head
-from penstock.generation.sampling.gumbel import Ranked, top_noisy
-from penstock.generation.sampling.logprobs import position_logprobs
 from penstock.generation.sampling.native_drawing import Kept, NativeDrawing, native_logprobs
+from penstock.generation.sampling.ops.candidates import Candidates, top_candidates
+from penstock.generation.sampling.ops.green_lists import in_head
+from penstock.generation.sampling.ops.gumbel import Ranked, top_noisy
+from penstock.generation.sampling.ops.logprobs import position_logprobs
 from penstock.generation.sampling.processors.base import LARGEST_SCORE
 from penstock.generation.sampling.processors.penalties import penalise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.sampling.batch import SamplingBatch
 
 

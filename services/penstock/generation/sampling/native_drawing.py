@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from penstock.generation.sampling.drawing import Drawing
-from penstock.generation.sampling.logprobs import listed_logprobs
+from penstock.generation.sampling.ops.logprobs import listed_logprobs
 from penstock.generation.sampling.processors.base import min_tokens_to_keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.core.request import PositionLogprobs
 
 # What torch.ops.penstock.draw_rows gives as an id where a row has a NaN or nothing finite.
 _NOTHING = -1

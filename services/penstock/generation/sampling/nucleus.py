@@ -12,7 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from penstock.generation.sampling.batch import SamplingBatch
-    from penstock.generation.sampling.candidates import Candidates
+    from penstock.generation.sampling.ops.candidates import Candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.engine.draw import DrawKind
+from penstock.generation.core.draw import DrawKind
 from penstock.generation.sampling.batch import SamplingBatch
-from penstock.generation.sampling.candidate_draws import draw_candidates
+from penstock.generation.sampling.beam_candidates import draw_candidates
 from penstock.generation.sampling.drawing import Drawing
 from penstock.generation.sampling.kernels import SamplingKernels
-from penstock.generation.sampling.plan import RowPlan
+from penstock.generation.sampling.row_plan import RowPlan
 from penstock.generation.sampling.state import SamplingState
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import Fork, SampledToken
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import Fork, SampledToken
     from penstock.generation.sampling.token_masks import TokenMasks
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.generation.sampling.plan import RowPlan
-from penstock.generation.sampling.rng import stream_key
+from penstock.generation.sampling.ops.counted_draws import stream_key
+from penstock.generation.sampling.row_plan import RowPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.processors.base import LogitsProcessor
     from penstock.generation.sampling.trackers import Tracker
 

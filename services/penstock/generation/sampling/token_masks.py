@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.core.sequence import Sequence
 
 # Byte -> what is added to the scores of its eight ids: 0 where the bit is set, else -inf.
 _BIAS_OF_BYTE = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)

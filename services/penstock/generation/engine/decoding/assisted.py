@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import DraftOrder
 from penstock.generation.engine.decoding.base import Decision, Emission
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
 from penstock.generation.engine.drafts import goes_on, until_end
-from penstock.generation.engine.sequence import Sequence
-from penstock.generation.engine.step import DraftOrder
-from penstock.generation.sampling.modes import AssistanceOptions, AssistantSchedule
 
 if TYPE_CHECKING:
+    from penstock.generation.core.grammar import GrammarState
+    from penstock.generation.core.request import FinishReason, Request
+    from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.decoding.parallel_sampling import Track
-    from penstock.generation.engine.grammar import GrammarState
-    from penstock.generation.engine.request import FinishReason, Request
-    from penstock.generation.engine.step import SampledToken
     from penstock.generation.engine.stopping import StopCriteria
 
 # Prompt tokens that are indexed in one step, about 2 ms: a longer prompt begins to be looked up in some steps later.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from penstock.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import FinishReason, PositionLogprobs, SequenceFinish
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import DraftOrder, SampledToken
-    from penstock.generation.engine.tensors import StepTensors
+    from penstock.generation.core.request import FinishReason, PositionLogprobs, SequenceFinish
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import DraftOrder, SampledToken
+    from penstock.generation.core.tensors import StepTensors
 
 
 def no_token_left() -> InvalidArgument:

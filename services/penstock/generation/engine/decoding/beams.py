@@ -11,19 +11,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.grammar import GrammarError
+from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
-from penstock.generation.engine.decoding.trail import Trail
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.grammar import GrammarError
-from penstock.generation.engine.request import FinishReason, SequenceFinish
-from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.decoding.beam_logprobs import Trail
 from penstock.generation.engine.stopping import Stop
-from penstock.generation.sampling.modes import BeamOptions
 
 if TYPE_CHECKING:
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
-    from penstock.generation.engine.request import Request
-    from penstock.generation.engine.step import SampledToken
     from penstock.generation.engine.stopping import StopCriteria, StopState
 
 

@@ -10,17 +10,17 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.request import FinishReason
 from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.beams import Beam, BeamStrategy, Extension, draw_spec
 from penstock.generation.engine.decoding.constraints import Constraint, Progress
 from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
-from penstock.generation.engine.request import FinishReason
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import Request
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.stopping import StopCriteria
 
 _LENGTH = Stop(FinishReason.LENGTH)

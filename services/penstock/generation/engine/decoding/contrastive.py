@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.grammar import GrammarError
+from penstock.generation.core.request import FinishReason, Logprob, PositionLogprobs, SequenceFinish
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission, no_token_left
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.grammar import GrammarError
-from penstock.generation.engine.request import FinishReason, Logprob, PositionLogprobs, SequenceFinish
-from penstock.generation.engine.sequence import Sequence
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import Request
-    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.stopping import StopCriteria
 
 

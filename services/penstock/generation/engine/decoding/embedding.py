@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.single_pass import SinglePass
-from penstock.generation.engine.draw import DrawKind, DrawSpec
-from penstock.generation.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import Request
+    from penstock.generation.core.request import Request
     from penstock.generation.engine.stopping import StopCriteria
 
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.request import FinishReason
 from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.beams import Beam, BeamStrategy, Extension, draw_spec
 from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
-from penstock.generation.engine.request import FinishReason
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import Request
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.stopping import StopCriteria
 
 _BY_SCORE = attrgetter("score")

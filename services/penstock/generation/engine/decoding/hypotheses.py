@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.generation.sampling.modes import EarlyStopping
+from penstock.generation.core.modes import EarlyStopping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.generation.engine.request import PositionLogprobs
+    from penstock.generation.core.modes import BeamOptions
+    from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.engine.stopping import Stop
-    from penstock.generation.sampling.modes import BeamOptions
 
 
 @dataclass(frozen=True, slots=True)

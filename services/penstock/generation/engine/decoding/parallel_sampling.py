@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.grammar import GrammarError
+from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
-from penstock.generation.engine.decoding.guides import new_guide
-from penstock.generation.engine.grammar import GrammarError
-from penstock.generation.engine.request import FinishReason, SequenceFinish
-from penstock.generation.engine.sequence import Sequence
+from penstock.generation.engine.decoding.guidance import new_guide
 from penstock.generation.engine.stopping import Stop
-from penstock.generation.sampling.params import derive_seed
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import Request
-    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.core.request import Request
+    from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.stopping import StopCriteria, StopState
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
 
 if TYPE_CHECKING:
-    from penstock.generation.engine.request import FinishReason
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.engine.step import SampledToken
+    from penstock.generation.core.request import FinishReason
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import SampledToken
 
 
 class SinglePass(DecodingStrategy):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self, cast
 import numpy as np
 import torch
 
+from penstock.generation.sampling.ops.places import id_array, only
 from penstock.generation.sampling.processors.base import LogitsProcessor
-from penstock.generation.sampling.processors.places import id_array, only
 from penstock.generation.sampling.trackers import Tracker
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.sampling.params import SamplingParams, TokenSequence
+    from penstock.generation.core.sampling_params import SamplingParams, TokenSequence
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.state import SamplingState
 
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.sampling.ops.places import Places, id_array
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
-from penstock.generation.sampling.processors.places import Places, id_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
 # Finite in fp32 when a score is multiplied by it, and far more than is left of the score anyway.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.state import SamplingState
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.kernels import SamplingKernels
-    from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.engine.sequence import Sequence
-    from penstock.generation.sampling.params import SamplingParams, TokenSequence
+    from penstock.generation.core.sampling_params import SamplingParams, TokenSequence
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.state import SamplingState
 
 # Last tokens and their biases.

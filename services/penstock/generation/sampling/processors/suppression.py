@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from penstock.generation.sampling.ops.places import Places, id_array
 from penstock.generation.sampling.processors.base import LogitsProcessor
-from penstock.generation.sampling.processors.places import Places, id_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
 

@@ -11,7 +11,7 @@ from penstock.generation.sampling.processors.base import Warper
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
 
 # Far below any useful temperature, and far enough from fp32's limits that no score overflows when divided by it.
 _MINIMUM = 1e-30

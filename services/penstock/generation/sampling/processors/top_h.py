@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.sampling.candidates import top_candidates
+from penstock.generation.sampling.ops.candidates import top_candidates
+from penstock.generation.sampling.ops.places import only
 from penstock.generation.sampling.processors.base import Warper
-from penstock.generation.sampling.processors.places import only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
 
 # transformers looks at no more.
 _MOST = 100

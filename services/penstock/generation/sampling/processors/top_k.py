@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.candidates import top_candidates
+from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.processors.base import Warper, drop_below, min_tokens_to_keep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
 
 
 class TopK(Warper):

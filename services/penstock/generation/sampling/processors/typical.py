@@ -11,7 +11,7 @@ from penstock.generation.sampling.processors.base import Warper, min_tokens_to_k
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.sampling.params import SamplingParams
+    from penstock.generation.core.sampling_params import SamplingParams
 
 
 class TypicalP(Warper):

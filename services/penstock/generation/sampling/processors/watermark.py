@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.sampling.green_lists import SELF_HASH, are_green, green_bits
+from penstock.generation.sampling.ops.green_lists import SELF_HASH, are_green, green_bits
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from penstock.generation.core.modes import WatermarkOptions
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.kernels import SamplingKernels
-    from penstock.generation.sampling.modes import WatermarkOptions
-    from penstock.generation.sampling.params import SamplingParams
     from penstock.generation.sampling.state import SamplingState
 
 # Of transformers: selfhash only asks for the most likely tokens whether they are green.

@@ -1,0 +1,125 @@
+"""Options of `penstock bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.cli.client.connection import ConnectionConfig
+from penstock.common.options import option
+
+LOAD, REQUESTS, OBJECTIVES, REPORT = "Load", "Requests", "Objectives", "Report"
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """`128`, or `32-512` for any length between, each as likely: smallest and largest. Raises ValueError."""
+    low, dash, high = text.partition("-")
+    try:
+        first, last = int(low), int(high if dash else low)
+    except ValueError:
+        raise ValueError("expected a number of tokens, or two with - between") from None
+    if not 1 <= first <= last:
+        raise ValueError("expected at least 1, the smaller number first")
+    return first, last
+
+
+def _checked(text: str) -> str:
+    """`text`, when it is lengths."""
+    lengths(text)
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(ConnectionConfig):
+    """What is sent, how fast, and what counts as good enough. Times are from when a request was due."""
+
+    concurrency: int | None = option(
+        None,
+        "Closed loop: so many requests at a time, the next when one ends; 8 without --rate.",
+        group=LOAD,
+        minimum=1,
+    )
+    rate: float | None = option(
+        None,
+        "Open loop: so many requests a second, at random (Poisson), whether the server keeps up or not.",
+        group=LOAD,
+        minimum=0.001,
+        maximum=1e6,
+    )
+    requests: int | None = option(
+        None, "Stop after so many; 64 without --duration.", group=LOAD, minimum=1, maximum=10_000_000
+    )
+    duration_seconds: float | None = option(
+        None, "Send for so long, then wait for what runs.", group=LOAD, flag="--duration", minimum=0.1
+    )
+    warmup: int = option(4, "Requests before those that count.", group=LOAD, minimum=0)
+    max_open_requests: int = option(
+        2048, "Open loop: most at a time; one that would be more is a failure of its own.", group=LOAD, minimum=1
+    )
+
+    direct: bool = option(False, "The address is a generation service, not a router.", group=REQUESTS)
+    text: bool = option(
+        False, "Send words, about as many as tokens are asked for, so that the tokenizer has work.", group=REQUESTS
+    )
+    prompt_tokens: str = option("128", "Length of a prompt.", group=REQUESTS, metavar="N|MIN-MAX", parse=_checked)
+    output_tokens: str = option("64", "Length of an output.", group=REQUESTS, metavar="N|MIN-MAX", parse=_checked)
+    common_prefix_tokens: int = option(
+        0, "Tokens that all prompts begin with, as a system prompt's.", group=REQUESTS, minimum=0
+    )
+    stop_at_eos: bool = option(
+        False, "Let the model end an output early; otherwise every one has its length.", group=REQUESTS
+    )
+    model: str | None = option(
+        None,
+        "Model to use; the only one served when left out.",
+        group=REQUESTS,
+        flag="--model",
+        env="PENSTOCK_CHAT_MODEL",
+    )
+    timeout_seconds: float | None = option(
+        None, "Deadline of a request.", group=REQUESTS, flag="--timeout", minimum=0.001
+    )
+    seed: int = option(0, "Of lengths, prompts and arrivals.", group=REQUESTS)
+
+    slo_ttft_seconds: float | None = option(
+        None, "Goodput: a first token within this.", group=OBJECTIVES, flag="--slo-ttft", minimum=0
+    )
+    slo_tpot_seconds: float | None = option(
+        None,
+        "Goodput: this or less a token after the first, on average.",
+        group=OBJECTIVES,
+        flag="--slo-tpot",
+        minimum=0,
+    )
+    slo_total_seconds: float | None = option(
+        None, "Goodput: an end within this.", group=OBJECTIVES, flag="--slo-total", minimum=0
+    )
+
+    json: str | None = option(
+        None, "Write the figures there as JSON; - is standard output.", group=REPORT, metavar="FILE"
+    )
+    quiet: bool = option(False, "Show no progress.", group=REPORT)
+
+    def __post_init__(self) -> None:
+        from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
+
+        if self.rate is not None and self.concurrency is not None:
+            raise StartupError("--rate is an open loop and --concurrency a closed one: choose", flag="--rate")
+        shortest = lengths(self.prompt_tokens)[0]
+        if 0 < shortest <= self.common_prefix_tokens:
+            raise StartupError(
+                f"--common-prefix-tokens {self.common_prefix_tokens} leaves a prompt of {shortest} tokens nothing of "
+                "its own",
+                flag="--common-prefix-tokens",
+            )
+        if self.direct and self.text:
+            raise StartupError("--text needs a router: a generation service takes token ids", flag="--text")
+
+    @property
+    def num_requests(self) -> int | None:
+        """None: as many as --duration has time for."""
+        return 64 if self.requests is None and self.duration_seconds is None else self.requests
+
+    @property
+    def num_streams(self) -> int:
+        """Of a closed loop."""
+        return self.concurrency or 8

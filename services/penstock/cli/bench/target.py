@@ -1,0 +1,225 @@
+"""The server under load: one request as a stream, and when its tokens came."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+from penstock_client import ClientConfig
+
+from penstock.cli.bench.config import BenchConfig, lengths
+from penstock.cli.client.connection import nobody_answers
+from penstock.common.errors import (
+    DeadlineExceeded,
+    NotFound,
+    PenstockError,
+    StartupError,
+    Unimplemented,
+    from_rpc_error,
+)
+from penstock.v1 import (
+    common_pb2,
+    config_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    text_pb2,
+    text_pb2_grpc,
+)
+
+# Of a status that is gRPC's own.
+_NO_REASON = "UNKNOWN"
+# Of four letters or fewer: most tokenizers have a token for each, with the space before it.
+WORDS = ("time", "year", "day", "way", "man", "life", "hand", "part", "eye", "work", "week", "case", "fact", "room")
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request. Times are time.perf_counter()."""
+
+    due: float
+    prompt_tokens: int
+    # When each delta came, and how many tokens it had.
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    ended: float = 0.0
+    # Status and reason; empty: it ended well.
+    failure: str = ""
+    # What the server said to it.
+    message: str = ""
+
+    @property
+    def output_tokens(self) -> int:
+        """That came."""
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first delta."""
+        return self.arrivals[0][0] - self.due
+
+    @property
+    def total(self) -> float:
+        """Seconds until the stream ended."""
+        return self.ended - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after those of the first delta; None where there are none."""
+        first, after = self.arrivals[0][0], self.output_tokens - self.arrivals[0][1]
+        return (self.arrivals[-1][0] - first) / after if after else None
+
+    @property
+    def gaps(self) -> Iterator[float]:
+        """Seconds between deltas."""
+        for (before, _), (after, _) in pairwise(self.arrivals):
+            yield after - before
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request asks. `text` where words are sent instead of ids."""
+
+    token_ids: list[int]
+    text: str | None
+    output_tokens: int
+
+
+class Prompts:
+    """Random requests: another every time, the same for the same seed."""
+
+    def __init__(self, config: BenchConfig, vocab_size: int) -> None:
+        self._config, self._vocab_size = config, vocab_size
+        self._random = random.Random(config.seed)
+        self._common = self._draw(config.common_prefix_tokens)
+
+    def _draw(self, count: int) -> list[int]:
+        return [self._random.randrange(self._vocab_size) for _ in range(count)]
+
+    def __next__(self) -> Prompt:
+        config = self._config
+        length = self._random.randint(*lengths(config.prompt_tokens))
+        ids = self._common + self._draw(length - len(self._common))
+        text = " ".join(WORDS[one % len(WORDS)] for one in ids) if config.text else None
+        return Prompt(ids, text, self._random.randint(*lengths(config.output_tokens)))
+
+
+class Target:
+    """A connection to a router, or to a generation service. No retries: a refusal is a figure."""
+
+    def __init__(self, config: BenchConfig, client: ClientConfig) -> None:
+        """To be made on the event loop. Raises as ClientConfig does for files and tokens."""
+        self._config, address = config, config.address
+        self._metadata = client.metadata(address)
+        # The same seed asks the same again: what an earlier run left in the prefix cache must not answer it.
+        self._salt = secrets.token_hex(8)
+        options = client.channel_options()
+        if client.tls:
+            self._channel = grpc.aio.secure_channel(address, client.tls.credentials(), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        self._text: Any = text_pb2_grpc.TextServiceStub(self._channel)
+        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._model: Any = model_pb2_grpc.ModelServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """End the connection."""
+        await self._channel.close(None)
+
+    async def wait_ready(self) -> None:
+        """Wait until connected. Raises StartupError after --connect-timeout-seconds."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), self._config.connect_timeout_seconds)
+        except TimeoutError:
+            raise nobody_answers(self._config) from None
+
+    async def vocab_size(self) -> int:
+        """Of the model under load. Raises PenstockError, StartupError where the address is of another service."""
+        direct = self._config.direct
+        try:
+            return await self._vocab_size(direct=direct)
+        except grpc.RpcError as error:
+            found = from_rpc_error(error)
+            if isinstance(found, Unimplemented):
+                raise await self._wrong_service() from error
+            if isinstance(found, NotFound):
+                found = NotFound(self._explained(found), reason=found.reason)
+            raise found from error
+
+    async def _vocab_size(self, *, direct: bool) -> int:
+        call: dict[str, Any] = {"timeout": self._config.connect_timeout_seconds, "metadata": self._metadata}
+        if direct:
+            info = await self._model.GetModelInfo(model_pb2.GetModelInfoRequest(), **call)
+            return int(info.vocab_size)
+        model = await self._text.GetModel(text_pb2.GetModelRequest(name=self._config.model or ""), **call)
+        return int(model.model.vocab_size)
+
+    async def _wrong_service(self) -> StartupError:
+        """What is at the address instead: who serves the other method is the other service, whatever it answers."""
+        address, direct = self._config.address, self._config.direct
+        try:
+            await self._vocab_size(direct=not direct)
+        except grpc.RpcError as error:
+            if isinstance(from_rpc_error(error), Unimplemented):
+                return StartupError(f"{address} is neither a router nor a generation service", flag="--address")
+        if direct:
+            return StartupError(f"{address} is a router: leave --direct out", flag="--direct")
+        return StartupError(f"{address} is a generation service: add --direct, or give a router", flag="--direct")
+
+    async def run(self, prompt: Prompt, due: float) -> Sample:
+        """One request to its end; what goes wrong is in the sample."""
+        sample = Sample(due, len(prompt.token_ids))
+        finished = False
+        try:
+            async for message in self._open(prompt):
+                event = message.WhichOneof("event")
+                if event == "delta" and message.delta.token_ids:
+                    sample.arrivals.append((time.perf_counter(), len(message.delta.token_ids)))
+                elif event == "finished":
+                    finished = True
+        except grpc.RpcError as error:
+            found = from_rpc_error(error)
+            sample.failure, sample.message = _status(found), self._explained(found)
+        sample.ended = time.perf_counter()
+        if not sample.failure and not (finished and sample.arrivals):
+            sample.failure = "OK without Finished or tokens"
+        return sample
+
+    def _open(self, prompt: Prompt) -> Any:
+        config = self._config
+        common: dict[str, Any] = {
+            "model": config.model or "",
+            "config": config_pb2.GenerationConfig(max_new_tokens=prompt.output_tokens, do_sample=False),
+            "stop": config_pb2.StopConfig(ignore_eos=not config.stop_at_eos),
+            "cache_salt": self._salt,
+        }
+        call = {"timeout": config.timeout_seconds, "metadata": self._metadata}
+        if config.direct:
+            return self._generation.Generate(
+                generation_pb2.GenerateRequest(prompt_token_ids=prompt.token_ids, **common), **call
+            )
+        request = text_pb2.GenerateTextRequest(output=config_pb2.OutputConfig(return_token_ids=True), **common)
+        if prompt.text is None:
+            request.token_ids.CopyFrom(common_pb2.TokenIds(ids=prompt.token_ids))
+        else:
+            request.text = prompt.text
+        return self._text.Generate(request, **call)
+
+    def _explained(self, error: PenstockError) -> str:
+        """What was said, and of it what only we know."""
+        if isinstance(error, NotFound) and self._config.model:
+            return f"{error.message} (--model {self._config.model})"
+        if isinstance(error, DeadlineExceeded) and error.reason == _NO_REASON and self._config.timeout_seconds:
+            return f"took longer than --timeout {self._config.timeout_seconds:g}s"
+        return error.message
+
+
+def _status(error: PenstockError) -> str:
+    return error.code.name if error.reason == _NO_REASON else f"{error.code.name} {error.reason}".strip()

@@ -1,0 +1,98 @@
+"""`penstock chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.cli.client.answer import allow_any_text, stats_line, stream_answer, warnings_of
+from penstock.cli.client.connection import ConnectionConfig, open_client
+from penstock.cli.client.sampling import SamplingConfig
+from penstock.cli.console import complain, console, say
+from penstock.cli.flags import Overrides
+from penstock.common.config import from_env_and_flags
+from penstock.common.errors import PenstockError
+from penstock.common.options import options_of
+
+if TYPE_CHECKING:
+    from penstock_client import Client
+
+HELP = "/reset forgets the conversation, /system TEXT gives instructions, /stats shows timings, /quit ends"
+
+
+def split_options(given: Overrides) -> tuple[ConnectionConfig, SamplingConfig]:
+    """The two configurations that a client command's flags belong to."""
+    names = {bound.name for bound in options_of(ConnectionConfig)}
+    connection = from_env_and_flags(ConnectionConfig, {n: v for n, v in given.items() if n in names})
+    return connection, from_env_and_flags(SamplingConfig, {n: v for n, v in given.items() if n not in names})
+
+
+def run_chat(given: Overrides) -> None:
+    """Converse until /quit or the end of input. Raises StartupError when nobody answers."""
+    connection, sampling = split_options(given)
+    allow_any_text()
+    with open_client(connection) as client:
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  # line editing and history for input()
+
+            console().print(f"connected to {connection.address}; {HELP}", style="dim")
+        Conversation(client, sampling).run(lambda: input("› " if sys.stdin.isatty() else ""))
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and what the user may do to them."""
+
+    client: Client
+    sampling: SamplingConfig
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    show_stats: bool = False
+
+    def __post_init__(self) -> None:
+        self.show_stats = self.sampling.stats
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Take lines from `read` until /quit or EOFError."""
+        while True:
+            try:
+                line = read().strip()
+            except (EOFError, KeyboardInterrupt):
+                say()
+                return
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._ask(line)
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/reset":
+            self.messages.clear()
+        elif name == "/system":
+            self.system = rest.strip()
+            self.messages.clear()
+        elif name == "/stats":
+            self.show_stats = not self.show_stats
+        else:
+            console().print(HELP, style="dim")
+
+    def _ask(self, line: str) -> None:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked = [*self.messages, {"role": "user", "content": line}]
+        try:
+            completion = stream_answer(self.client.chat([*system, *asked], **self.sampling.request_options()))
+        except PenstockError as error:
+            # The conversation goes on without the question that could not be answered.
+            complain(f"{error.code.name}: {error.message}")
+            return
+        if completion is None:
+            return
+        self.messages = [*asked, {"role": "assistant", "content": completion.text}]
+        if self.show_stats:
+            for text in (*warnings_of(completion), stats_line(completion)):
+                console().print(text, style="dim", markup=False)

@@ -1,0 +1,84 @@
+"""What a process of the tree tells the one that started it: JSON lines over an inherited pipe.
+
+A child reports `listening`, then `ready`, or one `error`; a worker `loaded` instead of the first. The end of the pipe
+is the end of the child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.console import STARTUP_EXIT_CODE, startup_line
+
+if TYPE_CHECKING:
+    from penstock.common.errors import StartupError
+    from penstock.serving.server import BoundAddresses
+
+LISTENING, LOADED, READY, ERROR = "listening", "loaded", "ready", "error"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One message. `addresses` maps a process's name to its gRPC address, `metrics` to its metrics address."""
+
+    event: str
+    addresses: dict[str, str]
+    metrics: dict[str, str]
+    lines: tuple[str, ...] = ()
+    message: str = ""
+    flag: str | None = None
+
+    def encode(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def decode(line: bytes) -> Report:
+        """The inverse of `encode`."""
+        fields = json.loads(line)
+        return Report(**{**fields, "lines": tuple(fields["lines"])})
+
+
+class Reporter:
+    """Writes reports to a file descriptor; without one it drops them."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        if fd is not None:
+            # Grandchildren must not hold the pipe open.
+            os.set_inheritable(fd, False)
+
+    @property
+    def is_heard(self) -> bool:
+        """True when a parent prints in our place."""
+        return self._fd is not None
+
+    def send(self, report: Report) -> None:
+        """Write `report`; a parent that has gone does not matter here, the kernel ends us with it."""
+        if self._fd is not None:
+            os.write(self._fd, report.encode())
+
+    def listening(self, name: str, bound: BoundAddresses) -> None:
+        """The ports are open; nothing is loaded yet."""
+        self.send(Report(LISTENING, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}))
+
+    def loaded(self) -> None:
+        """A worker is ready to open its port."""
+        self.send(Report(LOADED, {}, {}))
+
+    def ready(self, name: str, bound: BoundAddresses, lines: list[str]) -> None:
+        """Health is SERVING."""
+        self.send(Report(READY, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}, tuple(lines)))
+
+    def give_up(self, error: StartupError, *, debug: bool) -> int:
+        """The process cannot start: the parent says so, and this returns the exit code.
+
+        Raises the error when there is no parent, or for its traceback.
+        """
+        self.send(Report(ERROR, {}, {}, message=startup_line(error), flag=error.flag))
+        if debug or self._fd is None:
+            raise error
+        return STARTUP_EXIT_CODE

@@ -1,0 +1,167 @@
+"""One service in this process: `penstock serve tokenizer|generation|router`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+from penstock.cli.console import say
+from penstock.cli.serve.reports import Reporter
+from penstock.common.config import ServerConfig, from_env_and_flags
+from penstock.common.environment import prepare_environment
+from penstock.common.errors import StartupError
+from penstock.common.process import die_with_parent
+
+# The name under which `serve [MODEL]` is registered; nobody types it.
+EVERYTHING = "all"
+# Flags by which a process of the tree is told about its parent, which are in no configuration: children inherit
+# variables.
+PARENT_OPTIONS = ("report_fd", "parent_pid", "gate_fd")
+# Python's own first one is 700: with hundreds of requests live, that is a look at all their objects every few
+# milliseconds, though hardly any is garbage that its references do not free.
+_GC_THRESHOLDS = (20_000, 10, 10)
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where a service's configuration and application are; imported when needed, since applications are heavy."""
+
+    name: str
+    config_path: str
+    app_path: str
+    # A light function of the configuration, called before the application is imported; what it returns is the
+    # application's third argument.
+    early_path: str | None = None
+
+    def begin(self, config: ServerConfig) -> tuple[Any, ...]:
+        """Begin what goes on while the application is imported; what it is given of that."""
+        return () if self.early_path is None else (_load(self.early_path)(config),)
+
+    def config_class(self) -> type[ServerConfig]:
+        """The configuration dataclass (light to import)."""
+        return cast("type[ServerConfig]", _load(self.config_path))
+
+    def app_class(self) -> Callable[..., Any]:
+        """The application. Raises StartupError when its dependencies are not installed."""
+        try:
+            return cast("Callable[..., Any]", _load(self.app_path))
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("penstock"):
+                raise
+            raise StartupError(
+                f"{self.name} needs {error.name}: pip install 'penstock[{self.name}]'", flag=self.name
+            ) from error
+
+
+ROLES = {
+    role.name: role
+    for role in (
+        Role("tokenizer", "penstock.tokenizer.config:TokenizerConfig", "penstock.tokenizer.app:TokenizerApp"),
+        Role(
+            "generation",
+            "penstock.generation.config:GenerationServiceConfig",
+            "penstock.generation.app:GenerationApp",
+            early_path="penstock.generation.startup.preload:begin",
+        ),
+        Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
+    )
+}
+
+
+class Gate:
+    """Where a worker waits until all of them are loaded."""
+
+    def __init__(self, fd: int, reporter: Reporter) -> None:
+        """`fd` ends when the gate opens; below 0 it is open."""
+        self._fd = fd
+        self._reporter = reporter
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+
+    async def __call__(self) -> None:
+        """Tell the parent, then wait."""
+        self._reporter.loaded()
+        if self._fd >= 0:
+            loop = asyncio.get_running_loop()
+            opened = asyncio.Event()
+            loop.add_reader(self._fd, opened.set)
+            try:
+                await opened.wait()
+            finally:
+                loop.remove_reader(self._fd)
+                os.close(self._fd)
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def run_role(
+    role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None
+) -> int:
+    """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    reporter = Reporter(report_fd)
+    try:
+        config = from_env_and_flags(role.config_class(), overrides)
+        if getattr(config, "processes", 1) > 1:
+            from penstock.cli.serve.workers import run_workers
+
+            return run_workers(role.name, overrides, config, reporter)
+        return _serve(role, config, reporter, Gate(gate_fd, reporter) if gate_fd is not None else None)
+    except StartupError as error:
+        return reporter.give_up(error, debug=bool(overrides.get("debug")))
+
+
+def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | None) -> int:
+    from penstock.common.logging import configure_logging
+
+    prepare_environment(getattr(config, "threads", None))
+    configure_logging(role.name, log_format=config.log_format, level=config.log_level, debug=config.debug)
+    began = time.monotonic()
+    if not reporter.is_heard:
+        say(f"{role.name}: loading")
+    # Nearly all that is made until it is ready stays: looking through it again and again takes a fifth of the imports.
+    gc.disable()
+    begun = role.begin(config)
+    app_class = role.app_class()
+
+    async def run() -> int:
+        from prometheus_client import CollectorRegistry
+
+        from penstock.serving.server import BoundAddresses, run_until_stopped
+
+        registry = CollectorRegistry()
+        service = app_class(config, registry, *begun)
+
+        def on_ready(bound: BoundAddresses) -> None:
+            # Modules, tables and the model live as long as the process: without this, every full collection would look
+            # at all of them again, and stop every thread's Python for tens of milliseconds.
+            gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
+            gc.enable()
+            reporter.ready(role.name, bound, service.status_lines())
+            if not reporter.is_heard:
+                for line in service.status_lines():
+                    say(f"  {line}")
+                metrics = f" · metrics http://{bound.metrics}/metrics" if bound.metrics else ""
+                say(f"READY {role.name} · gRPC {bound.grpc}{metrics} · {time.monotonic() - began:.1f} s")
+
+        return await run_until_stopped(
+            service,
+            config,
+            registry=registry,
+            on_listening=lambda bound: reporter.listening(role.name, bound),
+            on_ready=on_ready,
+            gate=gate,
+        )
+
+    return asyncio.run(run())

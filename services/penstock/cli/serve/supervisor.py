@@ -1,0 +1,163 @@
+"""A tree of service processes that starts together, is ready together and ends together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from penstock.cli.serve.reports import ERROR, LISTENING, LOADED, READY, Report
+from penstock.common.environment import child_environment
+from penstock.common.errors import StartupError
+
+# A child that got SIGTERM may take its drain grace and this much more before it is killed.
+KILL_MARGIN_SECONDS = 10.0
+
+
+class ChildEnded(Exception):
+    """A process of the tree ended although nobody had asked it to."""
+
+    def __init__(self, name: str, exit_code: int) -> None:
+        super().__init__(f"{name} ended unexpectedly with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+@dataclass
+class Child:
+    """One process of the tree."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    reports: asyncio.StreamReader
+    listening: asyncio.Future[Report]
+    ready: asyncio.Future[Report]
+    loaded: asyncio.Future[Report]
+    # Resolves to the exit code once the process is gone.
+    ended: asyncio.Task[int] = field(init=False)
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would say it: 128 + n for signal n. An end that nobody asked for is never 0."""
+        code = self.ended.result()
+        return 128 - code if code < 0 else code or 1
+
+    @property
+    def address(self) -> str:
+        """gRPC address; valid once it listens."""
+        return next(iter(self.listening.result().addresses.values()))
+
+
+class Supervisor:
+    """Starts children, waits for them, and stops them. Used on the main thread only: see `die_with_parent`."""
+
+    def __init__(self, *, drain_grace_seconds: float) -> None:
+        self._patience = drain_grace_seconds + KILL_MARGIN_SECONDS
+        self.children: list[Child] = []
+
+    async def start(
+        self, name: str, arguments: list[str], *, without: Collection[str] = (), fds: tuple[int, ...] = ()
+    ) -> Child:
+        """Start `penstock ARGUMENTS` as a child that reports to us and dies with us.
+
+        It does not see the variables `without`, and inherits `fds`.
+        """
+        read_end, write_end = os.pipe()
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb"))
+        reporting = ["--report-fd", str(write_end), "--parent-pid", str(os.getpid())]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "penstock.cli.main", *arguments, *reporting),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(write_end, *fds),
+                # Ctrl-C reaches only us; children are stopped in order.
+                start_new_session=True,
+                env=child_environment(without),
+            )
+        finally:
+            os.close(write_end)
+        child = Child(name, process, reader, loop.create_future(), loop.create_future(), loop.create_future())
+        child.ended = asyncio.create_task(self._follow(child))
+        self.children.append(child)
+        return child
+
+    async def _follow(self, child: Child) -> int:
+        while line := await child.reports.readline():
+            self._take(child, Report.decode(line))
+        code = await child.process.wait()
+        for waiting in (child.listening, child.loaded, child.ready):
+            if not waiting.done():
+                waiting.set_exception(ChildEnded(child.name, 128 - code if code < 0 else code or 1))
+                # Looked at or not: the tree ends either way.
+                waiting.exception()
+        return code
+
+    @staticmethod
+    def _take(child: Child, report: Report) -> None:
+        if report.event == LISTENING:
+            child.listening.set_result(report)
+        elif report.event == LOADED:
+            child.loaded.set_result(report)
+        elif report.event == READY:
+            child.ready.set_result(report)
+        elif report.event == ERROR:
+            error = StartupError(f"{child.name}: {report.message}", flag=report.flag)
+            for waiting in (child.listening, child.loaded, child.ready):
+                if not waiting.done():
+                    waiting.set_exception(error)
+                    waiting.exception()
+
+    async def wait_any_end(self) -> Child:
+        """The first child that ends."""
+        await asyncio.wait([child.ended for child in self.children], return_when=asyncio.FIRST_COMPLETED)
+        return next(child for child in self.children if child.ended.done())
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """SIGTERM to each child in reverse order of start, one after the other; `hurry` or impatience kills.
+
+        Children started last use those started first, so streams end before what they depend on goes away.
+        """
+        for child in reversed(self.children):
+            if not child.ended.done():
+                child.process.send_signal(signal.SIGTERM)
+                await self._wait_end(child, hurry)
+
+    async def stop_together(self, hurry: asyncio.Event) -> None:
+        """As `stop`, but all at once: children that do not use each other."""
+        living = [child for child in self.children if not child.ended.done()]
+        for child in living:
+            child.process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*(self._wait_end(child, hurry) for child in living))
+
+    async def _wait_end(self, child: Child, hurry: asyncio.Event) -> None:
+        hurried = asyncio.create_task(hurry.wait())
+        await asyncio.wait([child.ended, hurried], timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not child.ended.done():
+            child.process.kill()
+            await child.ended
+
+
+async def first_of(wanted: list[asyncio.Future[Report]], stop: asyncio.Event, on_each: Callable[[int], None]) -> bool:
+    """Wait for every report; False when `stop` came first. Raises the first StartupError or ChildEnded.
+
+    `on_each(i)` is called as each arrives.
+    """
+    stopped = asyncio.create_task(stop.wait())
+    open_reports = dict(enumerate(wanted))
+    try:
+        while open_reports:
+            waiting: list[asyncio.Future[object]] = [stopped, *open_reports.values()]  # type: ignore[list-item]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for index in [index for index, report in open_reports.items() if report.done()]:
+                open_reports.pop(index).result()
+                on_each(index)
+            if stopped.done():
+                return False
+        return True
+    finally:
+        stopped.cancel()

@@ -1,0 +1,234 @@
+"""`penstock serve [MODEL]`: tokenizer, generation × N and router as one process tree."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from penstock import __version__
+from penstock.cli.console import complain, say
+from penstock.cli.flags import as_flags
+from penstock.cli.serve.reports import READY, Report, Reporter
+from penstock.cli.serve.service_process import ROLES
+from penstock.cli.serve.supervisor import Child, ChildEnded, Supervisor, first_of
+from penstock.common.checkpoint import model_name
+from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
+from penstock.common.environment import usable_cores
+from penstock.common.errors import StartupError
+from penstock.common.options import BoundOption, option, options_of
+from penstock.common.process import die_with_parent
+from penstock.serving.server import require_free_port
+
+MAX_LINES = 15
+# Set by the tree itself, or of no use inside it.
+WIRED = {"tokenizer", "backend", "start_timeout_seconds"} | {field.name for field in fields(ChannelConfig)}
+# Of ServerConfig: what is the business of the one process that others reach. The rest goes to every process.
+FRONT = {"host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "insecure_bind"}
+# One value for several services; any other name that two services share is set per service.
+SHARED = {"model", "served_model_name"}
+# The tree waits for its children as long as they live; loading a large model takes what it takes.
+FOREVER = "24h"
+# Children's routine logs would drown the start-up print.
+QUIET_LEVEL = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """What only the tree has."""
+
+    generation_replicas: int = option(
+        1, "Generation processes; each loads the model.", group="Process tree", minimum=1, maximum=64
+    )
+
+
+def tree_options() -> list[BoundOption]:
+    """Every option of `penstock serve`: the tree's, those of all processes, and those that one service has alone."""
+    common = [bound for bound in options_of(ROLES["router"].config_class()) if bound.name in _server_fields()]
+    own = [bound for role in ROLES for bound in _options_of_own(role)]
+    unique = {bound.name: bound for bound in [*own, *options_of(TreeConfig), *common]}
+    return list(unique.values())
+
+
+def _server_fields() -> set[str]:
+    return {field.name for field in fields(ServerConfig)}
+
+
+def _options_of_own(role: str) -> list[BoundOption]:
+    names = _own(role)
+    return [bound for bound in options_of(ROLES[role].config_class()) if bound.name in names]
+
+
+def _own(role: str) -> set[str]:
+    """Names that go to `role` because it alone has them, or because they are shared."""
+    names = {
+        name: {bound.name for bound in options_of(ROLES[name].config_class())} - _server_fields() for name in ROLES
+    }
+    elsewhere = set().union(*(names[other] for other in ROLES if other != role))
+    return (names[role] - elsewhere - WIRED) | (names[role] & SHARED)
+
+
+def role_arguments(role: str, given: dict[str, Any]) -> list[str]:
+    """`serve ROLE --flag value …` for what was given to the tree."""
+    names = _own(role) | (_server_fields() - (set() if role == "router" else FRONT))
+    bound_options = {bound.name: bound for bound in options_of(ROLES[role].config_class())}
+    arguments = ["serve", role]
+    for name in [name for name in bound_options if name in names and name in given]:
+        arguments += as_flags(bound_options[name], given[name])
+    return arguments
+
+
+@dataclass
+class Tree:
+    """One run of the tree."""
+
+    given: dict[str, Any]
+    config: TreeConfig
+    front: ServerConfig
+    model: str
+    reporter: Reporter
+    began: float = field(default_factory=time.monotonic)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> int:
+        """Start, serve, stop; returns the exit code. Raises StartupError when a child could not start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        supervisor = Supervisor(drain_grace_seconds=self.front.drain_grace_seconds)
+        try:
+            if not await self._start(supervisor):
+                return 0
+            return await self._serve(supervisor)
+        except ChildEnded as ended:
+            complain(str(ended))
+            return ended.exit_code
+        finally:
+            await supervisor.stop(self.hurry)
+
+    def _signalled(self) -> None:
+        if self.ended.is_set():
+            self.hurry.set()
+            return
+        self.ended.set()
+        self._say(f"stopping: live work has {self.front.drain_grace_seconds:g} s; once more stops at once")
+
+    async def _start(self, supervisor: Supervisor) -> bool:
+        self._say(f"penstock {__version__}: loading {self.model}")
+        tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=_front_variables())
+        names = [f"generation {n + 1}" if n else "generation" for n in range(self.config.generation_replicas)]
+        backends = [
+            await supervisor.start(name, self._inner("generation"), without=_front_variables()) for name in names
+        ]
+        below = [tokenizer, *backends]
+        if not await first_of([child.listening for child in below], self.ended, lambda _: None):
+            return False
+        router = await supervisor.start("router", self._router(tokenizer, backends), without={"PENSTOCK_LOG_LEVEL"})
+        everyone = [*below, router]
+        if not await first_of(
+            [child.ready for child in everyone], self.ended, lambda index: self._show(everyone, everyone[index])
+        ):
+            return False
+        self._show_ready(everyone)
+        return True
+
+    def _inner(self, role: str) -> list[str]:
+        arguments = role_arguments(role, self.given)
+        arguments += ["--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", *self._quiet()]
+        if role == "generation" and self.config.generation_replicas > 1 and "threads" not in self.given:
+            arguments += ["--threads", str(max(1, usable_cores() // self.config.generation_replicas))]
+        if self.front.auth_token_file is not None:
+            arguments += ["--auth-token-file", self.front.auth_token_file]
+        return arguments
+
+    def _router(self, tokenizer: Child, backends: list[Child]) -> list[str]:
+        arguments = [*role_arguments("router", self.given), *self._quiet()]
+        arguments += ["--start-timeout-seconds", FOREVER, "--tokenizer", tokenizer.address]
+        for backend in backends:
+            arguments += ["--backend", backend.address]
+        if self.front.auth_token_file is not None:
+            arguments += ["--channel-token-file", self.front.auth_token_file]
+        return arguments
+
+    def _quiet(self) -> list[str]:
+        return [] if "log_level" in self.given else ["--log-level", QUIET_LEVEL]
+
+    async def _serve(self, supervisor: Supervisor) -> int:
+        stop = asyncio.create_task(self.ended.wait())
+        broken = asyncio.create_task(supervisor.wait_any_end())
+        await asyncio.wait([stop, broken], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if broken.done() and not self.ended.is_set():
+            child = broken.result()
+            raise ChildEnded(child.name, child.exit_code)
+        broken.cancel()
+        await supervisor.stop(self.hurry)
+        codes = [child.ended.result() for child in supervisor.children]
+        return 0 if not any(codes) else 1
+
+    def _say(self, line: str) -> None:
+        if not self.reporter.is_heard:
+            say(line)
+
+    def _show(self, everyone: list[Child], child: Child) -> None:
+        report = child.ready.result()
+        facts = max(0, (MAX_LINES - 2) // len(everyone) - 1)
+        self._say(f"{child.name}: ready on {child.address} after {time.monotonic() - self.began:.1f} s")
+        for line in report.lines[:facts]:
+            self._say(f"  {line}")
+
+    def _show_ready(self, everyone: list[Child]) -> None:
+        addresses = {child.name: child.address for child in everyone}
+        metrics = {child.name: where for child in everyone for where in child.ready.result().metrics.values()}
+        seconds = time.monotonic() - self.began
+        lines = tuple(line for child in everyone for line in child.ready.result().lines)
+        self.reporter.send(Report(READY, addresses, metrics, lines))
+        shown = ", ".join(f"http://{where}/metrics" for where in metrics.values())
+        self._say(f"metrics: {shown or 'off'}")
+        self._say(f"READY · gRPC {addresses['router']} · {seconds:.1f} s")
+
+
+def _front_variables() -> set[str]:
+    """PENSTOCK_* variables meant for the router: inner processes listen on loopback, without TLS."""
+    options = options_of(ROLES["router"].config_class())
+    return {bound.env for bound in options if bound.name in FRONT} | {"PENSTOCK_LOG_LEVEL"}
+
+
+def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
+    """The router's configuration and the model's name.
+
+    What would stop a service later stops the tree now: a wrong option, a taken port.
+    """
+    read = {
+        role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
+        for role, kind in ROLES.items()
+    }
+    front = read["router"]
+    require_free_port(front.host, front.port, "--port")
+    if front.metrics_port > 0:
+        require_free_port(front.host, front.metrics_port, "--metrics-port")
+    generation: Any = read["generation"]
+    return front, generation.served_model_name or model_name(generation.model)
+
+
+def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in names}
+
+
+def run_tree(
+    given: dict[str, Any], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None = None
+) -> int:
+    """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    reporter = Reporter(report_fd)
+    tree_names = {bound.name for bound in options_of(TreeConfig)}
+    try:
+        config = from_env_and_flags(TreeConfig, _only(given, tree_names))
+        front, model = _check(given)
+        return asyncio.run(Tree(given, config, front, model, reporter).run())
+    except StartupError as error:
+        return reporter.give_up(error, debug=bool(given.get("debug")))

@@ -1,0 +1,121 @@
+"""What one request asks of the sampler and of the stopping criteria, after defaults are resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.generation.core.modes import (
+    AssistanceOptions,
+    BeamOptions,
+    ContrastiveOptions,
+    DolaOptions,
+    GenerationMode,
+    GuidanceOptions,
+    TensorOutputs,
+    WatermarkOptions,
+)
+
+_MIX = 0x9E3779B97F4A7C15
+_MASK64 = (1 << 64) - 1
+
+TokenSequence = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Resolved options of one request. Names and meanings are transformers' GenerationConfig where it has them.
+
+    A value that switches its processor off is the default, so a processor is active iff its value differs from it.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_h: float | None = None
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    repetition_penalty: float = 1.0
+    encoder_repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[TokenSequence, ...] = ()
+    sequence_bias: Mapping[TokenSequence, float] = field(default_factory=dict)
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_ids: tuple[int, ...] = ()
+    # (start_index in output tokens, decay_factor)
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    # None: every id; else only these.
+    allowed_token_ids: frozenset[int] | None = None
+    # Every output is one of these sequences or a prefix of one; None: off.
+    allowed_token_trie: tuple[TokenSequence, ...] | None = None
+    watermark: WatermarkOptions | None = None
+    renormalize_logits: bool = False
+    remove_invalid_values: bool = False
+    token_healing: bool = False
+    seed: int = 0
+    num_return_sequences: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop_token_ids: tuple[TokenSequence, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string_in_output: bool = False
+    skip_special_tokens: bool = True
+    # None: no logprobs at all; 0: the chosen token's only; k: and the k most likely.
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    # Seconds since first scheduled; None: no limit.
+    max_time: float | None = None
+    # Modes. None: not that mode.
+    beams: BeamOptions | None = None
+    contrastive: ContrastiveOptions | None = None
+    assistance: AssistanceOptions | None = None
+    guidance: GuidanceOptions | None = None
+    dola: DolaOptions | None = None
+    tensors: TensorOutputs | None = None
+
+    @property
+    def draws_together(self) -> bool:
+        """Whether all beams must draw in one step: what one may draw depends on whether any other can go on."""
+        return self.beams is not None and (self.allowed_token_ids is not None or self.allowed_token_trie is not None)
+
+    @property
+    def mode(self) -> GenerationMode:
+        """What transformers' get_generation_mode says."""
+        beams = self.beams
+        if beams is not None:
+            if beams.constraints:
+                return GenerationMode.CONSTRAINED_BEAM_SEARCH
+            if beams.num_beam_groups > 1:
+                return GenerationMode.GROUP_BEAM_SEARCH
+            return GenerationMode.BEAM_SAMPLE if self.do_sample else GenerationMode.BEAM_SEARCH
+        if self.contrastive is not None:
+            return GenerationMode.CONTRASTIVE_SEARCH
+        if self.dola is not None:
+            return GenerationMode.DOLA_GENERATION
+        if self.assistance is not None:
+            return GenerationMode.ASSISTED_GENERATION
+        return GenerationMode.SAMPLE if self.do_sample else GenerationMode.GREEDY_SEARCH
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of returned sequence `index`: index 0 keeps `seed`, so n requests with these seeds give what n>1 gives.
+
+    The others are splitmix64 of (seed, index), cut to 63 bits (the public range of seeds).
+    """
+    if index == 0:
+        return seed
+    z = (seed + _MIX * index) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,70 @@
+"""Sizes of deltas: none, and no message of a session, may have more bytes than clients receive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.generation.core.request import DeltaOutput
+from penstock.generation.core.tensors import StepTensors
+
+# Of one delta, and of the events of one message, together below the 4 MiB that clients receive by default.
+MAX_DELTA_BYTES = 3 << 20
+# At most, on the wire: an id; the log-probability of one token with its id and rank.
+_ID_BYTES, _LOGPROB_BYTES = 5, 21
+# A delta of so few tokens is never cut for its log-probabilities, which have at most 20 alternatives.
+_SMALL = 64
+
+
+def tensor_bytes(tensors: StepTensors | None) -> int:
+    """Of all the tensors of one position."""
+    if tensors is None:
+        return 0
+    parts = (
+        tensors.scores,
+        tensors.score_ids,
+        tensors.logits,
+        tensors.logit_ids,
+        tensors.hidden_states,
+        tensors.attentions,
+    )
+    return sum(len(part.data) for part in parts if part is not None)
+
+
+def num_bytes(delta: DeltaOutput) -> int:
+    """What `delta` takes on the wire, at most and but for a few bytes of framing."""
+    size = _ID_BYTES * len(delta.token_ids)
+    if delta.logprobs:
+        size += sum(_LOGPROB_BYTES * (1 + len(position.top)) for position in delta.logprobs)
+    return size + sum(map(tensor_bytes, delta.tensors)) if delta.tensors else size
+
+
+def with_tensors(delta: DeltaOutput) -> DeltaOutput:
+    """`delta` with an entry for every token."""
+    if len(delta.tensors) == len(delta.token_ids):
+        return delta
+    return replace(delta, tensors=(None,) * len(delta.token_ids))
+
+
+def split(delta: DeltaOutput) -> Iterator[DeltaOutput]:
+    """`delta` in parts of at least one token each that fit; the end of the sequence is the last one's."""
+    if not delta.tensors and len(delta.token_ids) <= _SMALL:
+        yield delta
+        return
+    begin, size = 0, 0
+    for place in range(len(delta.token_ids)):
+        more = num_bytes(_slice(delta, place, place + 1))
+        if place > begin and size + more > MAX_DELTA_BYTES:
+            yield replace(_slice(delta, begin, place), finish=None)
+            begin, size = place, 0
+        size += more
+    yield _slice(delta, begin, len(delta.token_ids)) if begin else delta
+
+
+def _slice(delta: DeltaOutput, begin: int, end: int) -> DeltaOutput:
+    return replace(
+        delta,
+        token_ids=delta.token_ids[begin:end],
+        logprobs=delta.logprobs[begin:end],
+        tensors=delta.tensors[begin:end],
+    )

@@ -1,0 +1,102 @@
+"""What the engine says about one request, as the events that travel, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from penstock.generation.core.request import DeltaOutput, FinishedOutput, Request, RequestOutput
+from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, num_bytes, split, with_tensors
+from penstock.generation.wire.convert import Event
+
+
+class Emitter:
+    """Events of one request, in order. With `stream_interval` > 1 deltas of a sequence are merged and renumbered; those
+    that fit no message are split."""
+
+    def __init__(self, request: Request, model: str, stream_interval: int) -> None:
+        self.request = request
+        self.model = model
+        # By which its session's caller knows it; 0: by its id alone.
+        self.handle = 0
+        has_tensors, in_one = request.params.tensors is not None, request.params.beams is not None
+        is_plain = stream_interval == 1 and not has_tensors and not in_one
+        self._merger = None if is_plain else DeltaMerger(stream_interval, has_tensors)
+
+    def plain_token(self, output: RequestOutput) -> DeltaOutput | None:
+        """The delta that an engine step's output is, where it is nothing but a token of sequence 0."""
+        if self._merger is not None or output.started is not None or output.finished is not None:
+            return None
+        if len(output.deltas) != 1:
+            return None
+        (delta,) = output.deltas
+        is_plain = len(delta.token_ids) == 1 and not delta.index and delta.finish is None and not delta.logprobs
+        return delta if is_plain else None
+
+    def events(self, output: RequestOutput) -> Iterator[Event]:
+        """Events of one engine step."""
+        if output.started is not None:
+            yield output.started
+        deltas, finished = output.deltas, output.finished
+        if self._merger is not None:
+            deltas = self._merger.merge(deltas, flush=finished is not None)
+            finished = self._merger.renumber(finished)
+        yield from deltas
+        if finished is not None:
+            yield finished
+
+
+class DeltaMerger:
+    """Holds back deltas until `interval` tokens of a sequence are there, or it ends."""
+
+    def __init__(self, interval: int, has_tensors: bool = False) -> None:
+        self._interval = interval
+        self._has_tensors = has_tensors
+        # Index of a sequence -> its held delta and the bytes of it.
+        self._held: dict[int, tuple[DeltaOutput, int]] = {}
+        self._next_seq = 0
+
+    def merge(self, deltas: tuple[DeltaOutput, ...], *, flush: bool) -> tuple[DeltaOutput, ...]:
+        """Take a step's deltas and return those that are due; all of them when `flush`."""
+        due: list[DeltaOutput] = []
+        for delta in self._parts(deltas):
+            held, size = self._held.pop(delta.index, (None, 0))
+            more = num_bytes(delta)
+            if held is not None and size + more > MAX_DELTA_BYTES:
+                due.append(self._numbered(held))
+                held, size = None, 0
+            merged = _join(held, delta)
+            if merged.finish is not None or len(merged.token_ids) >= self._interval:
+                due.append(self._numbered(merged))
+            else:
+                self._held[delta.index] = merged, size + more
+        if flush:
+            due.extend(self._numbered(held) for held, _ in self._held.values())
+            self._held.clear()
+        return tuple(due)
+
+    def renumber(self, finished: FinishedOutput | None) -> FinishedOutput | None:
+        """`last_seq` in the merged numbering."""
+        if finished is None:
+            return None
+        return replace(finished, last_seq=self._next_seq - 1 if self._next_seq else None)
+
+    def _parts(self, deltas: tuple[DeltaOutput, ...]) -> Iterable[DeltaOutput]:
+        whole = map(with_tensors, deltas) if self._has_tensors else deltas
+        return (part for delta in whole for part in split(delta))
+
+    def _numbered(self, delta: DeltaOutput) -> DeltaOutput:
+        numbered = replace(delta, seq=self._next_seq)
+        self._next_seq += 1
+        return numbered
+
+
+def _join(held: DeltaOutput | None, delta: DeltaOutput) -> DeltaOutput:
+    if held is None:
+        return delta
+    return replace(
+        delta,
+        token_ids=held.token_ids + delta.token_ids,
+        logprobs=held.logprobs + delta.logprobs,
+        tensors=held.tensors + delta.tensors,
+    )

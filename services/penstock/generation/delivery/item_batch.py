@@ -1,0 +1,118 @@
+"""Several requests that are answered together: the items of one Score or Embed call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.common.errors import Cancelled, InvalidArgument, PenstockError
+from penstock.generation.core.request import FinishedOutput, PositionLogprobs, Request, RequestOutput
+from penstock.generation.delivery.hub import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What came of one item: the logprobs of Score, or an embedding in `finished`."""
+
+    logprobs: tuple[PositionLogprobs, ...]
+    finished: FinishedOutput
+
+
+class Hub(Protocol):
+    """What is used of the OutputHub."""
+
+    def attach(self, sink: Sink) -> None:
+        """A stream begins."""
+
+    def detach(self, sink: Sink) -> None:
+        """It is over: what is still live of it is aborted."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a request to the engine. Raises a PenstockError when it cannot be taken."""
+
+
+class ItemBatch:
+    """Sink of its items, used from the event loop.
+
+    At most `window` items are in the engine at a time, so that one call neither fills the queue nor holds up everybody
+    who comes after it; they are batched with all other requests. The first item that fails fails the call.
+    """
+
+    is_session = False
+
+    def __init__(
+        self, hub: Hub, requests: Sequence[Request], field: str, window: int, after: Mapping[int, Sequence[int]]
+    ) -> None:
+        """`field` names the items in errors. `after`: item -> items that wait for its end."""
+        self._hub = hub
+        self._requests = requests
+        self._field = field
+        self._window = window
+        self._after = after
+        waiting = {index for group in after.values() for index in group}
+        self._ready = deque(index for index in range(len(requests)) if index not in waiting)
+        self._index = {request.request_id: index for index, request in enumerate(requests)}
+        self._in_flight = 0
+        self._logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
+        self._results: dict[int, ItemResult] = {}
+        self._done: asyncio.Future[list[ItemResult]] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> list[ItemResult]:
+        """Results in the order of the requests. Raises the first error of an item. Nothing of it goes on afterwards."""
+        self._hub.attach(self)
+        try:
+            self._submit_ready()
+            return await self._done
+        finally:
+            self._hub.detach(self)
+
+    def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
+        """Take what one engine step brought; submit what may follow."""
+        for output in outputs:
+            index = self._index[output.request.request_id]
+            if output.started is not None:
+                self._logprobs[index] = output.started.prompt_logprobs
+            if output.finished is not None:
+                self._in_flight -= 1
+                self._finish(index, output.finished)
+        self._submit_ready()
+        return True
+
+    def fail(self, request: Request, error: PenstockError) -> None:
+        """The engine is gone."""
+        self._end(error)
+
+    def half_close(self) -> None:
+        """Nothing to do: it ends with its items."""
+
+    def _finish(self, index: int, finished: FinishedOutput) -> None:
+        if finished.error is not None:
+            self._end(finished.error)
+            return
+        logprobs = self._logprobs.pop(index, ())
+        if not logprobs and finished.embedding is None:
+            self._end(Cancelled("the operator aborted the request", reason="ABORTED"))
+            return
+        self._results[index] = ItemResult(logprobs, finished)
+        self._ready.extend(self._after.get(index, ()))
+        if len(self._results) == len(self._requests) and not self._done.done():
+            self._done.set_result([self._results[index] for index in range(len(self._requests))])
+
+    def _submit_ready(self) -> None:
+        while self._ready and self._in_flight < self._window and not self._done.done():
+            index = self._ready.popleft()
+            try:
+                self._hub.submit(self._requests[index], self)
+            except InvalidArgument as error:
+                self._end(InvalidArgument(f"{self._field}[{index}]", error.description, reason=error.reason))
+            except PenstockError as error:
+                self._end(error)
+            else:
+                self._in_flight += 1
+
+    def _end(self, error: PenstockError) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)

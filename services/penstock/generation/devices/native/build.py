@@ -1,0 +1,136 @@
+"""Builds the C++ kernels once for this machine's torch and compiler, into a folder that later starts load from.
+
+Nothing of a build is tied to the CPU that it is made on: every kernel is compiled for each instruction set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from penstock.common.errors import StartupError
+from penstock.generation.devices.native import LIBRARY
+from penstock.generation.devices.native.compilers import run_compilers
+
+SOURCES = Path(__file__).parent / "csrc"
+# Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time.
+_INSTRUCTION_SETS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
+}
+# NaN and infinity as they are: masks are infinities, and a NaN must reach the sampler. Sums in the source's order: a
+# row's result must not depend on how the compiler treats the rows beside it.
+_FLAGS = (
+    "-O3",
+    "-std=c++20",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-ffp-contract=fast",
+)
+# No contraction that the source does not ask for, where a sum is written in two ways that must give the same bits.
+# (There, units of 32 bits are floats or integers as the case may be.)
+_EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
+_EXACT_SOURCES = ("attention", "pack")
+
+
+def is_supported() -> bool:
+    """Whether there are kernels for this machine's kind of processor."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def _folder(cache: Path) -> Path:
+    """Of these sources and this torch, whichever compiler."""
+    facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS)
+    digest = hashlib.sha256(repr(facts).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return cache / digest.hexdigest()[:16]
+
+
+def find(cache: Path) -> Path | None:
+    """The library of these sources and this torch that was built or used last; needs no compiler."""
+    built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.stat().st_mtime)
+    return built[-1] if built else None
+
+
+def library_path(cache: Path, compiler: str) -> Path:
+    """Where the library is, or will be, that this compiler in its present version makes. Raises StartupError."""
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise StartupError(f"the native kernels could not be compiled: {error}", flag="--kernels") from error
+    version = hashlib.sha256(done.stdout.partition("\n")[0].encode()).hexdigest()[:8]
+    return _folder(cache) / f"{LIBRARY}-{version}.so"
+
+
+def find_compiler() -> str | None:
+    """One that may be used, on the PATH."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def build(cache: Path, *, compiler: str | None = None) -> Path:
+    """Compile, unless this compiler did before, or there is none any more but a library that it left; the library's
+    path. About a minute on two cores.
+
+    Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails. Nothing
+    is left of a build that does not end well, whatever is raised meanwhile.
+    """
+    if not is_supported():
+        raise StartupError("the native kernels are for x86-64", flag="--kernels")
+    command = compiler or find_compiler()
+    if command is None:
+        if (found := find(cache)) is not None:
+            return found
+        raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
+    target = library_path(cache, command)
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = _compile(command, Path(scratch))
+        linked = Path(scratch) / target.name
+        run_compilers([[command, "-shared", "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch))
+        # At once for everybody else, who may be building the same.
+        os.replace(linked, target)
+    return target
+
+
+def _compile(command: str, scratch: Path) -> list[Path]:
+    jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        if source.name.startswith("ops_"):
+            jobs.append((scratch / f"{source.stem}.o", source, ("-fopenmp", *_includes())))
+            continue
+        exact = _EXACT if source.stem in _EXACT_SOURCES else ()
+        for namespace, flags in _INSTRUCTION_SETS.items():
+            jobs.append((scratch / f"{source.stem}.{namespace}.o", source, (f"-DNS={namespace}", *flags, *exact)))
+    run_compilers(
+        [[command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)] for target, source, flags in jobs], scratch
+    )
+    return [target for target, _, _ in jobs]
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _includes() -> tuple[str, ...]:
+    include = _torch_folder() / "include"
+    return (f"-I{include}", f"-I{include / 'torch/csrc/api/include'}")
+
+
+def _libraries() -> tuple[str, ...]:
+    """torch's own OpenMP, not the system's: two of them would keep two pools of threads."""
+    folder = _torch_folder() / "lib"
+    openmp = sorted(folder.glob("libgomp*.so*")) + sorted((folder.parent.parent / "torch.libs").glob("libgomp*.so*"))
+    runtime = (str(openmp[0]),) if openmp else ("-lgomp",)
+    return (f"-L{folder}", "-ltorch_cpu", "-lc10", "-Wl,--no-as-needed", *runtime, f"-Wl,-rpath,{folder}")

@@ -1,0 +1,43 @@
+"""The built kernels as Python functions. Torch operators of torch's dispatcher: nothing is called before `load`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from penstock.common.logging import get_logger
+from penstock.generation.devices.native.build import find
+from penstock.generation.devices.native.build_cache import mark_used
+
+_log = get_logger("penstock.generation")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def find_first(*folders: Path) -> Path | None:
+    """The library that `load` takes."""
+    return next((found for folder in folders if (found := find(folder)) is not None), None)
+
+
+def load(*folders: Path) -> str | None:
+    """Load what was built into the first of `folders` that has something; the instruction set that it uses, None when
+    nothing was built or it cannot run here.
+
+    A process has one library: once one is loaded, that of another folder (made of the same sources) need not be.
+    """
+    path = find_first(*folders)
+    if path is None:
+        return None
+    try:
+        if not is_loaded():
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            mark_used(path)
+    except OSError as error:
+        _log.warning("the native kernels cannot be loaded", cause=str(error).splitlines()[0])
+        return None
+    return torch.ops.penstock.instruction_set("") or None
+
+
+def is_loaded() -> bool:
+    """Whether `load` has found a library in this process."""
+    return hasattr(torch.ops.penstock, "instruction_set")

@@ -1,0 +1,99 @@
+"""Token healing: the prompt's last token is drawn anew among those that begin with its text, then the request begins.
+
+As transformers' heal_tokens (5.23): greedily, by the plain model, the token that stood there being slightly favoured.
+There the others are only made unlikely; here they are out, so that the prompt's text stands in any case. And a prompt
+is taken as it is: it is not decoded, stripped and encoded again, which would lose the special tokens of a chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+
+if TYPE_CHECKING:
+    from penstock.generation.core.request import FinishReason, HealingOptions, Request
+    from penstock.generation.core.step import DraftOrder, SampledToken
+
+# What favours the token that stood there, as in transformers: "http" rather than "https".
+_FAVOUR = 1.0
+
+
+class TokenHealing(DecodingStrategy):
+    """A first phase of one sequence, the prompt without its last token, from which the request's own strategy forks."""
+
+    def __init__(
+        self,
+        request: Request,
+        healing: HealingOptions,
+        make: Callable[[Request], DecodingStrategy],
+        next_seq_id: Callable[[], int],
+    ) -> None:
+        """`request` has at least two prompt tokens; `make` gives the strategy of the request that is begun then."""
+        self._request = request
+        self._healing = healing
+        self._make = make
+        # Until the prompt is healed: tells what is wrong with the request, and how it ends when it gets no further.
+        self._strategy = make(request)
+        self._healer: Sequence | None = Sequence(
+            seq_id=next_seq_id(),
+            index=0,
+            params=_params(request, healing),
+            seed=0,
+            token_ids=request.prompt_token_ids[:-1],
+            num_prompt_tokens=len(request.prompt_token_ids) - 1,
+        )
+
+    @property
+    def width(self) -> int:
+        return self._strategy.width
+
+    def start(self) -> tuple[list[Sequence], list[Emission]]:
+        """Raises what the request's own strategy raises."""
+        sequences, settled = self._strategy.start()
+        return [self._healer] if sequences and self._healer is not None else [], settled
+
+    def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
+        if self._healer is None:
+            return self._strategy.advance(sampled)
+        return self._begin(self._healer, sampled[self._healer].token_id)
+
+    def restarted(self) -> list[Sequence] | None:
+        return self._strategy.restarted() if self._healer is None else None
+
+    def draft_orders(self) -> list[DraftOrder]:
+        return self._strategy.draft_orders() if self._healer is None else []
+
+    def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
+        self._strategy.take_drafts(drafts)
+
+    def end(self, reason: FinishReason) -> list[Emission]:
+        return self._strategy.end(reason)
+
+    def _begin(self, healer: Sequence, token_id: int) -> Decision:
+        """The request on its healed prompt; nothing of the prompt but the last token is computed again."""
+        self._healer = None
+        prompt = [*self._request.prompt_token_ids[:-1], token_id]
+        self._strategy = self._make(replace(self._request, prompt_token_ids=prompt, healing=None))
+        sequences, _ = self._strategy.start()
+        heir = min((one for one in sequences if one.family == 0), key=lambda one: len(one.token_ids))
+        return Decision(
+            forks=[(healer, heir)],
+            added=[one for one in sequences if one is not heir],
+            dropped=[healer],
+            healed=(token_id, self._healing.added_text(token_id)),
+        )
+
+
+def _params(request: Request, healing: HealingOptions) -> SamplingParams:
+    """Greedy among the extensions. What the runner keeps of prompts for the request's own mode is kept here, too."""
+    return SamplingParams(
+        max_new_tokens=1,
+        allowed_token_ids=healing.token_ids,
+        logit_bias={request.prompt_token_ids[-1]: _FAVOUR},
+        contrastive=request.params.contrastive,
+    )

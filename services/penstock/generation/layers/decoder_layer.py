@@ -1,0 +1,93 @@
+"""The decoder's building blocks, as transformers 5.x computes them. Plain callables: nothing here is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.linear.base import Linear
+
+
+class RMSNorm:
+    """Over the last dimension: float32 inside, cast back, then times the weight."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: LayerKernels) -> None:
+        self.weight = weight
+        self.eps = eps
+        self.kernels = kernels
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Same shape and dtype."""
+        return self.kernels.rms_norm(x_TI, self.weight, self.eps)
+
+    def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
+        """The norm of `hidden` + `pending`; the sum is left in `hidden`."""
+        if pending_TI is None:
+            return self(hidden_TI)
+        return self.kernels.add_rms_norm(hidden_TI, pending_TI, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass shares. cos and sin: (T, 1, head_dim / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+    metadata: AttentionMetadata
+    kv: KVCachePool
+    attention: Attention
+
+
+class SelfAttention:
+    """Fused qkv, optional head norm, rotary embedding, paged attention, output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, heads: HeadWeights) -> None:
+        self.heads = heads
+        self.window = config.sliding_windows[layer]
+        self.qkv = qkv
+        self.output = output
+        self._layer = layer
+        self._scale = config.head_dim**-0.5
+
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
+        """(T, hidden) -> (T, hidden); writes this layer's keys and values into the pool."""
+        qkv = self.qkv(x_TI)
+        out = step.attention.forward_qkv(
+            qkv, step.cos, step.sin, self.heads, self._layer, step.metadata, step.kv, self._scale, self.window
+        )
+        return self.output(out.flatten(1))
+
+
+class SwiGLU:
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, gated: Linear, down: Linear) -> None:
+        self.gated = gated
+        self.down = down
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """(T, hidden) -> (T, hidden)."""
+        return self.down(self.gated(x_TI))
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Pre-norm attention and MLP. What each adds to the residual stream is added by the next norm, in one pass."""
+
+    input_norm: RMSNorm
+    attention: SelfAttention
+    post_attention_norm: RMSNorm
+    mlp: SwiGLU
+
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
+        """The residual stream is `hidden` + `pending` (None: nothing); both (T, hidden). Changes `hidden` in place and
+        returns what is pending after this layer."""
+        normed = self.input_norm.add(hidden_TI, pending_TI)
+        return self.mlp(self.post_attention_norm.add(hidden_TI, self.attention(normed, step)))

@@ -1,0 +1,109 @@
+"""How a linear layer's weights are kept and multiplied. One file per number format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.layers.kernels import LayerKernels
+
+# (ids) -> (ids, features) of the weight's rows.
+Rows = Callable[[Tensor], Tensor]
+
+
+class NotFinite(ValueError):
+    """A weight to be quantised has NaN or infinity in row `row`, or near it: no scale holds it."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} of the weight is not finite")
+        self.row = row
+
+
+def check_finite(scale: Tensor) -> None:
+    """Raises NotFinite by the scales of each row (rows, any)."""
+    bad = (~scale.isfinite()).flatten(1).any(dim=1).nonzero()
+    if len(bad):
+        raise NotFinite(int(bad[0]))
+
+
+class Weight(Protocol):
+    """(out, in) of `dtype`, which is read only now."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Rows in order, each piece for use until the next."""
+
+    def joined(self) -> Tensor:
+        """All of it, in memory that nothing else uses."""
+
+
+def dense(weight_OI: Tensor | Weight) -> Tensor:
+    """The whole tensor."""
+    return weight_OI if isinstance(weight_OI, Tensor) else weight_OI.joined()
+
+
+class Linear(ABC):
+    """y = x Wᵀ + b with the weight in whatever form its method chose. Immutable after construction."""
+
+    in_features: int
+    out_features: int
+
+    @abstractmethod
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """(rows, in) -> (rows, out), in x's dtype, contiguous."""
+
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        """The same in float32, unrounded where the method can."""
+        return self(x_TI).float()
+
+    def rows(self) -> Rows | None:
+        """A lookup in the very weight that it was made of, for an embedding that shares it; None: it is not kept."""
+        return None
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory that the weight and bias take."""
+
+
+class LinearMethod(ABC):
+    """Turns dense weights into Linears at load time. Raises NotFinite where it cannot."""
+
+    name: str
+
+    def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
+        """Take over (out, in) `weight_OI`; the caller drops its reference, so no second copy stays in memory."""
+        return self._linear(dense(weight_OI), bias_O)
+
+    def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
+        """silu(first half of the outputs) * second half, as one Linear with half of `weight_OI`'s outputs."""
+        return _Gated(self.linear(weight_OI, bias_O), kernels)
+
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
+        """The last layer, which gives the logits: where rounding hurts most."""
+        return self.linear(weight_VI, None)
+
+    @abstractmethod
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        """`linear` of the whole tensor."""
+
+
+class _Gated(Linear):
+    def __init__(self, linear: Linear, kernels: LayerKernels) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features // 2
+        self._linear = linear
+        self._kernels = kernels
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self._kernels.silu_mul(self._linear(x_TI))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._linear.num_bytes

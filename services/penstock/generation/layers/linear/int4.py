@@ -1,0 +1,75 @@
+"""int4 by torch: groups of 32 inputs share a scale. x stays as it is; the C++ kernels quantise it too."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, check_finite, dense
+from penstock.generation.layers.linear.int8 import Int8Linear
+
+GROUP = 32
+# torch packs the outputs in blocks of this many.
+_BLOCK = 64
+_INNER_TILES = 8
+
+
+def quantize_groups(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Values 0..15 (O, I) as int32, meaning (value - 8) * scale, and the scales (O, groups) in bfloat16.
+
+    The largest magnitude of a group becomes -8, so that all 16 values are used (as in GGML's q4_0). Inputs are padded
+    to whole groups.
+    """
+    weight = F.pad(weight_OI.float(), (0, -weight_OI.shape[1] % GROUP)).view(weight_OI.shape[0], -1, GROUP)
+    largest = weight.gather(2, weight.abs().argmax(dim=2, keepdim=True))
+    scale = (largest / -8.0).bfloat16()
+    inverse = torch.where(scale != 0, 1.0 / scale.float(), 0.0)
+    values = (weight * inverse).round().add_(8).clamp_(0, 15)
+    return values.flatten(1).int(), scale.squeeze(2)
+
+
+class Int4Linear(Linear):
+    """Weights take half a byte each, and 1/16 for the scales."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
+        check_finite(scale)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
+        # torch's zero is added: (value - 8) * scale + zero.
+        self._scale_and_zero = torch.stack([scale, torch.zeros_like(scale)], dim=2).transpose(0, 1).contiguous()
+        self._bias = None if bias_O is None else bias_O.float()
+        self._padding = values.shape[1] - self.in_features
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        return self.as_float(x_TI).to(x_TI.dtype)
+
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        if not x_TI.shape[0]:
+            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
+        x = F.pad(x_TI, (0, self._padding)).bfloat16()
+        found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, GROUP, self._scale_and_zero)
+        result: Tensor = found[:, : self.out_features].float()
+        return result if self._bias is None else result + self._bias
+
+    @property
+    def num_bytes(self) -> int:
+        """See Linear."""
+        own: int = self._packed.nbytes + self._scale_and_zero.nbytes
+        return own + (0 if self._bias is None else self._bias.nbytes)
+
+
+class Int4LinearMethod(LinearMethod):
+    """Quantises as it loads; the head is int8, since rounding hurts most there."""
+
+    name = "int4"
+
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return Int4Linear(weight_OI, bias_O)
+
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
+        """See LinearMethod."""
+        return Int8Linear(dense(weight_VI), None)

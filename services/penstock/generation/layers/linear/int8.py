@@ -1,0 +1,66 @@
+"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. The reference of the
+C++ kernels' int8, and what is used without them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.generation.layers.linear.base import Linear, LinearMethod, check_finite
+
+_MOST = 127.0
+
+
+def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """int32-valued float32 in [-127, 127] and the scale of each row (T, 1): symmetrical, by the largest magnitude."""
+    x = x_TI.float()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    # A true division, which `127.0 / tensor` is not: the C++ kernels' bits.
+    inverse = torch.where(largest > 0, torch.full_like(largest, _MOST).div_(largest), 0.0)
+    return (x * inverse).round(), largest / _MOST
+
+
+class Int8Linear(Linear):
+    """Weights take a byte each."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        values, scale = quantize_rows(weight_OI)
+        check_finite(scale)
+        self._packed = torch.ops.onednn.qlinear_prepack(values.to(torch.int8), None)
+        self._scale = scale.flatten().contiguous()
+        self._zero = torch.zeros(self.out_features, dtype=torch.int32)
+        self._bias = None if bias_O is None else bias_O.float()
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        return self.as_float(x_TI).to(x_TI.dtype)
+
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        if not x_TI.shape[0]:
+            return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
+        values, scale = quantize_rows(x_TI)
+        # oneDNN's scale is one for all of x: ours are applied after.
+        unsigned = (values + 128.0).to(torch.uint8)
+        sums = torch.ops.onednn.qlinear_pointwise(
+            unsigned, 1.0, 128, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        result: Tensor = sums.mul_(scale)
+        return result if self._bias is None else result.add_(self._bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """See Linear; the blocked layout's padding is not counted."""
+        bias = 0 if self._bias is None else self._bias.nbytes
+        return self.in_features * self.out_features + self._scale.nbytes + self._zero.nbytes + bias
+
+
+class Int8LinearMethod(LinearMethod):
+    """Quantises as it loads: no calibration."""
+
+    name = "int8"
+
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return Int8Linear(weight_OI, bias_O)

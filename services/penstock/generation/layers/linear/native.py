@@ -1,0 +1,226 @@
+"""Linear layers on the C++ kernels: float32, bfloat16, int8 and int4, all in panels of 32 outputs (csrc/linear.h).
+
+A row's result is the same bits whatever rows are beside it and however many threads work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight
+
+if TYPE_CHECKING:
+    from penstock.generation.host.arena import Arena
+    from penstock.generation.layers.kernels import LayerKernels
+
+# Of all that a packed weight's bytes mean, for files that keep them: to be raised with every change of csrc/linear.h's
+# layout, of the quantisation in csrc/pack.cpp, or of `part_sizes`. A test holds the two together.
+LAYOUT_VERSION = 1
+PANEL = 32
+# Inputs that share a scale in int4.
+GROUP = 32
+_SLAB_BYTES = 64 << 20
+
+
+class Format(IntEnum):
+    """csrc/linear.h's numbers."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
+    """Of the layers and of the head: bfloat16 or float32 as `dtype`, or as `quantization` says."""
+    if quantization == "none":
+        dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
+        return dense, dense
+    return Format.INT8 if quantization == "int8" else Format.INT4, Format.INT8
+
+
+class Slabs:
+    """Memory for packed weights in large pages, many of them in one piece: 64-byte aligned, never given back singly."""
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        """From `arena` while it lasts."""
+        self._arena = arena
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """(num_bytes,) uint8, not initialised."""
+        memory = None if self._arena is None else self._arena.take(num_bytes)
+        if memory:
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        size = -(-num_bytes // 64) * 64
+        if size > self._left.numel():
+            slab = torch.empty(max(size, _SLAB_BYTES), dtype=torch.uint8)
+            torch.ops.penstock.advise_large_pages(slab)
+            if size >= _SLAB_BYTES:
+                return slab[:num_bytes]
+            self._left = slab
+        taken, self._left = self._left[:num_bytes], self._left[size:]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight as the kernels read it, and of what it was made. The tensors are those of `part_sizes`."""
+
+    # Outputs and inputs of the dense weight; gated: both halves of the outputs.
+    shape: tuple[int, int]
+    # Of the dense weight, and so of x.
+    dtype: torch.dtype
+    format: Format
+    gated: bool
+    weight: Tensor
+    bias: Tensor | None = None
+    # int8: one per output; int4: one per group and output.
+    scale: Tensor | None = None
+    # int8: each output's sum of weights.
+    sum: Tensor | None = None
+
+    def parts(self) -> dict[str, Tensor]:
+        """Those that there are, in the order of `part_sizes`."""
+        every = {"weight": self.weight, "bias": self.bias, "scale": self.scale, "sum": self.sum}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+
+def part_sizes(
+    shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
+) -> dict[str, tuple[torch.dtype, int]]:
+    """dtype and number of elements of each tensor that a packed (outputs, inputs) weight consists of."""
+    outputs, inputs = shape
+    panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
+    sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
+    if has_bias:
+        sizes["bias"] = (torch.float32, panels * PANEL)
+    if format is Format.INT8:
+        sizes |= {"scale": (torch.float32, panels * PANEL), "sum": (torch.int32, panels * PANEL)}
+    elif format is Format.INT4:
+        sizes["scale"] = (torch.float32, panels * -(-inputs // GROUP) * PANEL)
+    return sizes
+
+
+class NativeLinear(Linear):
+    """x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        outputs, self.in_features = packed.shape
+        self.out_features = outputs // 2 if packed.gated else outputs
+        self.packed = packed
+        multiply = partial(
+            torch.ops.penstock.linear.default,
+            weight=packed.weight,
+            format=int(packed.format),
+            width=self.out_features,
+            bias=packed.bias,
+            column_scale=packed.scale,
+            column_sum=packed.sum,
+            gated=packed.gated,
+        )
+        self._multiply = partial(multiply, as_float=False)
+        self._multiply_as_float = partial(multiply, as_float=True)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See Linear."""
+        result: Tensor = self._multiply(x_TI)
+        return result
+
+    def as_float(self, x_TI: Tensor) -> Tensor:
+        """See Linear: never rounded to bfloat16."""
+        result: Tensor = self._multiply_as_float(x_TI)
+        return result
+
+    def rows(self) -> Rows | None:
+        """See Linear: int8 and int4 do not keep the weight."""
+        if self.format in (Format.INT8, Format.INT4):
+            return None
+        is_bf16 = self.packed.dtype is torch.bfloat16
+        lookup = torch.ops.penstock.packed_rows.default
+        weight, inputs, outputs = self.packed.weight, self.in_features, self.out_features
+        return lambda ids_T: lookup(weight, ids_T, inputs, outputs, is_bf16)
+
+    @property
+    def format(self) -> Format:
+        """Of the weight."""
+        return self.packed.format
+
+    def tensors(self) -> list[Tensor | None]:
+        """Weight, bias, scale and sum, as csrc/ops_decoder.cpp takes them."""
+        return [self.packed.weight, self.packed.bias, self.packed.scale, self.packed.sum]
+
+    @property
+    def num_bytes(self) -> int:
+        """See Linear."""
+        return sum(tensor.nbytes for tensor in self.packed.parts().values())
+
+
+class NativeLinearMethod(LinearMethod):
+    """Packs for the C++ kernels, which must be loaded."""
+
+    def __init__(self, format: Format, head: Format | None = None, *, arena: Arena | None = None) -> None:
+        """`head`: the format of the last layer, where it is another; `arena`: where weights go while it lasts."""
+        self.name = f"native {format.name.lower()}"
+        self._format = format
+        self._head = format if head is None else head
+        self._slabs = Slabs(arena)
+
+    def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
+        """See LinearMethod: packed as it is read."""
+        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=False))
+
+    def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        return self.linear(weight_OI, bias_O)
+
+    def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
+        """See LinearMethod: the halves meet before anything is written."""
+        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True))
+
+    def head(self, weight_VI: Tensor | Weight) -> Linear:
+        """See LinearMethod."""
+        return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
+
+
+def _pack(
+    weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
+) -> PackedWeight:
+    outputs, inputs = weight_OI.shape
+    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
+    weight = slabs.take(sizes["weight"][1])
+    scale, sums = (
+        torch.empty(sizes[name][1] if name in sizes else 0, dtype=dtype)
+        for name, dtype in (("scale", torch.float32), ("sum", torch.int32))
+    )
+    first = 0
+    for piece in [weight_OI] if isinstance(weight_OI, Tensor) else weight_OI.pieces():
+        bad = torch.ops.penstock.pack_rows(piece.contiguous(), first, outputs, weight, scale, sums, int(format), gated)
+        if bad >= 0:
+            raise NotFinite(first + bad)
+        first += piece.shape[0]
+    return PackedWeight(
+        (outputs, inputs),
+        weight_OI.dtype,
+        format,
+        gated,
+        weight,
+        None if bias_O is None else _in_panels(bias_O.float(), gated=gated),
+        scale if "scale" in sizes else None,
+        sums if "sum" in sizes else None,
+    )
+
+
+def _in_panels(bias_O: Tensor, *, gated: bool) -> Tensor:
+    """In the order of the panels' outputs, padded with zeros."""
+    if not gated:
+        return F.pad(bias_O, (0, -bias_O.shape[0] % PANEL))
+    half = PANEL // 2
+    gate, up = (F.pad(part, (0, -part.shape[0] % half)).view(-1, half) for part in bias_O.chunk(2))
+    return torch.cat([gate, up], dim=1).flatten()

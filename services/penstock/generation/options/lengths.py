@@ -1,0 +1,76 @@
+"""How many tokens a request generates at least and at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.common.errors import InvalidArgument
+from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults
+from penstock.generation.options.request_options import RequestedLength
+
+
+def resolve_lengths(
+    command: GenerateCommand,
+    defaults: ModelDefaults,
+    room: int,
+    pool_room: Callable[[int], int] | None,
+    warnings: list[str],
+) -> tuple[int, int]:
+    """Return (max_new_tokens, min_new_tokens), and append to `warnings`.
+
+    `room` is what the context has for output; `pool_room`, asked only for an unset length, what the pool has beside so
+    many prompt tokens. A limit on new tokens wins over a total length of the same origin. Raises InvalidArgument for a
+    total length that the prompt fills.
+    """
+    prompt, asked, fallback = len(command.prompt_token_ids), command.options.length, defaults.options.length
+    maximum = _requested_maximum(asked, prompt, warnings)
+    if maximum is None:
+        open_room = room if pool_room is None else max(min(room, pool_room(prompt)), 1)
+        maximum = _open_ended(fallback, prompt, open_room, warnings)
+    if maximum > room:
+        maximum = room
+        warnings.append(f"the requested length exceeds the context: generating at most {room} tokens")
+    if asked.min_new_tokens is not None and asked.min_length is not None:
+        warnings.append("config.min_length has no effect: config.min_new_tokens is set and wins")
+    minimum = _minimum(asked, prompt)
+    if minimum is None:
+        minimum = _minimum(fallback, prompt) or 0
+    if minimum > maximum:
+        warnings.append("the minimum length exceeds the maximum: generation stops at the maximum")
+    return maximum, min(minimum, maximum)
+
+
+def _open_ended(fallback: RequestedLength, prompt: int, room: int, warnings: list[str]) -> int:
+    """The model's own limit, else all the room there is. Neither is the caller's wish, so neither can be too much."""
+    limit = _fallback_maximum(fallback, prompt)
+    if limit is not None:
+        return min(limit, room)
+    warnings.append(f"config.max_new_tokens is unset: generating at most {room} tokens")
+    return room
+
+
+def _requested_maximum(asked: RequestedLength, prompt: int, warnings: list[str]) -> int | None:
+    if asked.max_new_tokens is not None:
+        if asked.max_length is not None:
+            warnings.append("config.max_length has no effect: config.max_new_tokens is set and wins")
+        return asked.max_new_tokens
+    if asked.max_length is None:
+        return None
+    if prompt >= asked.max_length:
+        raise InvalidArgument("config.max_length", "must exceed the number of prompt tokens")
+    return asked.max_length - prompt
+
+
+def _fallback_maximum(fallback: RequestedLength, prompt: int) -> int | None:
+    """A model's max_length that the prompt already fills cannot be meant for this request."""
+    if fallback.max_new_tokens is not None:
+        return fallback.max_new_tokens
+    if fallback.max_length is not None and fallback.max_length > prompt:
+        return fallback.max_length - prompt
+    return None
+
+
+def _minimum(asked: RequestedLength, prompt: int) -> int | None:
+    if asked.min_new_tokens is not None:
+        return asked.min_new_tokens
+    return None if asked.min_length is None else max(asked.min_length - prompt, 0)

@@ -1,0 +1,214 @@
+"""`penstock pack`: from a checkpoint to a folder whose weights are mapped as they are. Blocking."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from penstock import __version__
+from penstock.common.checkpoint import source_name
+from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.host.mapped import map_file, populate
+from penstock.generation.host.memory import format_memory
+from penstock.generation.layers.linear.base import Linear
+from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.models.registry import checkpoint_weights, read_model_config
+from penstock.generation.weights.checkpoint_weights import CheckpointWeights
+from penstock.generation.weights.files import PACKED_FILE, file_names, is_packed
+from penstock.generation.weights.packed_folder import copy_side_files, sync, unfinished
+from penstock.generation.weights.packed_layout import DTYPES, HEAD, PackedFacts, header, layout
+from penstock.generation.weights.packed_weights import PackedFile
+from penstock.generation.weights.tensor_names import EMBEDDING, NORM, layer_linears, layer_norms, layer_prefix
+
+# Between two reports.
+_PIECE_BYTES = 2**24
+# What is done, and how much of it: in bytes.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A file of packed weights."""
+
+    path: Path
+    num_bytes: int
+    facts: PackedFacts
+
+
+def pack(
+    folder: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = lambda task, done, total: None,
+) -> Packed:
+    """Write the model of `folder`, packed as `dtype` and `quantization`, to the folder `output`.
+
+    Under its name a file is whole or not there; the weights come last. What was written is read back and compared. In
+    memory are embedding, head and one matrix of a layer. Raises StartupError naming what to change.
+    """
+    if is_packed(folder):
+        raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made of", flag="MODEL")
+    device = CPUDevice()
+    try:
+        device.start(num_threads=threads, kernels="native")
+    except StartupError as error:
+        # There is no --kernels to change here.
+        raise StartupError(error.message, flag=None if error.flag == "--kernels" else error.flag) from error
+    config = read_model_config(folder)
+    weights = checkpoint_weights(folder, config, device, dtype, quantization, map_embeddings=False)
+    name = str(weights.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise StartupError(f"the kernels have no {name}: choose --dtype bfloat16 or float32", flag="--dtype")
+    facts = PackedFacts(
+        name, "none" if quantization == "auto" else quantization, source=source_name(folder), written_by=__version__
+    )
+    try:
+        with unfinished(folder, output, force=force) as scratch:
+            _write(scratch / PACKED_FILE, folder, config, weights, facts, progress)
+            copy_side_files(folder, scratch, output)
+            os.replace(scratch / PACKED_FILE, output / PACKED_FILE)
+            sync(output)
+    except OSError as error:
+        raise StartupError(f"OUTPUT {output} cannot be written: {error.strerror or error}", flag="OUTPUT") from error
+    return check(output, progress)
+
+
+def check(folder: Path, progress: Progress = lambda task, done, total: None) -> Packed:
+    """Read a packed folder's weights from end to end and compare them with their digest. Raises StartupError."""
+    if not is_packed(folder):
+        raise StartupError(f"MODEL {folder} has no {PACKED_FILE}: `penstock pack` did not write it", flag="MODEL")
+    file = PackedFile(folder)
+    size = len(file.memory)
+    digest = hashlib.sha256()
+    with memoryview(file.memory) as memory:
+        for first in range(file.data_begin, size, _PIECE_BYTES):
+            digest.update(memory[first : first + _PIECE_BYTES])
+            progress("checking", min(first + _PIECE_BYTES, size), size)
+    if digest.hexdigest() != file.facts.sha256:
+        raise file.error("is damaged: its bytes are not those that were written")
+    return Packed(file.path, size, file.facts)
+
+
+def _write(
+    path: Path,
+    folder: Path,
+    config: ModelConfig,
+    weights: CheckpointWeights,
+    facts: PackedFacts,
+    progress: Progress,
+) -> None:
+    """All of the file, on the disk when this returns, and not in memory."""
+    head, table = weights.head_and_table()
+    places = layout(config, weights.dtype, facts.quantization, has_table=table is not None)
+    facts = replace(facts, source_sha256=json.dumps(dict.fromkeys(file_names(folder), "0" * 64)))
+    start, size = header(places, facts), max(place.end for place in places.values())
+    _check_space(path.parent, len(start) + size)
+    with path.open("wb") as file, _source_digests(folder) as digests:
+        file.write(start)
+        sink = _Sink(file, size, progress)
+        for name, tensor in _tensors(config, weights, head, table):
+            sink.write(bytes(places[name].begin - sink.position))
+            sink.write(tensor.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        sink.write(bytes(size - sink.position))
+        facts = replace(facts, source_sha256=json.dumps(digests()), sha256=sink.digest.hexdigest())
+        file.seek(0)
+        file.write(header(places, facts))
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            # Written in small pages. Whoever maps the file has it read again, in large ones.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    populate(map_file(path))
+
+
+class _Sink:
+    """What comes behind the header."""
+
+    def __init__(self, file: BinaryIO, size: int, progress: Progress) -> None:
+        self.position = 0
+        self.digest = hashlib.sha256()
+        self._file, self._size, self._progress = file, size, progress
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append. Raises OSError."""
+        for first in range(0, len(data), _PIECE_BYTES):
+            piece = data[first : first + _PIECE_BYTES]
+            self._file.write(piece)
+            self.digest.update(piece)
+            self.position += len(piece)
+            self._progress("packing", self.position, self._size)
+
+
+def _tensors(
+    config: ModelConfig, weights: CheckpointWeights, head: Linear, table: Tensor | None
+) -> Iterator[tuple[str, Tensor]]:
+    """In the order of packed_layout.layout, each made when it is asked for."""
+    yield from _parts(HEAD, head)
+    if table is not None:
+        yield EMBEDDING, table
+    for index in range(config.num_layers):
+        prefix = layer_prefix(index)
+        for name in layer_norms(config):
+            yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}")
+        for linear in layer_linears(config):
+            yield from _parts(f"{prefix}{linear.name}", weights.linear(prefix, linear))
+        weights.layer_is_complete()
+    yield NORM, weights.tensor(NORM)
+
+
+def _parts(name: str, linear: Linear) -> Iterator[tuple[str, Tensor]]:
+    for part, tensor in cast(NativeLinear, linear).packed.parts().items():
+        yield f"{name}.{part}", tensor
+
+
+@contextmanager
+def _source_digests(folder: Path) -> Iterator[Callable[[], dict[str, str]]]:
+    """SHA-256 of every file of the checkpoint's weights, reckoned by a thread; what is given waits for it.
+
+    Nobody waits who leaves without asking. Raises StartupError when asked for a file that cannot be read.
+    """
+    is_given_up = Event()
+    with ThreadPoolExecutor(1, "digests") as beside:
+        found = beside.submit(lambda: {name: _digest(folder / name, is_given_up) for name in file_names(folder)})
+        try:
+            yield found.result
+        finally:
+            is_given_up.set()
+
+
+def _digest(path: Path, is_given_up: Event) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while not is_given_up.is_set() and (piece := file.read(_PIECE_BYTES)):
+                digest.update(piece)
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}", flag="MODEL") from error
+    return digest.hexdigest()
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise StartupError(
+            f"the packed weights take {format_memory(needed)}, and where OUTPUT is {format_memory(free)} is free",
+            flag="OUTPUT",
+        )

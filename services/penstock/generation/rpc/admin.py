@@ -1,0 +1,143 @@
+"""GenerationAdminService: load, cache and lifecycle of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.stats import EngineLoad
+from penstock.generation.options.checks import unsupported
+from penstock.generation.rpc.generation import later
+from penstock.generation.service import GenerationCore, Lifecycle
+from penstock.generation.startup.load import LoadedModel
+from penstock.generation.wire import convert
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+DEFAULT_INTERVAL_SECONDS, MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 0.01, 3600.0
+
+
+class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
+    """GenerationAdminService over one Lifecycle."""
+
+    CopyBlocks = later("CopyBlocks")
+    SwapBlocks = later("SwapBlocks")
+    LoadAdapter = later("LoadAdapter")
+    UnloadAdapter = later("UnloadAdapter")
+    ListAdapters = later("ListAdapters")
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
+        """Where the process stands, also while it loads."""
+        return admin_pb2.GetLoadResponse(load=self._load())
+
+    async def WatchLoad(self, request: admin_pb2.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
+        """A report at once, then on change, at most one an interval. Idle costs nothing: it waits for an event."""
+        interval = _interval(request)
+        async for load in self._changes(interval):
+            await context.write(admin_pb2.WatchLoadResponse(load=load))
+
+    async def _changes(self, interval: float) -> AsyncIterator[admin_pb2.Load]:
+        hub = self._lifecycle.loaded().hub
+        changed = hub.watch()
+        try:
+            last = None
+            while not hub.closing:
+                changed.clear()
+                load = self._load()
+                if load != last:
+                    last = load
+                    yield load
+                    await asyncio.sleep(interval)
+                await changed.wait()
+        finally:
+            hub.unwatch(changed)
+
+    async def GetPoolStats(
+        self, request: admin_pb2.GetPoolStatsRequest, context: Context
+    ) -> admin_pb2.GetPoolStatsResponse:
+        """Counters of the KV pool since the start."""
+        core = self._lifecycle.loaded()
+        return convert.from_pool_stats(self._load(), core.stats)
+
+    async def ClearCache(self, request: admin_pb2.ClearCacheRequest, context: Context) -> admin_pb2.ClearCacheResponse:
+        """Forget every reusable prefix that no running request holds."""
+        core = self._lifecycle.loaded()
+        if request.request_ids:
+            raise unsupported("request_ids")
+        cleared = await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.clear_cache()))
+        # The engine publishes its load after carrying out commands, so the next one sees it published.
+        await asyncio.wrap_future(core.loop.run_on_engine(lambda _: None))
+        core.hub.notify()
+        return admin_pb2.ClearCacheResponse(blocks_cleared=cleared)
+
+    async def WarmUp(self, request: admin_pb2.WarmUpRequest, context: Context) -> admin_pb2.WarmUpResponse:
+        """Run the model once, as at start-up, while nothing else runs; the prefix cache is empty afterwards."""
+        core = self._lifecycle.accepting()
+        for field, _ in request.ListFields():
+            raise unsupported(field.name)
+        begin = time.monotonic()
+        await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: _warm_up(engine, core.loaded)))
+        return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """Refuse new work and wait for what is live; past the grace it is aborted."""
+        core = self._lifecycle.loaded()
+        grace = request.grace_seconds if request.HasField("grace_seconds") else None
+        if grace is not None and not (math.isfinite(grace) and grace >= 0):
+            raise InvalidArgument("grace_seconds", "must be finite and >= 0")
+        self._lifecycle.start_drain()
+        await self._lifecycle.set_serving(False)
+        await _finish(core, grace)
+        return admin_pb2.DrainResponse(running_requests=core.hub.num_live)
+
+    async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeResponse:
+        """Take new work again after Drain."""
+        self._lifecycle.loaded()
+        self._lifecycle.resume()
+        await self._lifecycle.set_serving(True)
+        return admin_pb2.ResumeResponse()
+
+    def _load(self) -> admin_pb2.Load:
+        core = self._lifecycle.core
+        load = core.loop.load if core is not None else EngineLoad()
+        limit = core.loaded.engine_config.max_queued_requests if core is not None else 0
+        return convert.from_load(load, self._lifecycle.state.value, limit)
+
+
+def _interval(request: admin_pb2.WatchLoadRequest) -> float:
+    if not request.HasField("min_interval_seconds"):
+        return DEFAULT_INTERVAL_SECONDS
+    interval = request.min_interval_seconds
+    # NaN fails every comparison.
+    if not MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS:
+        raise InvalidArgument(
+            "min_interval_seconds", f"must be in [{MIN_INTERVAL_SECONDS:g}, {MAX_INTERVAL_SECONDS:g}]"
+        )
+    return interval
+
+
+def _warm_up(engine: Engine, loaded: LoadedModel) -> None:
+    """On the engine's thread. The warm-up writes into blocks, so none may be in use or cached."""
+    if engine.has_work:
+        raise FailedPrecondition("requests are live: warm up while there are none", reason="BUSY")
+    engine.clear_cache()
+    loaded.warm_up()
+
+
+async def _finish(core: GenerationCore, grace: float | None) -> None:
+    """Wait for live requests; after `grace` seconds abort them and wait for their last word."""
+    try:
+        await asyncio.wait_for(core.hub.wait_idle(), grace)
+    except TimeoutError:
+        core.hub.abort(core.hub.live_ids())
+        await core.hub.wait_idle()

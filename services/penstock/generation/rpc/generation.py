@@ -1,0 +1,161 @@
+"""GenerationService: one request on a stream, or many on a session. Token ids in, token ids out.
+
+Handlers run on the event loop and never touch the engine's state: they hand requests to the hub and write what the hub
+routes back to them. A handler that ends for whatever reason (cancelled, deadline, reader gone) releases its stream,
+which aborts what is still live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+
+from penstock.common.errors import InvalidArgument, PenstockError, Unimplemented
+from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.streams import RequestStream, SessionStream
+from penstock.generation.grammar.spec import ConstraintSpec
+from penstock.generation.service import Lifecycle
+from penstock.generation.wire import convert
+from penstock.generation.wire import score_embed as convert_given
+from penstock.v1 import generation_pb2, generation_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def later(name: str) -> Any:
+    """A handler of an RPC that this release does not have."""
+
+    async def handler(_self: object, _request: object, _context: object) -> NoReturn:
+        raise Unimplemented(name)
+
+    return handler
+
+
+def deadline_of(context: Context) -> float | None:
+    """The call's deadline as time.monotonic(); None when it has none."""
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """GenerationService over one Lifecycle."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Started, deltas, Finished, status."""
+        core = self._lifecycle.accepting()
+        command = convert.to_command(request, core.limits)
+        emitter = core.prepare(command, deadline_of(context))
+        if command.constraint is not None:
+            await core.constrain(emitter.request, command.constraint)
+            # It may have begun to drain meanwhile.
+            self._lifecycle.accepting()
+        stream = RequestStream(emitter, core.max_pending_messages)
+        core.hub.submit(emitter.request, stream)
+        core.hub.attach(stream)
+        try:
+            async for message in stream.outbox:
+                await context.write(message)
+        finally:
+            core.hub.detach(stream)
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[generation_pb2.SessionRequest], context: Context
+    ) -> None:
+        """Commands in, one message per engine step out."""
+        core = self._lifecycle.loaded()
+        session = SessionStream(core.max_pending_messages)
+        reader = asyncio.create_task(self._read(request_iterator, session, deadline_of(context)))
+        # A reader that fails ends the session; its exception is raised below.
+        reader.add_done_callback(lambda task: session.half_close() if _ended(task) else session.outbox.close())
+        core.hub.attach(session)
+        try:
+            async for message in session.outbox:
+                await context.write(message)
+            if reader.done():
+                await reader
+        finally:
+            reader.cancel()
+            session.give_up()
+            core.hub.detach(session)
+
+    async def _read(
+        self, commands: AsyncIterator[generation_pb2.SessionRequest], session: SessionStream, deadline: float | None
+    ) -> None:
+        async for command in commands:
+            kind = command.WhichOneof("command")
+            if kind == "abort":
+                self._abort(command.abort, session)
+                continue
+            submit = command.submit
+            try:
+                if kind is None:
+                    raise InvalidArgument("command", "must be submit or abort")
+                self._submit(submit, command.handle, session, deadline)
+            except PenstockError as error:
+                session.refuse(self._step(), submit.request_id, submit.attempt_epoch, error)
+
+    def _submit(
+        self, message: generation_pb2.GenerateRequest, handle: int, session: SessionStream, deadline: float | None
+    ) -> None:
+        core = self._lifecycle.accepting()
+        if not message.request_id:
+            raise InvalidArgument("request_id", "must be set in a session")
+        command = convert.to_command(message, core.limits)
+        emitter = core.prepare(command, deadline)
+        emitter.handle = handle
+        if command.constraint is not None:
+            # The session's other commands do not wait for a compiler.
+            session.later(emitter, self._submit_constrained(emitter, command.constraint, session))
+            return
+        core.hub.submit(emitter.request, session)
+        session.add(emitter)
+
+    async def _submit_constrained(self, emitter: Emitter, constraint: ConstraintSpec, session: SessionStream) -> None:
+        request = emitter.request
+        try:
+            await self._lifecycle.accepting().constrain(request, constraint)
+            # It may have begun to drain meanwhile.
+            self._lifecycle.accepting().hub.submit(request, session)
+            session.add(emitter)
+        except PenstockError as error:
+            session.refuse(self._step(), request.request_id, request.attempt_epoch, error)
+
+    def _abort(self, message: generation_pb2.SessionAbort, session: SessionStream) -> None:
+        """Abort one of the session's own requests; one that is over already is no error."""
+        core = self._lifecycle.core
+        if core is not None and session.owns(message.request_id, message.attempt_epoch):
+            core.hub.abort([message.request_id])
+
+    def _step(self) -> int:
+        core = self._lifecycle.core
+        return core.hub.step if core is not None else 0
+
+    async def Score(self, request: generation_pb2.ScoreRequest, context: Context) -> generation_pb2.ScoreResponse:
+        """Log-probabilities of given continuations, batched with everything else."""
+        core = self._lifecycle.accepting()
+        command = convert_given.to_score(request, core.limits)
+        return convert_given.from_scores(await core.score(command, deadline_of(context)))
+
+    async def Embed(self, request: generation_pb2.EmbedRequest, context: Context) -> generation_pb2.EmbedResponse:
+        """Means of the final hidden states."""
+        core = self._lifecycle.accepting()
+        command = convert_given.to_embed(request, core.limits)
+        results = await core.embed(command, deadline_of(context))
+        return convert_given.from_embeddings(results, normalize=command.normalize)
+
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
+        """End live requests of any stream; they finish with reason ABORTED."""
+        hub = self._lifecycle.loaded().hub
+        wanted = hub.live_ids() if request.all else request.request_ids
+        return generation_pb2.AbortResponse(request_ids=hub.abort(wanted))
+
+
+def _ended(task: asyncio.Task[None]) -> bool:
+    return not task.cancelled() and task.exception() is None

@@ -1,0 +1,116 @@
+"""Tensors of output positions: what the model made of the rows that tokens are drawn from, for those who asked."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.generation.attention.capture import AttentionCapture, CapturedRow
+from penstock.generation.core.modes import TensorOutputs
+from penstock.generation.core.tensors import StepTensors, TensorData
+from penstock.generation.models.capture import HiddenCapture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.attention.base import Attention
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.runner.draw_rows import DrawRows
+    from penstock.generation.sampling.sampler import Sampler
+    from penstock.generation.sampling.token_masks import TokenMasks
+
+_NOTHING = TensorOutputs()
+
+
+class StepTensorTaker:
+    """Lives for one step in which somebody wants tensors; follows it from before the forward pass to the draw."""
+
+    def __init__(self, draws: DrawRows, row_starts: Seq[int], attention: Attention, device: torch.device) -> None:
+        """`draws.tensors` are not empty; `row_starts` as in ModelInputs, `attention` the model's own."""
+        self._device = device
+        # Places among the drawers.
+        self._places = draws.tensors
+        self._drawers = [draws.sequences[place] for place in self._places]
+        self._asked = [drawer.params.tensors or _NOTHING for drawer in self._drawers]
+        row_of_drawer = draws.row_of_drawer
+        rows = [row_of_drawer[place] for place in self._places]
+        self._logit_rows = [draws.rows.index(row) for row in rows]
+        self.capture = self._hidden_capture(rows)
+        self.attention = self._attention_capture(rows, row_starts, attention)
+        self._logits: dict[int, torch.Tensor] = {}
+        self._scores: dict[int, torch.Tensor] = {}
+
+    def take_logits(self, logits_RV: torch.Tensor) -> None:
+        """The model's own logits of the distinct rows, before anything is done to them. Copies what is wanted."""
+        for item, asked in enumerate(self._asked):
+            if asked.logits:
+                self._logits[item] = logits_RV[self._logit_rows[item]].clone()
+
+    def take_scores(self, logits_NV: torch.Tensor, sampler: Sampler, masks: TokenMasks | None) -> None:
+        """The scores that the drawers draw from; `logits_NV` are what the sampler is about to get, and stay as they
+        are. A row that holds a NaN is left out: its sequence fails."""
+        items = [item for item, asked in enumerate(self._asked) if asked.scores]
+        if not items:
+            return
+        rows_MV = logits_NV[self._index([self._places[item] for item in items])]
+        good = [place for place, bad in enumerate(rows_MV.isnan().any(-1).tolist()) if not bad]
+        if not good:
+            return
+        drawers = [self._drawers[items[place]] for place in good]
+        scores_MV = sampler.processed_scores(rows_MV[self._index(good)], drawers, masks)
+        self._scores = {items[place]: scores_V for place, scores_V in zip(good, scores_MV, strict=True)}
+
+    def tensors(self) -> list[tuple[Sequence, StepTensors]]:
+        """What everybody gets, after the draw."""
+        return [(drawer, self._of(item)) for item, drawer in enumerate(self._drawers)]
+
+    def _of(self, item: int) -> StepTensors:
+        asked = self._asked[item]
+        scores, score_ids = _highest(self._scores.get(item), asked.top_k)
+        logits, logit_ids = _highest(self._logits.get(item), asked.top_k)
+        hidden = attentions = None
+        if asked.hidden_states and self.capture is not None:
+            place = self._hidden_places[item]
+            states = self.capture.states
+            hidden = _data(torch.stack([states[layer][place] for layer in sorted(states)]).float())
+        if asked.attentions and self.attention is not None:
+            attentions = _data(self.attention.weights(self._attention_places[item]))
+        return StepTensors(scores, score_ids, logits, logit_ids, hidden, attentions)
+
+    def _hidden_capture(self, rows: list[int]) -> HiddenCapture | None:
+        items = [item for item, asked in enumerate(self._asked) if asked.hidden_states]
+        self._hidden_places = {item: place for place, item in enumerate(items)}
+        return HiddenCapture(self._index([rows[item] for item in items])) if items else None
+
+    def _attention_capture(
+        self, rows: list[int], row_starts: Seq[int], attention: Attention
+    ) -> AttentionCapture | None:
+        items = [item for item, asked in enumerate(self._asked) if asked.attentions]
+        self._attention_places = {item: place for place, item in enumerate(items)}
+        # A drawer holds the tokens up to its row's.
+        wanted = [
+            CapturedRow(rows[item], bisect_right(row_starts, rows[item]) - 1, self._drawers[item].num_tokens)
+            for item in items
+        ]
+        return AttentionCapture(attention, wanted) if items else None
+
+    def _index(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _highest(values_V: torch.Tensor | None, top_k: int) -> tuple[TensorData | None, TensorData | None]:
+    """All of them, or the `top_k` highest with their ids."""
+    if values_V is None:
+        return None, None
+    if not top_k:
+        return _data(values_V), None
+    top = values_V.topk(min(top_k, len(values_V)))
+    return _data(top.values), _data(top.indices)
+
+
+def _data(values: torch.Tensor) -> TensorData:
+    """`values` are fp32 or int64."""
+    dtype = str(values.dtype).removeprefix("torch.")
+    return TensorData(dtype, tuple(values.shape), values.cpu().contiguous().numpy().tobytes())

@@ -1,0 +1,190 @@
+"""What the servicers stand on: whether there is a model yet, and one loaded model's engine with its live requests."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable
+from penstock.common.request_context import new_request_id
+from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.hub import OutputHub
+from penstock.generation.delivery.item_batch import ItemBatch, ItemResult
+from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.stats import EngineStats
+from penstock.generation.grammar.compiler import GrammarCompiler
+from penstock.generation.grammar.spec import ConstraintSpec
+from penstock.generation.options.generate_options import GenerateCommand, RequestLimits
+from penstock.generation.options.resolve import resolve
+from penstock.generation.options.score_embed import (
+    EmbedCommand,
+    ScoreCommand,
+    check_embed,
+    check_score,
+    embed_requests,
+    followers,
+    score_requests,
+)
+from penstock.generation.options.tensors import TensorSizes, resolve_tensors
+from penstock.generation.options.validate import validate
+from penstock.generation.startup.load import LoadedModel
+
+STARTING_RETRY_SECONDS = 1.0
+
+
+class ModelState(enum.Enum):
+    """Lifecycle of the model (penstock.v1.ModelState)."""
+
+    LOADING = 1
+    READY = 2
+    DRAINING = 3
+    UNAVAILABLE = 4
+
+
+@dataclass(slots=True)
+class GenerationCore:
+    """A loaded model behind its engine. Used from the event loop only."""
+
+    loaded: LoadedModel
+    compiler: GrammarCompiler
+    limits: RequestLimits
+    loop: EngineLoop
+    hub: OutputHub
+    stats: EngineStats
+    max_pending_messages: int
+    # Items of one Score or Embed in the engine at once.
+    max_items: int
+
+    def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
+        """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
+
+        `deadline` is the call's, a time.monotonic() or None; a command's own timeout may be earlier.
+        """
+        loaded = self.loaded
+        validate(command, loaded.served, self.limits)
+        resolved = resolve(command, loaded.defaults, loaded.served, self.limits)
+        params = self._with_tensors(command, resolved.params)
+        arrival = time.monotonic()
+        request = Request(
+            request_id=command.request_id or new_request_id(),
+            prompt_token_ids=command.prompt_token_ids,
+            params=params,
+            arrival_time=arrival,
+            resumed_token_ids=command.resumed_token_ids,
+            cache_salt=command.cache_salt,
+            priority=command.priority,
+            deadline=_earliest(deadline, arrival, command.timeout_seconds),
+            attempt_epoch=command.attempt_epoch,
+            warnings=resolved.warnings,
+            healing=self._healing(command) if resolved.params.token_healing else None,
+        )
+        return Emitter(request, loaded.served.name, resolved.stream_interval)
+
+    def _healing(self, command: GenerateCommand) -> HealingOptions | None:
+        """None where the prompt has no other last token to have, or only one token."""
+        prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
+        if prefixes is None or len(prompt) < 2:
+            return None
+        token_ids = prefixes.extensions(prompt[-1])
+        return HealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
+
+    def _with_tensors(self, command: GenerateCommand, params: SamplingParams) -> SamplingParams:
+        if not command.output.tensors:
+            return params
+        model = self.loaded.model.config
+        sizes = TensorSizes(model.vocab_size, model.num_layers, model.hidden_size, model.num_heads)
+        prompt_tokens = len(command.prompt_token_ids)
+        return replace(params, tensors=resolve_tensors(command.output, params, prompt_tokens, sizes, self.limits))
+
+    async def constrain(self, request: Request, constraint: ConstraintSpec) -> None:
+        """Compile a request's constraint. Abort and deadline end the wait; raises what `GrammarCompiler.compile` does.
+
+        To be awaited between `prepare` and the submission of the request; the id is the request's from here on.
+        """
+        remaining = None if request.deadline is None else request.deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(remaining):
+                grammar = await self.hub.prepare(request.request_id, self.compiler.compile(constraint))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": "constraint"}
+            ) from None
+        request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
+
+    async def score(self, command: ScoreCommand, deadline: float | None) -> list[ItemResult]:
+        """Run a Score to its end. Raises what `check_score` raises, and the first error of an item."""
+        check_score(command, self.loaded.served, self.limits)
+        requests = score_requests(command, time.monotonic(), deadline)
+        return await ItemBatch(self.hub, requests, "items", self.max_items, followers(command.items)).run()
+
+    async def embed(self, command: EmbedCommand, deadline: float | None) -> list[ItemResult]:
+        """Run an Embed to its end. Raises what `check_embed` raises, and the first error of an input."""
+        check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
+        requests = embed_requests(command, time.monotonic(), deadline)
+        return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
+
+
+def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> float | None:
+    if timeout is None:
+        return deadline
+    return arrival + timeout if deadline is None else min(deadline, arrival + timeout)
+
+
+async def _ignore(_: bool) -> None:
+    """Health that nobody is bound to."""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """Where the process stands. `core` is set once the model is loaded."""
+
+    model_name: str
+    state: ModelState = ModelState.LOADING
+    percent_loaded: float = 0.0
+    core: GenerationCore | None = None
+    # The process itself is going: this drain has no way back.
+    stopping: bool = False
+    set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
+
+    def loaded(self) -> GenerationCore:
+        """The core. Raises Unavailable while the model loads or after it failed."""
+        if self.core is None or self.state in (ModelState.LOADING, ModelState.UNAVAILABLE):
+            raise self._unavailable()
+        return self.core
+
+    def accepting(self) -> GenerationCore:
+        """The core, for new work. Raises Unavailable also while draining."""
+        if self.state is ModelState.DRAINING:
+            raise Unavailable("this process is draining: send new work elsewhere", reason="DRAINING")
+        return self.loaded()
+
+    def _unavailable(self) -> PenstockError:
+        if self.state is ModelState.LOADING:
+            return Unavailable(
+                "the model is still loading", reason="STARTING", retry_after_seconds=STARTING_RETRY_SECONDS
+            )
+        return Unavailable("the engine of this process has failed", reason="ENGINE_FAILED")
+
+    def start_drain(self) -> None:
+        """Refuse new work from now on."""
+        if self.state is ModelState.READY:
+            self.state = ModelState.DRAINING
+            self._changed()
+
+    def resume(self) -> None:
+        """Take new work again. Raises Unavailable once the process is stopping."""
+        if self.stopping:
+            raise Unavailable("this process is stopping: send new work elsewhere", reason="DRAINING")
+        if self.state is ModelState.DRAINING:
+            self.state = ModelState.READY
+            self._changed()
+
+    def _changed(self) -> None:
+        if self.core is not None:
+            self.core.hub.notify()

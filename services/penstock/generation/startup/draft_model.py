@@ -1,0 +1,166 @@
+"""The second model of a process, which drafts for the first: loading it, and checks that the two go together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.common.checkpoint import model_name, resolve_model
+from penstock.common.errors import StartupError
+from penstock.common.fingerprint import tokenizer_fingerprint
+from penstock.common.logging import get_logger
+from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.devices.base import Device
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.resized import ResizedVocabulary
+from penstock.generation.runner.drafter import ModelDrafter
+from penstock.generation.runner.grammar_masks import MaskFiller
+from penstock.generation.runner.model_runner import ModelRunner
+
+_log = get_logger("penstock.generation")
+MODEL_FLAG, MEMORY_FLAG = "--assistant-model", "--assistant-kv-memory"
+_FLAGS = {"MODEL": MODEL_FLAG, "--kv-memory": MEMORY_FLAG}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A draft model in memory with a pool of its own, ready to draft."""
+
+    name: str
+    model: CausalLM
+    kv: KVCachePool
+    runner: ModelRunner
+    drafter: ModelDrafter
+
+    def warm_up(self) -> None:
+        """Run it once. What it had computed for sequences is lost."""
+        self.drafter.clear()
+        self.runner.warm_up()
+
+    def status_line(self) -> str:
+        """Facts for people."""
+        config, kv = self.model.config, self.kv
+        weights = format_weights(self.model.num_bytes, self.model.mapped_bytes)
+        return (
+            f"drafts    {self.name} ({config.architecture}, {config.num_parameters / 1e6:.1f} M parameters, "
+            f"{weights}), kv pool {format_memory(kv.num_bytes)} = "
+            f"{kv.num_blocks * kv.block_size} tokens"
+        )
+
+
+def load_draft_weights(
+    config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
+) -> CausalLM | None:
+    """The weights of `config.assistant_model`, which must speak the tokens of the model in `folder`; None: not asked
+    for. To be called before the pools are sized. Raises StartupError naming --assistant-model."""
+    if config.assistant_model is None:
+        return None
+    with _about_the_draft_model():
+        own = resolve_model(config.assistant_model)
+        served, drafting = read_model_config(folder).vocab_size, read_model_config(own).vocab_size
+        _check_vocabulary(folder, own, served, drafting)
+        weights = load_model(
+            own,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            device=device,
+            progress=progress,
+            map_embeddings=config.map_embeddings,
+        )
+        return weights if served == drafting else ResizedVocabulary(weights, served)
+
+
+def make_draft_model(
+    config: GenerationServiceConfig, weights: CausalLM, device: Device, engine: EngineConfig, masks: MaskFiller
+) -> DraftModel:
+    """Pool, runner and drafter around loaded weights, warmed up; `masks` may be the served model's, which never runs
+    at the same time. Raises StartupError naming --assistant-kv-memory."""
+    context = min(engine.max_context_tokens, weights.config.max_position_embeddings)
+    with _about_the_draft_model():
+        kv = _pool(config, weights, device, engine, context)
+    runner = ModelRunner(weights, kv, masks=masks, kernels=device.sampling_kernels())
+    drafter = ModelDrafter(
+        runner,
+        num_blocks=kv.num_blocks,
+        block_size=kv.block_size,
+        max_context_tokens=context,
+        max_prefill_tokens=engine.max_batch_tokens,
+    )
+    draft = DraftModel(model_name(config.assistant_model), weights, kv, runner, drafter)
+    draft.warm_up()
+    return draft
+
+
+def _pool(
+    config: GenerationServiceConfig, weights: CausalLM, device: Device, engine: EngineConfig, context: int
+) -> KVCachePool:
+    facts, size = weights.config, engine.block_size
+    geometry = (size, facts.num_kv_heads, facts.head_dim)
+    dtype = kv_cache_dtype(config.kv_cache_dtype, weights.dtype)
+    blocks = kv_pool_blocks(
+        parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
+        bytes_per_block=kv_bytes_per_block(facts.num_layers, *geometry, dtype),
+        block_size=size,
+        available=device.memory().available,
+        max_context_tokens=context,
+        # `auto` never takes more than what the served model can hold.
+        max_blocks=engine.num_blocks,
+    )
+    return KVCachePool(facts.num_layers, blocks, *geometry, dtype, device.torch_device)
+
+
+def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> None:
+    """Refuse a draft model of other ids. The sizes may differ by ids that no tokenizer gives (padding)."""
+    prints = tokenizer_fingerprint(folder), tokenizer_fingerprint(own)
+    if served == drafting and prints[0] == prints[1]:
+        return
+    if all(prints):
+        ids = _token_ids(own)
+        if prints[0] != prints[1] and _token_ids(folder) != ids:
+            raise StartupError(
+                f"{MODEL_FLAG} has another tokenizer than the served model: a draft model must have the same ids",
+                flag=MODEL_FLAG,
+            )
+        if max(ids.values()) < min(served, drafting):
+            return
+    elif served == drafting:
+        _log.warning("a tokenizer.json is missing: only the vocabularies' sizes were compared", flag=MODEL_FLAG)
+        return
+    raise StartupError(
+        f"{MODEL_FLAG} has a vocabulary of {drafting} and the served model one of {served}: a draft model must have "
+        "the same",
+        flag=MODEL_FLAG,
+    )
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    """Every token's id, of tokenizer.json; its vocabulary is a mapping, or a list in the order of ids."""
+    try:
+        content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):
+            vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", ())}
+        return {**vocabulary, **added}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StartupError(f"{MODEL_FLAG}: tokenizer.json is broken", flag=MODEL_FLAG) from error
+
+
+@contextmanager
+def _about_the_draft_model() -> Iterator[None]:
+    """What goes wrong inside names the draft model's flags instead of the served one's."""
+    try:
+        yield
+    except StartupError as error:
+        message = error.message
+        for flag, own in _FLAGS.items():
+            message = message.replace(flag, own)
+        raise StartupError(message, flag=_FLAGS.get(error.flag or "", error.flag)) from error

@@ -1,0 +1,302 @@
+"""From a folder to everything an engine needs. Blocking: runs on a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from penstock.common.checkpoint import resolve_model
+from penstock.common.errors import StartupError
+from penstock.common.fingerprint import tokenizer_fingerprint
+from penstock.common.logging import get_logger
+from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.devices.base import Device
+from penstock.generation.devices.registry import open_device
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.capacity import most_output_tokens
+from penstock.generation.grammar.mask_workers import MaskWorkers
+from penstock.generation.host.arena import Arena
+from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory, trim_heap
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.options.generate_options import ModelDefaults, ServedModel
+from penstock.generation.options.hf_json import load_defaults
+from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.startup.batch_tuning import LARGEST_SIZE, BatchTuning, smallest_budget, tune_batch_tokens
+from penstock.generation.startup.draft_model import DraftModel, load_draft_weights, make_draft_model
+from penstock.generation.startup.prompt_timer import PromptTimer
+from penstock.generation.startup.timer import Stages
+from penstock.generation.weights.files import PACKED_FILE, is_packed
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
+from penstock.text.token_bytes import TokenBytes, UnsupportedTokenizer
+from penstock.text.token_prefixes import TokenPrefixes
+
+_log = get_logger("penstock.generation")
+# Of a weight of a linear layer, with its part of the scales.
+_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory with its KV pool and the facts that requests are checked against."""
+
+    model: CausalLM
+    kv: KVCachePool
+    runner: ModelRunner
+    device: Device
+    engine_config: EngineConfig
+    served: ServedModel
+    defaults: ModelDefaults
+    token_bytes: TokenBytes | None
+    # For token healing; None where there is no table.
+    token_prefixes: TokenPrefixes | None
+    # Where its files are.
+    folder: Path
+    batch: BatchTuning
+    draft: DraftModel | None = None
+
+    def warm_up(self) -> None:
+        """Run everything once. Writes into blocks of the pools, so none may be in use or cached."""
+        self.runner.warm_up()
+        if self.draft is not None:
+            self.draft.warm_up()
+
+    def status_lines(self) -> list[str]:
+        """Facts for people."""
+        model, kv = self.model, self.kv
+        millions = model.config.num_parameters / 1e6
+        tokens = kv.num_blocks * kv.block_size
+        return [
+            f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
+            f"{model.config.dtype}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
+            f"on {self.device.describe()}",
+            # Before the rest: `penstock serve` has room for three lines.
+            *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
+            f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
+            f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
+            f"batch     {self.batch.describe()}",
+            *([] if self.draft is None else [self.draft.status_line()]),
+        ]
+
+
+def load(
+    config: GenerationServiceConfig, name: str, progress: Callable[[float], None], arena: Arena | None = None
+) -> LoadedModel:
+    """Load `config.model`, size the KV pool by what is left, and run the model once.
+
+    `progress` gets percentages and may raise to give up. Weights go into `arena` while it lasts; it is closed when they
+    are loaded, or cannot be. Raises StartupError naming the flag to change.
+    """
+    with contextlib.ExitStack() as after_weights, ThreadPoolExecutor(1, "tables") as beside:
+        if arena is not None:
+            after_weights.callback(arena.close)
+        return _load(config, name, progress, arena, after_weights.close, beside)
+
+
+def _load(
+    config: GenerationServiceConfig,
+    name: str,
+    progress: Callable[[float], None],
+    arena: Arena | None,
+    weights_are_loaded: Callable[[], None],
+    beside: Executor,
+) -> LoadedModel:
+    stages = Stages()
+    kv_memory = parse_memory(config.kv_memory)
+    folder = resolve_model(config.model)
+    model_config = read_model_config(folder)
+    context = _context(config.max_context, model_config)
+    token_bytes = _token_bytes(folder, model_config)
+    defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
+    # tokenizer.json as objects, many times what the table takes.
+    trim_heap()
+    stages.end("tokenizer")
+    # Packing needs the interpreter for moments only.
+    prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
+    device = open_device(config.device)
+    device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
+    _check_memory(folder, model_config, config.quantization, device, 0 if arena is None else arena.num_touched)
+    model, draft_weights = _weights(config, folder, device, progress)
+    weights_are_loaded()
+    if prefixes is not None:
+        # Nothing else is to run while steps are measured.
+        wait([prefixes])
+    stages.end("weights")
+    kv = _kv_pool(config, kv_memory, model, device, context)
+    masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
+    runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels())
+    # Before the warm-up, which writes into the KV pool: what large steps take for a moment is then not on top of that.
+    batch = _batch(config, model, kv, device)
+    trim_heap()
+    stages.end("tuning")
+    runner.warm_up()
+    stages.end("warm_up")
+    engine_config = _engine_config(config, kv, context, batch.tokens)
+    draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
+    most_tokens = partial(most_output_tokens, engine_config)
+    served = _served(name, folder, model_config, context, has_token_bytes=token_bytes is not None)
+    served = replace(served, assistant_model="" if draft is None else draft.name, max_output_tokens=most_tokens)
+    # What reading and packing needed for a moment.
+    trim_heap()
+    stages.end("rest")
+    _log.info(
+        "loaded",
+        seconds=stages.seconds,
+        weights_bytes=model.num_bytes,
+        mapped_bytes=model.mapped_bytes,
+        kv_bytes=kv.num_bytes,
+    )
+    found = None if prefixes is None else prefixes.result()
+    return LoadedModel(
+        model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft
+    )
+
+
+def _weights(
+    config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
+) -> tuple[CausalLM, CausalLM | None]:
+    """The model's and the draft model's, before the KV pool, which takes a share of what both leave."""
+    share = 1.0 if config.assistant_model is None else 0.5
+    model = load_model(
+        folder,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        device=device,
+        progress=lambda percent: progress(share * percent),
+        map_embeddings=config.map_embeddings,
+    )
+    return model, load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
+
+
+def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ServedModel:
+    """What requests are checked against, as far as the files say it."""
+    return ServedModel(
+        name=name,
+        vocab_size=model.vocab_size,
+        max_context_tokens=context,
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        has_token_bytes=has_token_bytes,
+        num_layers=model.num_layers,
+        tied_embeddings=model.tie_word_embeddings,
+    )
+
+
+def _defaults(folder: Path, model: ModelConfig, *, has_token_bytes: bool) -> ModelDefaults:
+    """generation_config.json's. Raises StartupError for what needs a tokenizer where there is none."""
+    defaults, ignored = load_defaults(folder, model.eos_token_ids, model.vocab_size, model.num_layers)
+    if ignored:
+        _log.warning("generation_config.json asks for what this release does not do", fields=list(ignored))
+    if defaults.stop_strings and not has_token_bytes:
+        raise StartupError("generation_config.json has stop_strings, which need a tokenizer.json", flag="MODEL")
+    if defaults.options.token_healing and not has_token_bytes:
+        raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
+    pad = model.pad_token_id if defaults.pad_token_id is None else defaults.pad_token_id
+    # A pad id outside the vocabulary is common, and is no token that a group of beams could count as.
+    return replace(defaults, pad_token_id=pad if pad is not None and pad < model.vocab_size else None)
+
+
+def _context(wanted: int | None, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if wanted is not None and wanted > longest:
+        raise StartupError(f"--max-context {wanted} is more than the model's {longest}", flag="--max-context")
+    return wanted or longest
+
+
+def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
+    """The table that stop strings are matched with; None when the folder's tokenizer does not allow one."""
+    try:
+        table = TokenBytes.from_folder(folder)
+    except UnsupportedTokenizer as error:
+        _log.warning("stop strings are refused", cause=str(error))
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise StartupError("tokenizer.json of the model is broken", flag="MODEL") from error
+    if len(table) > model.vocab_size:
+        raise StartupError(
+            f"tokenizer.json has {len(table)} ids and the model a vocabulary of {model.vocab_size}: "
+            "they do not belong together",
+            flag="MODEL",
+        )
+    return table
+
+
+def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device, at_hand: int) -> None:
+    """Refuse before the operating system kills: the weights alone must fit. `at_hand` bytes are taken for them."""
+    # A link whose file is gone, as a cleaned-up hub cache leaves them, is the loader's to report.
+    packed = is_packed(folder)
+    files = folder.glob(PACKED_FILE if packed else "*.safetensors")
+    stored = sum(path.stat().st_size for path in files if path.is_file())
+    weights = stored if packed else _loaded_bytes(stored, model, quantization)
+    available = device.memory().available + at_hand
+    if weights > available:
+        raise StartupError(
+            f"the weights take {format_memory(weights)} and {format_memory(available)} of memory is free: "
+            "choose a smaller MODEL",
+            flag="MODEL",
+        )
+
+
+def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
+    """About what `stored` bytes of weights take once they are quantised; without that, as many."""
+    if quantization not in _QUANTISED_BYTES:
+        return stored
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
+    table, total = sizes[EMBEDDING], sum(sizes.values())
+    layers = total - table - sizes.get(LM_HEAD, 0)
+    # The embedding's table stays as it is; the head is int8 whichever is asked for, also where the two are tied.
+    return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])
+
+
+def _kv_pool(
+    config: GenerationServiceConfig, memory: int | None, model: CausalLM, device: Device, context: int
+) -> KVCachePool:
+    facts, size = model.config, config.block_size
+    dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
+    blocks = kv_pool_blocks(
+        memory,
+        bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, dtype),
+        block_size=size,
+        available=device.memory().available,
+        max_context_tokens=context,
+        # `auto` never takes more than every sequence at full length could use.
+        max_blocks=config.max_running_sequences * -(-context // size),
+    )
+    return KVCachePool(facts.num_layers, blocks, size, facts.num_kv_heads, facts.head_dim, dtype, device.torch_device)
+
+
+def _batch(config: GenerationServiceConfig, model: CausalLM, kv: KVCachePool, device: Device) -> BatchTuning:
+    if config.max_batch_tokens is not None:
+        return BatchTuning(config.max_batch_tokens)
+    _log.info("measuring step sizes", at_most_seconds=config.tune_seconds)
+    timer = PromptTimer(model, kv, device, most_tokens=LARGEST_SIZE)
+    tuned = tune_batch_tokens(
+        timer,
+        smallest=smallest_budget(config.max_running_sequences),
+        largest=timer.longest_prompt,
+        step_seconds=config.target_step_seconds,
+        spend_seconds=config.tune_seconds,
+    )
+    _log.info("batch size", batch=tuned.describe())
+    return tuned
+
+
+def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: int, batch_tokens: int) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=kv.num_blocks,
+        block_size=kv.block_size,
+        max_context_tokens=context,
+        max_batch_tokens=batch_tokens,
+        max_running_sequences=config.max_running_sequences,
+        max_queued_requests=config.max_queued_requests,
+        max_draft_rows=config.max_draft_rows,
+        prefix_cache=config.prefix_cache,
+    )

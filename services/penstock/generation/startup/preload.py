@@ -1,0 +1,86 @@
+"""What the start of a generation process begins before torch is imported, which keeps one core busy for a second."""
+
+from __future__ import annotations
+
+from importlib import metadata, util
+from pathlib import Path
+
+from penstock.common.checkpoint import resolve_model
+from penstock.common.deferred import defer
+from penstock.common.environment import cache_folder, system_folder
+from penstock.common.errors import StartupError
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.devices.native import LIBRARY
+from penstock.generation.host.arena import Arena, open_arena
+from penstock.generation.host.mapped import populate_beside
+from penstock.generation.host.memory import host_memory
+from penstock.generation.weights.files import PACKED_FILE, is_packed
+from penstock.generation.weights.size_estimate import least_weight_bytes
+
+# What the process takes besides, and must be free, too: the weights come only after it.
+_BESIDE_BYTES = 2**28
+# What reading the tokenizer takes for a moment. The weights' memory must not be whole before that is over, or the peak
+# of the process would be higher than without all this.
+UNTOUCHED_BYTES = 2**26
+# Parts of torch that nothing here uses, and that torch imports last or for its users only. Two of them register as they
+# are loaded: what operators give for tensors without data (FakeTensor, torch.compile, the device "meta"; without it
+# torch.Generator() cannot be called either), and kernels for GPUs. So this is for CPU only, and who comes to need that
+# asks for an attribute of them before.
+UNUSED_OF_TORCH = (
+    "torch._meta_registrations",
+    "torch._native",
+    "torch.compiler",
+    "torch.distributions",
+    "torch.export",
+    "torch.fx.passes",
+    "torch.masked",
+    "torch.nn.intrinsic",
+    "torch.nn.qat",
+    "torch.nn.quantizable",
+    "torch.optim",
+    "torch.profiler",
+    "torch.quantization",
+    "torch.sparse",
+    "torch.testing",
+    "torch.utils.data",
+    "torchgen.model",
+)
+
+
+def begin(config: GenerationServiceConfig) -> Arena | None:
+    """Memory for the weights of `config.model`, being taken from now on: no more than they will need. None where it
+    would not be used, as for packed weights, which are read ahead instead, or where it is unsure that it fits. Never
+    raises: the loader says what is wrong with a model.
+
+    Imports of torch after it leave out UNUSED_OF_TORCH where they may."""
+    if config.defer_imports and _is_for_cpu(config.device):
+        defer(UNUSED_OF_TORCH)
+    if not config.prefault_weights or config.device not in ("auto", "cpu") or not _may_have_kernels(config.kernels):
+        return None
+    try:
+        folder = resolve_model(config.model, allow_hub=False)
+    except (StartupError, OSError):
+        return None
+    if is_packed(folder):
+        # Used where they are. The loader's own mapping finds the pages there.
+        populate_beside(folder / PACKED_FILE)
+        return None
+    num_bytes = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
+    _, available = host_memory()
+    return open_arena(num_bytes, UNTOUCHED_BYTES) if num_bytes + _BESIDE_BYTES <= available else None
+
+
+def _is_for_cpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cpu"
+    try:
+        return metadata.version("torch").endswith("+cpu") and util.find_spec("torch_npu") is None
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _may_have_kernels(wanted: str) -> bool:
+    """Only the C++ kernels pack weights into memory that is given to them. Those of another torch may lie there."""
+    if wanted == "torch":
+        return False
+    return any(next(Path(root).glob(f"*/{LIBRARY}-*.so"), None) for root in (cache_folder(), system_folder()))

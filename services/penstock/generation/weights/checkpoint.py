@@ -1,0 +1,191 @@
+"""Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors come in pieces.
+
+A piece is a view of a memory-mapped file until it is converted. A file is let go when its last tensor is read, and
+mapped anew after every RELEASE_BYTES: what is read of the files takes that much of the process's memory, however large
+a tensor is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.host.mapped import MappedFile
+from penstock.generation.weights.files import IGNORED_SUFFIX, INDEX_FILE, SINGLE_FILE, indexed_files, stored_tensors
+from penstock.generation.weights.read_ahead import ReadAhead
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# What is read of a mapping stays resident until the mapping goes.
+RELEASE_BYTES = 2**25
+# Of a piece, unless a single row is larger.
+PIECE_BYTES = 2**24
+# Names listed in one message.
+_MAX_NAMED = 5
+
+
+class Checkpoint:
+    """The tensors of one model folder."""
+
+    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+        """Open every file's header. Raises StartupError naming the file (and tensor) that is missing or broken."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        # tensor -> (file, shape, safetensors dtype)
+        self._tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        self._progress = progress
+        self._taken_bytes = 0
+        self._resident_bytes = 0
+        listed = indexed_files(folder)
+        for name in dict.fromkeys(listed.values()) if listed else (SINGLE_FILE,):
+            self._open(name)
+        for tensor, name in listed.items():
+            if self._tensors.get(tensor, ("",))[0] != name:
+                raise StartupError(f"{folder / name} has no tensor {tensor}, which {INDEX_FILE} promises", flag="MODEL")
+        # Of each file, what was not read to its end yet.
+        self._left = {
+            name: {tensor for tensor, entry in self._tensors.items() if entry[0] == name} for name in self._files
+        }
+        self._ahead = ReadAhead({name: folder / name for name in self._files})
+        self.total_bytes = sum(self._size(tensor) for tensor in self._tensors)
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
+    def dtype(self, tensor: str) -> torch.dtype:
+        """As stored."""
+        return _DTYPES[self._tensors[tensor][2]]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise StartupError naming missing, unexpected and wrongly shaped tensors, and ones in an unusable dtype."""
+        missing = [name for name in expected if name not in self._tensors]
+        if missing:
+            raise StartupError(f"{self.folder} lacks {_some(missing)} that config.json asks for", flag="MODEL")
+        shapes = {**expected, **optional}
+        unexpected = [name for name in self._tensors if name not in shapes]
+        if unexpected:
+            files = ", ".join(sorted({self._tensors[name][0] for name in unexpected}))
+            raise StartupError(f"{self.folder}: {files} has unexpected {_some(unexpected)}", flag="MODEL")
+        for name, (file, found, dtype) in self._tensors.items():
+            if found != shapes[name]:
+                raise StartupError(
+                    f"{self.folder / file}: tensor {name} has shape {list(found)}, config.json asks for "
+                    f"{list(shapes[name])}",
+                    flag="MODEL",
+                )
+            if dtype not in _DTYPES:
+                raise StartupError(
+                    f"{self.folder / file}: tensor {name} is stored as {dtype}; supported are {', '.join(_DTYPES)}",
+                    flag="MODEL",
+                )
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """As stored."""
+        return self._tensors[tensor][1]
+
+    def take(self, tensor: str) -> Tensor:
+        """A small tensor as a whole, in its stored dtype, as a view of the file: convert or copy it."""
+        value = self._view(tensor, 0, self.shape(tensor)[0])
+        self._read(tensor)
+        return value
+
+    def pieces(self, tensor: str) -> Iterator[Tensor]:
+        """The tensor's rows in order, some at a time, in their stored dtype, as views of the file: a piece is to be
+        dropped before the next one is asked for."""
+        rows = self.shape(tensor)[0]
+        some = max(1, PIECE_BYTES * rows // max(self._size(tensor), 1))
+        for first in range(0, rows, some):
+            yield self._view(tensor, first, min(first + some, rows))
+        self._read(tensor)
+
+    def mapped(self, tensor: str) -> tuple[MappedFile, int]:
+        """The file that the tensor is in, to be used where it is, and where its bytes begin there. The disk is asked
+        for them; nobody waits for it."""
+        name, shape, dtype = self._tensors[tensor]
+        try:
+            if tensor in self._left[name]:
+                self._ahead.advise(name, tensor, 0, shape[0])
+            file = MappedFile(self.folder / name)
+            stored = stored_tensors(file.memory).get(tensor)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _broken(self.folder / name, error) from error
+        place = None if stored is None else (stored.dtype, stored.shape, stored.end - stored.begin)
+        if stored is None or place != (dtype, shape, self._size(tensor)) or stored.end > len(file.memory):
+            raise self._changed(name)
+        self._read(tensor)
+        return file, stored.begin
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape hold the same numbers, as stored."""
+        if self.dtype(one) != self.dtype(other):
+            return False
+        pairs = zip(self.pieces(one), self.pieces(other), strict=True)
+        return all(torch.equal(*pair) for pair in pairs)
+
+    def _view(self, tensor: str, first: int, last: int) -> Tensor:
+        file, shape, _ = self._tensors[tensor]
+        try:
+            if file not in self._files or self._resident_bytes > RELEASE_BYTES:
+                self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+                self._resident_bytes = 0
+            self._ahead.advise(file, tensor, first, last)
+            value: Tensor = self._files[file].get_slice(tensor)[first:last]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise _broken(self.folder / file, error) from error
+        if tuple(value.shape) != (last - first, *shape[1:]):
+            raise self._changed(file)
+        self._resident_bytes += value.nbytes
+        return value
+
+    def _read(self, tensor: str) -> None:
+        """It is read to its end, the first time or again."""
+        left = self._left[self._tensors[tensor][0]]
+        if tensor in left:
+            left.remove(tensor)
+            self._report(self._size(tensor))
+        if not left:
+            self._files.pop(self._tensors[tensor][0], None)
+
+    def _changed(self, file: str) -> StartupError:
+        return StartupError(f"{self.folder / file} changed while it was being loaded", flag="MODEL")
+
+    def _report(self, num_bytes: int) -> None:
+        self._taken_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(100.0 * self._taken_bytes / max(self.total_bytes, 1))
+
+    def _open(self, name: str) -> None:
+        path = self.folder / name
+        if not path.is_file():
+            raise StartupError(f"{path} does not exist, but {INDEX_FILE} names it", flag="MODEL")
+        try:
+            file: Any = safe_open(path, framework="pt", device="cpu")
+            names: list[str] = file.keys()
+            for tensor in names:
+                if tensor.endswith(IGNORED_SUFFIX):
+                    continue
+                part = file.get_slice(tensor)
+                self._tensors[tensor] = (name, tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise _broken(path, error) from error
+        self._files[name] = file
+
+    def _size(self, tensor: str) -> int:
+        _, shape, dtype = self._tensors[tensor]
+        return math.prod(shape) * _DTYPES.get(dtype, torch.float32).itemsize
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def _broken(path: Path, error: Exception) -> StartupError:
+    return StartupError(f"{path} is no complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")

@@ -1,0 +1,128 @@
+"""Weights out of a checkpoint: fused, converted, packed, dropped, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.generation.host.memory import trim_heap
+from penstock.generation.layers.linear.base import NotFinite
+from penstock.generation.weights.stored_weight import StoredWeight
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, LayerLinear
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+    from penstock.generation.layers.linear.base import Linear, Weight
+    from penstock.generation.weights.checkpoint import Checkpoint
+
+_log = get_logger("penstock.generation")
+
+
+class CheckpointWeights:
+    """loader.Weights of a Hugging Face checkpoint. Every tensor of it is taken exactly once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        dtype: torch.dtype,
+        quantization: str,
+        *,
+        is_tied: bool,
+        map_embeddings: bool,
+    ) -> None:
+        """`is_tied`: config.json says that embedding and head are one. `map_embeddings`: the table that ids are looked
+        up in is used where the page cache has it, if the device can and it is stored as `dtype`."""
+        self.dtype = dtype
+        self.num_bytes = 0
+        self.mapped_bytes = 0
+        self._checkpoint = checkpoint
+        self._device = device
+        self._is_tied = is_tied
+        self._map_embeddings = map_embeddings
+        self._linear_method = device.linear_method(dtype, quantization)
+        self._kernels = device.layer_kernels(dtype)
+
+    def head_and_table(self) -> tuple[Linear, Tensor | None]:
+        """See Weights. Tied as transformers 5.x ties: whichever tensor is there serves both; two that differ stay
+        two."""
+        there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
+        head = self._made(there[-1:], self._linear_method.head)
+        is_one = len(there) == 1 or self._checkpoint.are_equal(*there)
+        if self._is_tied and not is_one:
+            _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
+        return head, None if is_one and head.rows() is not None else self._table(there[0])
+
+    def linear(self, prefix: str, linear: LayerLinear) -> Linear:
+        """See Weights. Raises StartupError naming the tensor that the format cannot hold."""
+        names = [f"{prefix}{part}" for part in linear.parts]
+        bias = self._joined([f"{name}.bias" for name in names]) if linear.has_bias else None
+        method = self._linear_method
+        return self._made(
+            [f"{name}.weight" for name in names],
+            lambda weight: method.gated(weight, bias, self._kernels) if linear.gated else method.linear(weight, bias),
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """See Weights."""
+        return self._counted_tensor(self._owned(self._checkpoint.take(name)))
+
+    def layer_is_complete(self) -> None:
+        """See Weights: what was converted on the way to being packed; a third of a model otherwise stays in the
+        heap."""
+        trim_heap()
+
+    def _table(self, name: str) -> Tensor:
+        """An embedding, a view of the file or in memory of its own."""
+        stored = self._weight([name])
+        table = self._mapped_table(name)
+        if table is None:
+            table = stored.copied(self._device.weight_memory(stored.shape, stored.dtype))
+        else:
+            self.mapped_bytes += table.nbytes
+        return self._counted_tensor(table)
+
+    def _mapped_table(self, name: str) -> Tensor | None:
+        """None where it must be converted or copied."""
+        if not self._map_embeddings or self._checkpoint.dtype(name) != self.dtype:
+            return None
+        file, begin = self._checkpoint.mapped(name)
+        return self._device.mapped_tensor(file, begin, self._checkpoint.shape(name), self.dtype)
+
+    def _made(self, names: list[str], make: Callable[[Weight], Linear]) -> Linear:
+        """The Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot hold."""
+        weight = self._weight(names)
+        try:
+            linear = make(weight)
+        except NotFinite as error:
+            raise StartupError(
+                f"{self._checkpoint.folder}: tensor {weight.tensor_of(error.row)} has a NaN or an infinite number, "
+                "which no quantised weight can hold: --quantization none loads it as it is",
+                flag="MODEL",
+            ) from error
+        self.num_bytes += linear.num_bytes
+        return linear
+
+    def _weight(self, names: list[str]) -> StoredWeight:
+        return StoredWeight(self._checkpoint, names, self.dtype, self._device.torch_device)
+
+    def _joined(self, names: list[str]) -> Tensor:
+        """Small ones, in memory of their own, also where it is only one: a bias is used as it is by every method."""
+        return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
+
+    def _counted_tensor(self, value: Tensor) -> Tensor:
+        self.num_bytes += value.nbytes
+        return value
+
+    def _owned(self, value: Tensor) -> Tensor:
+        """Converted, and never a view of the file, which may change on disk under a running server."""
+        converted = self._converted(value)
+        return converted.clone() if converted is value else converted
+
+    def _converted(self, value: Tensor) -> Tensor:
+        return value.to(device=self._device.torch_device, dtype=self.dtype)

@@ -1,0 +1,92 @@
+"""Which files hold a checkpoint's weights, and what their headers say. No torch."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# What `penstock pack` writes. Not under a name that other software takes for the weights.
+PACKED_FILE = "penstock.safetensors"
+# Buffers that old checkpoints carry and nobody reads.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+# safetensors' own bound.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: safetensors' name of its dtype, and where its bytes begin and end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of one file. Raises OSError, and ValueError, LookupError or TypeError for what is no header."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        return stored_tensors(start + file.read(_header_bytes(start)))
+
+
+def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
+    """Name -> tensor, of the beginning of a file. Raises ValueError, LookupError or TypeError for what is no header."""
+    header, data_begin = parse_header(start)
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (data_begin + offset for offset in entry["data_offsets"])
+            found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), begin, end)
+    return found
+
+
+def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The JSON at the beginning of a file, and where the tensors' bytes begin. Raises ValueError for what is none."""
+    size = _header_bytes(start[:8])
+    header = json.loads(start[8 : 8 + size])
+    if not isinstance(header, dict):
+        raise ValueError("a safetensors header is an object")
+    return header, 8 + size
+
+
+def _header_bytes(start: bytes) -> int:
+    if len(start) < 8 or (size := int(struct.unpack("<Q", start)[0])) > _MAX_HEADER_BYTES:
+        raise ValueError("no safetensors header")
+    return size
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether `penstock pack` wrote it; also where the weights are a link to what is gone."""
+    return os.path.lexists(folder / PACKED_FILE)
+
+
+def indexed_files(folder: Path) -> dict[str, str]:
+    """tensor -> file of a sharded checkpoint; {} for a single file. Raises StartupError when there is neither."""
+    if (folder / SINGLE_FILE).is_file():
+        return {}
+    if not (folder / INDEX_FILE).is_file():
+        raise StartupError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", flag="MODEL")
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartupError(f"{folder / INDEX_FILE} has no weight_map", flag="MODEL")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise StartupError(f"{folder / INDEX_FILE}: weight_map of {tensor} is no plain file name", flag="MODEL")
+    return {tensor: name for tensor, name in weight_map.items() if not tensor.endswith(IGNORED_SUFFIX)}
+
+
+def file_names(folder: Path) -> list[str]:
+    """Of all files, each once. Raises as `indexed_files`."""
+    listed = indexed_files(folder)
+    return list(dict.fromkeys(listed.values())) if listed else [SINGLE_FILE]

@@ -1,0 +1,115 @@
+"""A packed file: safetensors, and every byte of it but the numbers follows from config.json and a few facts.
+
+Tensors lie in the order in which a step reads them, each at a multiple of 64 bytes; `padding.N` fills what is between
+them, since safetensors allows no gaps. A reader computes where each one is instead of believing the file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.layers.linear.native import LAYOUT_VERSION, formats, part_sizes
+from penstock.generation.weights.tensor_names import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    layer_linears,
+    layer_norms,
+    layer_prefix,
+)
+
+FORMAT = "penstock packed weights"
+# Of this file's rules; the kernels' own layout has a version, too.
+FORMAT_VERSION = 1
+ALIGNMENT = 64
+# The head's matrix without `.weight`: its parts are named as those of the layers' are.
+HEAD = LM_HEAD.removesuffix(".weight")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STORED = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32", torch.bfloat16: "BF16"}
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFacts:
+    """What the header says beside the tensors. All text, as safetensors has it."""
+
+    dtype: str
+    quantization: str
+    # The checkpoint's name, and its files' SHA-256 as JSON.
+    source: str = ""
+    source_sha256: str = "{}"
+    # Of all bytes behind the header.
+    sha256: str = _NO_DIGEST
+    # Of Penstock, for people.
+    written_by: str = ""
+    format: str = FORMAT
+    format_version: str = str(FORMAT_VERSION)
+    layout_version: str = str(LAYOUT_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor, and where its bytes are behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def layout(config: ModelConfig, dtype: torch.dtype, quantization: str, *, has_table: bool) -> dict[str, Place]:
+    """Every tensor of the file, in order; `has_table`: the embedding is not looked up in the head. The kernels must be
+    loaded."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, kind, shape in _tensors(config, dtype, quantization, has_table):
+        size = kind.itemsize * torch.Size(shape).numel()
+        places[name] = Place(kind, shape, end, end + size)
+        end += size
+        if gap := -end % ALIGNMENT:
+            places[f"padding.{len(places)}"] = Place(torch.uint8, (gap,), end, end + gap)
+            end += gap
+    return places
+
+
+def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
+    """The file's first bytes, as many whatever the digest is; the tensors begin behind them, aligned."""
+    entries: dict[str, object] = {"__metadata__": asdict(facts)}
+    entries |= entries_of(places)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def entries_of(places: dict[str, Place]) -> dict[str, object]:
+    """As safetensors writes them."""
+    return {
+        name: {"dtype": _STORED[place.dtype], "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
+        for name, place in places.items()
+    }
+
+
+_Entry = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+def _tensors(config: ModelConfig, dtype: torch.dtype, quantization: str, has_table: bool) -> list[_Entry]:
+    layers, head = formats(dtype, quantization)
+    table = (config.vocab_size, config.hidden_size)
+
+    def parts(name: str, sizes: dict[str, tuple[torch.dtype, int]]) -> list[_Entry]:
+        return [(f"{name}.{part}", kind, (count,)) for part, (kind, count) in sizes.items()]
+
+    found = parts(HEAD, part_sizes(table, head, gated=False, has_bias=False))
+    if has_table:
+        found.append((EMBEDDING, dtype, table))
+    for index in range(config.num_layers):
+        prefix = layer_prefix(index)
+        found += [(f"{prefix}{name}", dtype, (width,)) for name, width in layer_norms(config).items()]
+        for one in layer_linears(config):
+            found += parts(f"{prefix}{one.name}", part_sizes(one.shape, layers, gated=one.gated, has_bias=one.has_bias))
+    found.append((NORM, dtype, (config.hidden_size,)))
+    return found

@@ -1,0 +1,180 @@
+"""Weights out of a file that `penstock pack` wrote: used where they are, nothing is copied.
+
+The kernels get pointers into the file, so all that decides where they point to is computed from config.json, and the
+file must say the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.host.mapped import MappedFile, populate
+from penstock.generation.layers.linear import QUANTIZATIONS
+from penstock.generation.layers.linear.native import Format, NativeLinear, PackedWeight, formats, part_sizes
+from penstock.generation.weights.files import PACKED_FILE, parse_header
+from penstock.generation.weights.packed_layout import ALIGNMENT, DTYPES, HEAD, PackedFacts, entries_of, layout
+from penstock.generation.weights.tensor_names import EMBEDDING, LayerLinear, layer_linears
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+
+
+class PackedFile:
+    """The mapped file of a folder and what its header says, not compared with a model yet."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises StartupError naming the file when it is unreadable, broken or of another version."""
+        self.folder = folder
+        self.path = folder / PACKED_FILE
+        try:
+            self.mapped = MappedFile(self.path)
+            self.memory = self.mapped.memory
+            entries, self.data_begin = parse_header(self.memory)
+            self.facts = _facts(entries.pop("__metadata__"))
+            self.entries: dict[str, Any] = entries
+        except OSError as error:
+            raise self.error(f"cannot be read ({error.strerror})") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self.error("is no complete file of packed weights") from error
+        self._check_facts()
+
+    def error(self, problem: str) -> StartupError:
+        """What is wrong, and what to do."""
+        return StartupError(f"{self.path} {problem}: run `penstock pack` again", flag="MODEL")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        return DTYPES[self.facts.dtype]
+
+    def _check_facts(self) -> None:
+        facts = self.facts
+        for one in fields(PackedFacts):
+            if one.name.startswith("format") or one.name == "layout_version":
+                found = getattr(facts, one.name)
+                if found != one.default:
+                    raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
+        if facts.dtype not in DTYPES or facts.quantization not in QUANTIZATIONS:
+            raise self.error(f"is said to be {facts.dtype!r} and {facts.quantization!r}, which there is not")
+
+
+class PackedWeights:
+    """loader.Weights of a packed folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        device: Device,
+        dtype: str,
+        quantization: str,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Check everything, then bring the file into memory. `dtype` and `quantization` are what is asked for, "auto"
+        for whatever the file has. Raises StartupError naming the flag, or the file and what is wrong with it."""
+        file = PackedFile(folder)
+        _check_wanted(file, device, dtype, quantization)
+        data = device.mapped_weights(file.mapped, str(folder))
+        self.dtype = file.dtype
+        self.num_bytes = 0
+        self._config = config
+        self._layers, self._head = formats(file.dtype, file.facts.quantization)
+        # Only a matrix that is kept as it is can be looked up in.
+        has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
+        _check_scale(file, config)
+        self._places = layout(config, file.dtype, file.facts.quantization, has_table=has_table)
+        _check_places(file, entries_of(self._places))
+        size = max(place.end for place in self._places.values())
+        if len(file.memory) != file.data_begin + size:
+            raise file.error(f"has {len(file.memory)} bytes and should have {file.data_begin + size}")
+        self._data = data[file.data_begin :]
+        populate(file.memory, progress)
+
+    def head_and_table(self) -> tuple[NativeLinear, Tensor | None]:
+        """See Weights."""
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        head = self._linear(HEAD, shape, self._head, gated=False, has_bias=False)
+        return head, self.tensor(EMBEDDING) if EMBEDDING in self._places else None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """See Weights: all of it."""
+        return self.num_bytes
+
+    def linear(self, prefix: str, linear: LayerLinear) -> NativeLinear:
+        """See Weights."""
+        return self._linear(
+            f"{prefix}{linear.name}", linear.shape, self._layers, gated=linear.gated, has_bias=linear.has_bias
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """See Weights: a view of the file."""
+        place = self._places[name]
+        found = self._data[place.begin : place.end].view(place.dtype).view(place.shape)
+        self.num_bytes += found.nbytes
+        return found
+
+    def layer_is_complete(self) -> None:
+        """See Weights: nothing was made on the way."""
+
+    def _linear(
+        self, name: str, shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
+    ) -> NativeLinear:
+        sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias)
+        parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
+        return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts))
+
+
+def _facts(metadata: dict[str, str]) -> PackedFacts:
+    """Of a header; a later release may know more of them. Raises LookupError, TypeError, ValueError."""
+    versions = ("format", "format_version", "layout_version")
+    known = {
+        one.name: metadata[one.name] for one in fields(PackedFacts) if one.name in metadata or one.name in versions
+    }
+    if not all(isinstance(value, str) for value in known.values()):
+        raise ValueError("metadata is text")
+    return PackedFacts(**known)
+
+
+def _check_wanted(file: PackedFile, device: Device, dtype: str, quantization: str) -> None:
+    facts = file.facts
+    wanted = {
+        "--dtype": (dtype, str(device.compute_dtype(dtype, file.dtype)).removeprefix("torch."), facts.dtype),
+        "--quantization": (quantization, quantization, facts.quantization),
+    }
+    for flag, (given, meant, found) in wanted.items():
+        if given != "auto" and meant != found:
+            raise StartupError(
+                f"{flag} {given}: {file.folder} was packed as {facts.dtype} with --quantization {facts.quantization}; "
+                f"leave {flag} out, or run `penstock pack` with it",
+                flag=flag,
+            )
+
+
+def _check_scale(file: PackedFile, config: ModelConfig) -> None:
+    """Whether a file of this size can hold so many numbers, the smallest of which take half a byte. Said in Python's
+    integers: what the kernels compute with sizes of config.json would overflow, and fit then."""
+    shapes = [linear.shape for linear in layer_linears(config)]
+    numbers = config.vocab_size * config.hidden_size + config.num_layers * sum(map(math.prod, shapes))
+    if numbers > 2 * len(file.memory):
+        raise file.error(f"does not fit {file.folder / 'config.json'}: it is too small for such a model")
+
+
+def _check_places(file: PackedFile, expected: dict[str, object]) -> None:
+    """Every entry is what config.json asks for, there is no other, and vectors begin where they may."""
+    for name, entry in expected.items():
+        if file.entries.get(name) != entry:
+            raise file.error(f"does not fit {file.folder / 'config.json'} in tensor {name}")
+    if extra := [name for name in file.entries if name not in expected]:
+        raise file.error(f"has unexpected tensor {extra[0]!r}")
+    if file.data_begin % ALIGNMENT:
+        raise file.error(f"has a header of {file.data_begin} bytes, which is no multiple of {ALIGNMENT}")

@@ -1,0 +1,268 @@
+"""Small pure converters between penstock.v1 messages and the generation service's dataclasses, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.common.errors import PenstockError, to_status
+from penstock.generation.core.request import (
+    DeltaOutput,
+    FinishedOutput,
+    Logprob,
+    PositionLogprobs,
+    Request,
+    RequestTimings,
+    SequenceFinish,
+    StartedOutput,
+)
+from penstock.generation.engine.stats import EngineLoad, EngineStats
+from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.options.generate_options import GenerateCommand, RequestedOutput, RequestedStop, RequestLimits
+from penstock.generation.wire.options import DEFAULT_LIMITS, check_count, to_options
+from penstock.generation.wire.tensors import fill_tensors
+from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
+
+Event = StartedOutput | DeltaOutput | FinishedOutput
+GenerateResponse = generation_pb2.GenerateResponse
+SessionEvent = generation_pb2.SessionEvent
+SessionResponse = generation_pb2.SessionResponse
+
+_TENSOR_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+_DTYPES = {
+    "float32": common_pb2.D_TYPE_FLOAT32,
+    "float16": common_pb2.D_TYPE_FLOAT16,
+    "bfloat16": common_pb2.D_TYPE_BFLOAT16,
+    "int8": common_pb2.D_TYPE_INT8,
+}
+
+
+def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS) -> GenerateCommand:
+    """A GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
+
+    Raises InvalidArgument for one of those beyond its bound: a message has room for millions, and the loop would stall.
+    """
+    for field, entries, most in (
+        ("resumed_token_ids", message.resumed_token_ids, limits.max_return_sequences),
+        ("stop.stop_token_ids", message.stop.stop_token_ids, limits.max_stop_token_sequences),
+        ("output.tensor_steps", message.output.tensor_steps, limits.max_tensor_steps),
+        ("eos_token_ids", message.eos_token_ids, limits.max_eos_token_ids),
+    ):
+        check_count(field, entries, most)
+    return GenerateCommand(
+        request_id=message.request_id,
+        attempt_epoch=message.attempt_epoch,
+        prompt_token_ids=list(message.prompt_token_ids),
+        resumed_token_ids=[list(entry.ids) for entry in message.resumed_token_ids],
+        options=to_options(message.config, limits),
+        stop=to_stop(message.stop),
+        output=to_output(message.output),
+        constraint=to_constraint(message.constraint) if message.HasField("constraint") else None,
+        eos_token_ids=tuple(message.eos_token_ids),
+        seed=message.seed if message.HasField("seed") else None,
+        cache_salt=message.cache_salt,
+        adapter=message.adapter,
+        priority=message.priority,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        model=message.model,
+        timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
+    )
+
+
+def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:
+    """A Constraint as plain data, unchecked."""
+    name = constraint.WhichOneof("kind")
+    if name is None:
+        return ConstraintSpec(None)
+    kind = ConstraintKind(name)
+    if kind is ConstraintKind.CHOICE:
+        return ConstraintSpec(kind, choices=tuple(constraint.choice.values))
+    if kind is ConstraintKind.JSON_OBJECT:
+        return ConstraintSpec(kind, enabled=constraint.json_object)
+    return ConstraintSpec(kind, text=getattr(constraint, name))
+
+
+def to_stop(stop: config_pb2.StopConfig) -> RequestedStop:
+    """A StopConfig as plain data."""
+    return RequestedStop(
+        stop_strings=tuple(stop.stop_strings),
+        stop_token_ids=tuple(tuple(entry.ids) for entry in stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        include_stop_string_in_output=stop.include_stop_string_in_output,
+    )
+
+
+def to_output(output: config_pb2.OutputConfig) -> RequestedOutput:
+    """An OutputConfig as plain data."""
+    present = {field.name: value for field, value in output.ListFields()}
+    return RequestedOutput(
+        top_logprobs=present.get("top_logprobs"),
+        prompt_logprobs=present.get("prompt_logprobs"),
+        skip_special_tokens=present.get("skip_special_tokens"),
+        echo=present.get("echo"),
+        stream_interval=present.get("stream_interval"),
+        tensors=tuple(name for name in _TENSOR_OUTPUTS if present.get(name)),
+        scores_top_k=present.get("scores_top_k"),
+        tensor_steps=tuple(output.tensor_steps),
+    )
+
+
+def fill_started(message: generation_pb2.Started, request: Request, model: str, started: StartedOutput) -> None:
+    """First event of a request."""
+    params = request.params
+    message.request_id = request.request_id
+    message.model = model
+    message.generation_mode = common_pb2.GenerationMode.ValueType(params.mode.value)
+    message.seed = params.seed
+    message.prompt_tokens = len(request.prompt_token_ids)
+    message.cached_tokens = started.cached_tokens
+    message.warnings.extend(request.warnings)
+    message.prompt_logprobs.extend(from_positions(started.prompt_logprobs))
+    if started.healed is not None:
+        token_id, message.healed_text = started.healed
+        message.healed_token_ids.append(token_id)
+
+
+def fill_delta(message: generation_pb2.TokenDelta, delta: DeltaOutput) -> None:
+    """New tokens of one sequence. Filled in place: on the token path a copied message costs more than its fields."""
+    message.seq = delta.seq
+    message.index = delta.index
+    message.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(from_positions(delta.logprobs))
+    if delta.tensors:
+        fill_tensors(message.tensors, delta.tensors)
+    if delta.finish is not None:
+        message.finished.CopyFrom(from_finish(delta.finish))
+
+
+def from_finish(finish: SequenceFinish) -> common_pb2.SequenceResult:
+    """How a sequence ended."""
+    result = common_pb2.SequenceResult(
+        index=finish.index,
+        finish_reason=common_pb2.FinishReason.ValueType(finish.reason.value),
+        token_count=finish.num_tokens,
+        cumulative_logprob=finish.cumulative_logprob,
+    )
+    if finish.stop_string is not None:
+        result.stop_string = finish.stop_string
+    elif finish.stop_token_id is not None:
+        result.stop_token_id = finish.stop_token_id
+    return result
+
+
+def from_finished(finished: FinishedOutput) -> generation_pb2.Finished:
+    """Last event of a request."""
+    return generation_pb2.Finished(
+        sequences=[from_finish(finish) for finish in finished.sequences],
+        usage=common_pb2.Usage(
+            prompt_tokens=finished.prompt_tokens,
+            completion_tokens=finished.completion_tokens,
+            cached_tokens=finished.cached_tokens,
+            accepted_draft_tokens=finished.accepted_draft_tokens,
+            rejected_draft_tokens=finished.rejected_draft_tokens,
+        ),
+        timings=_from_timings(finished.timings),
+        attempts=1,
+        last_seq=finished.last_seq,
+    )
+
+
+def _from_timings(timings: RequestTimings) -> common_pb2.StageTimings:
+    return common_pb2.StageTimings(
+        queue_seconds=timings.queue,
+        prefill_seconds=timings.prefill,
+        decode_seconds=timings.decode,
+        time_to_first_token_seconds=timings.time_to_first_token,
+        total_seconds=timings.total,
+    )
+
+
+def from_positions(positions: Iterable[PositionLogprobs]) -> list[common_pb2.PositionLogprobs]:
+    """Log-probabilities position by position."""
+    return [
+        common_pb2.PositionLogprobs(
+            chosen=None if position.chosen is None else _from_logprob(position.chosen),
+            top=[_from_logprob(entry) for entry in position.top],
+        )
+        for position in positions
+    ]
+
+
+def _from_logprob(entry: Logprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank)
+
+
+def to_response(request: Request, model: str, event: Event) -> GenerateResponse:
+    """An event of a request that has its stream to itself."""
+    message = GenerateResponse()
+    _fill(message, request, model, event)
+    return message
+
+
+def add_event(response: SessionResponse, request: Request, model: str, event: Event) -> None:
+    """Append an event of one request to its session's message."""
+    message = response.events.add(request_id=request.request_id, attempt_epoch=request.attempt_epoch)
+    _fill(message, request, model, event)
+
+
+def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, DeltaOutput]]) -> None:
+    """Append one event of all deltas that are one token each, by the handles of their requests."""
+    if tokens:
+        columns = response.events.add().tokens
+        columns.handles.extend([handle for handle, _ in tokens])
+        columns.seqs.extend([delta.seq for _, delta in tokens])
+        columns.token_ids.extend([delta.token_ids[0] for _, delta in tokens])
+
+
+def add_error(response: SessionResponse, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
+    """Append the last word on a request that was refused or failed."""
+    response.events.add(request_id=request_id, attempt_epoch=attempt_epoch, error=from_error(error))
+
+
+def _fill(message: GenerateResponse | SessionEvent, request: Request, model: str, event: Event) -> None:
+    if isinstance(event, DeltaOutput):
+        fill_delta(message.delta, event)
+    elif isinstance(event, StartedOutput):
+        fill_started(message.started, request, model, event)
+    else:
+        message.finished.CopyFrom(from_finished(event))
+
+
+def from_error(error: PenstockError) -> generation_pb2.RequestError:
+    """A refusal or failure of one request of a session."""
+    status = to_status(error)
+    return generation_pb2.RequestError(
+        code=status.code, message=status.message, status_details=status.SerializeToString()
+    )
+
+
+def from_load(load: EngineLoad, state: int, max_queued_requests: int) -> admin_pb2.Load:
+    """What a router needs to place a request. `state` is a ModelState's number."""
+    return admin_pb2.Load(
+        **load._asdict(),
+        draining=state == common_pb2.MODEL_STATE_DRAINING,
+        state=from_state(state),
+        max_queued_requests=max_queued_requests,
+    )
+
+
+def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPoolStatsResponse:
+    """Counters since the start."""
+    return admin_pb2.GetPoolStatsResponse(
+        load=load,
+        prefix_lookups_tokens=stats.prefix_lookup_tokens,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        preemptions=stats.preemptions,
+        evictions=stats.evictions,
+        copy_on_write_blocks=stats.copy_on_write_blocks,
+    )
+
+
+def from_state(state: int) -> common_pb2.ModelState.ValueType:
+    """A ModelState's number as the proto's."""
+    return common_pb2.ModelState.ValueType(state)
+
+
+def from_dtype(name: str) -> common_pb2.DType.ValueType:
+    """`torch.bfloat16` or `bfloat16` as DType; unknown names are UNSPECIFIED."""
+    return _DTYPES.get(name.removeprefix("torch."), common_pb2.D_TYPE_UNSPECIFIED)

@@ -1,0 +1,283 @@
+"""Opens the connections of common.http2.client and common.http2.calls."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, NoReturn, Self, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from penstock.common.config import ChannelConfig
+from penstock.common.credentials import channel_tls_context
+from penstock.http2 import frames
+from penstock.http2.client_calls import AnswerStream, CallsConnection
+from penstock.http2.client_connection import rpc_error
+from penstock.http2.client_stream import RequestT, ResponseT, StreamCall
+from penstock.http2.metadata import Metadata
+from penstock.serving.channels import added_metadata, call_metadata
+
+ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
+AnswerT = TypeVar("AnswerT")
+
+# Until a name's next address is tried beside one that is silent (RFC 8305, section 5).
+_NEXT_ADDRESS_SECONDS = 0.25
+
+
+class Peer:
+    """An address with what is needed to call it."""
+
+    def __init__(self, address: str, config: ChannelConfig) -> None:
+        """`address`: host:port. Raises StartupError when a TLS file cannot be read."""
+        host, _, port = address.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._tls: ssl.SSLContext | None = channel_tls_context(config)
+        self._name = config.channel_tls_server_name or self._host if self._tls is not None else None
+        self._authority = address if self._name in (None, self._host) else str(self._name)
+        self._heads: dict[str, bytes] = {}
+
+    def head(self, method: str, metadata: Metadata) -> bytes:
+        """The header block of a call of `method`; all but the metadata is made once."""
+        head = self._heads.get(method)
+        if head is None:
+            head = self._heads[method] = frames.request_headers(
+                (
+                    (":method", "POST"),
+                    (":scheme", "http" if self._tls is None else "https"),
+                    (":path", method),
+                    (":authority", self._authority),
+                    ("te", "trailers"),
+                    ("content-type", "application/grpc"),
+                    ("user-agent", "penstock"),
+                )
+            )
+        return head + frames.request_headers(metadata)
+
+    async def connect(self, make: Callable[[], ProtocolT], timeout: float | None) -> ProtocolT:
+        """A connection. Raises grpc.aio.AioRpcError (UNAVAILABLE) when nobody answers within `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout):
+                _, protocol = await loop.create_connection(
+                    make,
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._name,
+                    happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
+                )
+        except (OSError, TimeoutError) as error:
+            # A TimeoutError of asyncio has no text.
+            reason = str(error) or f"no answer within {timeout:g} s"
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, f"no connection: {reason}") from error
+        return protocol
+
+
+async def open_stream(
+    address: str,
+    method: str,
+    parse: Callable[[bytes], ResponseT],
+    config: ChannelConfig,
+    *,
+    timeout: float,
+    joins: bool = False,
+) -> StreamCall[RequestT, ResponseT]:
+    """Call the bidirectional `method` ("/package.Service/Name") at `address` (host:port), on a connection of its own.
+
+    `parse` and `joins` as in StreamCall. Raises grpc.aio.AioRpcError (UNAVAILABLE) when nobody answers within `timeout`
+    seconds, StartupError when a TLS or token file cannot be read.
+    """
+    peer = Peer(address, config)
+    head = peer.head(method, call_metadata(config))
+    return await peer.connect(lambda: StreamCall[RequestT, ResponseT](head, parse, config, joins=joins), timeout)
+
+
+class Answers(Generic[AnswerT]):
+    """What is used of a grpc.aio.UnaryStreamCall: the call begins when it is first iterated over, by one task."""
+
+    def __init__(
+        self,
+        begin: Callable[[], Awaitable[AnswerStream]],
+        parse: Callable[[bytes], AnswerT],
+        deadline: float | None,
+    ) -> None:
+        """`deadline` is a time of the event loop."""
+        self._begin = begin
+        self._parse = parse
+        self._deadline = deadline
+        self._stream: AnswerStream | None = None
+        self._is_cancelled = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AnswerT:
+        """Raises grpc.aio.AioRpcError for any status but OK."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._read()
+        except TimeoutError:
+            raise _late() from None
+        if message is None:
+            raise StopAsyncIteration
+        try:
+            return self._parse(message)
+        except DecodeError:
+            self.cancel()
+            raise _unreadable() from None
+
+    def cancel(self) -> None:
+        """Give the call up; a reader of it gets CANCELLED."""
+        self._is_cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def _read(self) -> bytes | None:
+        if self._stream is None:
+            self._stream = await self._begin()
+            if self._is_cancelled:
+                self._stream.cancel()
+        return await self._stream.read()
+
+
+class Http2Channel:
+    """What generated stubs use of a grpc.aio.Channel, for calls of one request; `open_stream` is for the others.
+
+    Connects when first used, and again when the connection was lost. Used on one event loop.
+    """
+
+    def __init__(self, address: str, config: ChannelConfig, *, timeout: float) -> None:
+        """`address`: host:port. A call waits for a connection `timeout` seconds, or until its own deadline.
+
+        Raises StartupError when a TLS or token file cannot be read.
+        """
+        self._config = config
+        self._timeout = timeout
+        self._peer = Peer(address, config)
+        self._added = added_metadata(config)
+        self._connection: CallsConnection | None = None
+        self._is_closed = False
+        self._dialing: asyncio.Task[CallsConnection] | None = None
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_: Any,
+    ) -> Callable[..., Any]:
+        """See grpc.aio.Channel."""
+
+        async def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Any:
+            data = request_serializer(request)
+            if timeout is None:
+                answer = await self._call(method, data, self._added(metadata))
+            else:
+                answer = await self._call_within(timeout, method, data, metadata)
+            try:
+                return response_deserializer(answer)
+            except DecodeError:
+                raise _unreadable() from None
+
+        return call
+
+    def unary_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Any], bytes],
+        response_deserializer: Callable[[bytes], Any],
+        **_: Any,
+    ) -> Callable[..., Answers[Any]]:
+        """See grpc.aio.Channel."""
+
+        def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Answers[Any]:
+            data, added = request_serializer(request), self._added(metadata)
+            deadline = None
+            if timeout is not None:
+                deadline = asyncio.get_running_loop().time() + timeout
+                added = (("grpc-timeout", frames.timeout(max(0.0, timeout))), *added)
+
+            async def begin() -> AnswerStream:
+                connection = await self._connected()
+                return await connection.stream(self._peer.head(method, added), data)
+
+            return Answers(begin, response_deserializer, deadline)
+
+        return call
+
+    def stream_unary(self, method: str, *_: Any, **__: Any) -> Callable[..., NoReturn]:
+        """Not for this channel, but stubs ask for it."""
+        return self.stream_stream(method)
+
+    def stream_stream(self, method: str, *_: Any, **__: Any) -> Callable[..., NoReturn]:
+        """Not for this channel, but stubs ask for it."""
+
+        def call(*_: Any, **__: Any) -> NoReturn:
+            raise TypeError(f"{method} is a stream of requests: open_stream")
+
+        return call
+
+    def close(self) -> None:
+        """End all calls (UNAVAILABLE), those to come too, and hang up."""
+        self._is_closed = True
+        if self._dialing is not None:
+            self._dialing.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _call_within(self, timeout: float, method: str, data: bytes, metadata: Metadata) -> bytes:
+        if timeout <= 0:
+            raise _late()
+        added = (("grpc-timeout", frames.timeout(timeout)), *self._added(metadata))
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._call(method, data, added)
+        except TimeoutError:
+            raise _late() from None
+
+    async def _call(self, method: str, data: bytes, metadata: Metadata) -> bytes:
+        connection = await self._connected()
+        return await connection.call(self._peer.head(method, metadata), data)
+
+    async def _connected(self) -> CallsConnection:
+        connection = self._connection
+        if connection is None or not connection.is_usable:
+            return await self._connect()
+        return connection
+
+    async def _connect(self) -> CallsConnection:
+        """One attempt for all who wait; that one of them gives up is no reason for it to end."""
+        if self._is_closed:
+            raise _closed()
+        if self._dialing is None or self._dialing.done():
+            self._dialing = asyncio.ensure_future(self._dial())
+        dialing = self._dialing
+        try:
+            return await asyncio.shield(dialing)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not dialing.cancelled() or task is None or task.cancelling():
+                raise
+            # The attempt was given up, not its caller.
+            raise _closed() from None
+
+    async def _dial(self) -> CallsConnection:
+        old, config = self._connection, self._config
+        self._connection = await self._peer.connect(lambda: CallsConnection(config), self._timeout)
+        if old is not None:
+            old.leave()
+        return self._connection
+
+
+def _closed() -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
+
+
+def _late() -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+def _unreadable() -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.INTERNAL, "Exception deserializing response!")

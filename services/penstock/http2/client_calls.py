@@ -1,0 +1,379 @@
+"""Calls of one request, many at a time on one HTTP/2 connection, on asyncio; answers are one message or many.
+
+grpc.aio takes a thread switch or two and several system calls for each, before and after the server does anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+
+import grpc
+
+from penstock.common.config import ChannelConfig
+from penstock.http2 import frames
+from penstock.http2.client_connection import ClientConnection, rpc_error, wake
+
+# Of what may be received, the connection's and each stream's: owed to the peer before it is given back.
+_OWED = frames.STREAM_WINDOW // 4
+_MAX_STREAM = frames.MAX_WINDOW - 2
+# Calls at once before the server's settings, which mean any number where they say nothing of it (RFC 9113, 6.5.2).
+_MAX_CALLS = 100
+_ALL_SENT = memoryview(b"")
+_COMPRESSED = "a message is compressed, which nobody asked for"
+
+
+class _Call(ABC):
+    """One call; subclasses say what becomes of the answer."""
+
+    __slots__ = ("body", "owed", "unsent", "window")
+
+    def __init__(self, window: int) -> None:
+        self.body = bytearray()
+        # Of the stream's window: not given back to the peer yet.
+        self.owed = 0
+        # What the peer lets us send on the stream, and what waits for that.
+        self.window = window
+        self.unsent = _ALL_SENT
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the peer is let send more of the answer."""
+        return True
+
+    @abstractmethod
+    def take(self, limit: int) -> None:
+        """There is more in `body`. Raises the grpc.aio.AioRpcError that the call ends with: `limit` is of a message."""
+
+    @abstractmethod
+    def end(self, error: grpc.aio.AioRpcError) -> None:
+        """The call is over with this status, OK included."""
+
+
+class _Unary(_Call):
+    """The answer is the future's result."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self, window: int, answer: asyncio.Future[bytes]) -> None:
+        super().__init__(window)
+        self.answer = answer
+
+    def take(self, limit: int) -> None:
+        """That it is more than one message shows in the end."""
+        body = self.body
+        size = int.from_bytes(body[1:5], "big") if len(body) >= frames.MESSAGE_HEAD else 0
+        _check_size(max(size, len(body) - frames.MESSAGE_HEAD), limit)
+
+    def end(self, error: grpc.aio.AioRpcError) -> None:
+        if self.answer.done():
+            return
+        body = self.body
+        if error.code() is not grpc.StatusCode.OK:
+            self.answer.set_exception(error)
+        elif len(body) < frames.MESSAGE_HEAD or int.from_bytes(body[1:5], "big") != len(body) - frames.MESSAGE_HEAD:
+            what = "the answer is not exactly one message"
+            self.answer.set_exception(rpc_error(grpc.StatusCode.INTERNAL, what))
+        elif body[0]:
+            self.answer.set_exception(rpc_error(grpc.StatusCode.INTERNAL, _COMPRESSED))
+        else:
+            self.answer.set_result(bytes(body[frames.MESSAGE_HEAD :]))
+
+
+class AnswerStream(_Call):
+    """The messages of an answer, for one task."""
+
+    __slots__ = ("_connection", "_messages", "_reader", "_status", "_waiting_bytes", "stream")
+
+    def __init__(self, connection: CallsConnection, stream: int, window: int) -> None:
+        super().__init__(window)
+        self.stream = stream
+        self._connection = connection
+        self._messages: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._status: grpc.aio.AioRpcError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    async def read(self) -> bytes | None:
+        """The next message; None after OK. Raises grpc.aio.AioRpcError. Cancelled it cancels the call."""
+        while not self._messages:
+            if self._status is not None:
+                if self._status.code() is grpc.StatusCode.OK:
+                    return None
+                raise self._status
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        message = self._messages.popleft()
+        self._waiting_bytes -= len(message)
+        self._connection.give_back(self)
+        return message
+
+    def cancel(self) -> None:
+        """Give the call up; nothing happens to one that is over."""
+        self._connection.give_up(self)
+
+    @property
+    def may_go_on(self) -> bool:
+        return self._waiting_bytes <= frames.STREAM_WINDOW // 2
+
+    def take(self, limit: int) -> None:
+        body, at = self.body, 0
+        while at + frames.MESSAGE_HEAD <= len(body):
+            if body[at]:
+                raise rpc_error(grpc.StatusCode.INTERNAL, _COMPRESSED)
+            begin = at + frames.MESSAGE_HEAD
+            end = begin + int.from_bytes(body[at + 1 : begin], "big")
+            _check_size(end - begin, limit)
+            if end > len(body):
+                break
+            self._messages.append(bytes(body[begin:end]))
+            self._waiting_bytes += end - begin
+            at = end
+        if at:
+            del body[:at]
+            wake(self._reader)
+
+    def end(self, error: grpc.aio.AioRpcError) -> None:
+        if error.code() is grpc.StatusCode.OK and self.body:
+            error = rpc_error(grpc.StatusCode.INTERNAL, "a message was cut short")
+        self._status = error
+        wake(self._reader)
+
+
+class CallsConnection(ClientConnection):
+    """Used on one event loop."""
+
+    def __init__(self, config: ChannelConfig) -> None:
+        super().__init__(config)
+        self._calls: dict[int, _Call] = {}
+        self._next_stream = 1
+        self._max_calls = _MAX_CALLS
+        self._has_settings = False
+        # Callers beyond that wait for their turn.
+        self._turns: deque[asyncio.Future[None]] = deque()
+        self._owed = 0
+        self._out: list[bytes] = []
+        # The peer takes no new calls; those it has go on.
+        self._is_leaving = False
+        self._error = rpc_error(grpc.StatusCode.UNAVAILABLE, "the connection is closed")
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a new call may be tried."""
+        return not self.is_over and not self._is_leaving and self._next_stream < _MAX_STREAM
+
+    async def call(self, head: bytes, request: bytes) -> bytes:
+        """Send a request (`head`: its header block) and return the answer. Raises grpc.aio.AioRpcError.
+
+        Cancelled it has the call cancelled at the peer.
+        """
+        stream = await self._next()
+        call = _Unary(self._initial_window, self._loop.create_future())
+        self._begin(stream, call, head, request)
+        try:
+            return await call.answer
+        finally:
+            if self._calls.pop(stream, None) is not None:
+                self._reset(stream)
+            self._gone()
+
+    async def stream(self, head: bytes, request: bytes) -> AnswerStream:
+        """Send a request whose answer is many messages. Raises grpc.aio.AioRpcError when it cannot be sent."""
+        stream = await self._next()
+        call = AnswerStream(self, stream, self._initial_window)
+        self._begin(stream, call, head, request)
+        return call
+
+    def give_up(self, call: AnswerStream) -> None:
+        """Cancel a call that is not over."""
+        if self._calls.pop(call.stream, None) is not None:
+            self._reset(call.stream)
+            call.end(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
+            self._gone()
+
+    def give_back(self, call: AnswerStream) -> None:
+        """Some of what had arrived was taken."""
+        if call.stream in self._calls:
+            self._let_send(call.stream, call)
+
+    def leave(self) -> None:
+        """Take no new calls; hang up once the last one is over."""
+        self._is_leaving = True
+        if not self._calls:
+            self.close()
+
+    def close(self) -> None:
+        """End what is under way (UNAVAILABLE) and hang up."""
+        self._fail(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
+
+    async def _next(self) -> int:
+        """The number of a new stream, when its turn has come. Raises grpc.aio.AioRpcError."""
+        while len(self._calls) >= self._max_calls and self.is_usable:
+            await self._take_turn()
+        if not self.is_usable:
+            raise self._error
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        return stream
+
+    def _begin(self, stream: int, call: _Call, head: bytes, request: bytes) -> None:
+        self._calls[stream] = call
+        self._send(frames.header_frames(stream, head, end=False, limit=frames.DEFAULT_FRAME_SIZE))
+        call.unsent = memoryview(b"\0" + len(request).to_bytes(4, "big") + request)
+        self._send_more(stream, call)
+
+    def _gone(self) -> None:
+        """A call is over."""
+        self._next_turn()
+        if self._is_leaving and not self._calls and not self.is_over:
+            self.close()
+
+    async def _take_turn(self) -> None:
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turns.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next_turn()
+            raise
+
+    def _next_turn(self) -> None:
+        while self._turns and len(self._calls) < self._max_calls:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    # What the base class calls.
+
+    def _take_data(self, stream: int, flags: int, payload: bytes) -> None:
+        self._owed += len(payload)
+        if self._owed > frames.STREAM_WINDOW:
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
+        if self._owed >= _OWED:
+            self._send(frames.window_update(0, self._owed))
+            self._owed = 0
+        call = self._calls.get(stream)
+        if call is None:
+            return
+        if flags & frames.END_STREAM:
+            raise frames.Violation(frames.PROTOCOL_ERROR, "a call ended without a status")
+        call.owed += len(payload)
+        if call.owed > frames.STREAM_WINDOW:
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
+        call.body += frames.content(flags, payload, prioritised=False)
+        try:
+            call.take(self._config.max_message_bytes)
+        except grpc.aio.AioRpcError as error:
+            self._end_call(stream, error)
+            self._reset(stream)
+        else:
+            self._let_send(stream, call)
+
+    def _let_send(self, stream: int, call: _Call) -> None:
+        """The peer is told of many messages at once."""
+        if call.owed >= _OWED and call.may_go_on:
+            self._send(frames.window_update(stream, call.owed))
+            call.owed = 0
+
+    def _take_status(self, stream: int, error: grpc.aio.AioRpcError) -> None:
+        call = self._calls.get(stream)
+        if call is not None:
+            if call.unsent:
+                # Half of a request, which nobody wants any more.
+                self._reset(stream)
+            self._end_call(stream, error)
+
+    def _take_room(self, stream: int, more: int) -> None:
+        call = self._calls.get(stream)
+        if call is not None:
+            call.window += more
+            if call.window > frames.MAX_WINDOW:
+                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+            self._send_more(stream, call)
+        elif stream == 0:
+            for one, waiting in list(self._calls.items()):
+                self._send_more(one, waiting)
+
+    def _resize_windows(self, change: int) -> None:
+        for call in self._calls.values():
+            call.window += change
+
+    def _take_settings(self, payload: bytes) -> None:
+        if not self._has_settings:
+            self._has_settings, self._max_calls = True, frames.MAX_WINDOW
+        super()._take_settings(payload)
+        for _ in range(min(len(self._turns), self._max_calls - len(self._calls))):
+            self._next_turn()
+
+    def _take_setting(self, key: int, value: int) -> None:
+        super()._take_setting(key, value)
+        if key == frames.MAX_CONCURRENT_STREAMS:
+            self._max_calls = value
+
+    def _take_goaway(self, last_stream: int) -> None:
+        self._is_leaving = True
+        for stream in [stream for stream in self._calls if stream > last_stream]:
+            self._end_call(stream, rpc_error(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls"))
+        self._wake_turns()
+
+    def _end_all(self, error: grpc.aio.AioRpcError) -> None:
+        self._error = error
+        self._flush()
+        self._hang_up()
+        for stream in list(self._calls):
+            self._end_call(stream, error)
+        self._wake_turns()
+
+    # The rest.
+
+    def _end_call(self, stream: int, error: grpc.aio.AioRpcError) -> None:
+        call = self._calls.pop(stream)
+        call.end(error)
+        if isinstance(call, AnswerStream):
+            # Nobody waits for its end alone; of a unary call the caller does this.
+            self._gone()
+
+    def _wake_turns(self) -> None:
+        for turn in self._turns:
+            wake(turn)
+        self._turns.clear()
+
+    def _reset(self, stream: int) -> None:
+        self._send(frames.reset(stream, frames.CANCEL))
+
+    def _send_more(self, stream: int, call: _Call) -> None:
+        """As much of a request as there is room for."""
+        while call.unsent and not self._is_paused:
+            room = min(call.window, self._connection_window, frames.DEFAULT_FRAME_SIZE)
+            if room <= 0:
+                return
+            # A view: of a large request every frame would have the rest of it copied.
+            part, rest = bytes(call.unsent[:room]), call.unsent[room:]
+            call.unsent = rest or _ALL_SENT
+            call.window -= len(part)
+            self._connection_window -= len(part)
+            flags = 0 if call.unsent else frames.END_STREAM
+            self._send(frames.frame(frames.DATA, flags, stream, part))
+
+    def _send(self, data: bytes) -> None:
+        """Queue bytes: what is sent in one turn of the event loop leaves together."""
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(data)
+
+    def _flush(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            super()._send(b"".join(out))
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        what = f"Received message larger than max ({size} vs. {limit})"
+        raise rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, what)

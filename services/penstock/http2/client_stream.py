@@ -1,0 +1,267 @@
+"""One bidirectional stream of gRPC on an HTTP/2 connection of its own, on asyncio.
+
+For streams that live long and carry many small messages: grpc.aio pays system calls and thread switches for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from penstock.common.config import ChannelConfig
+from penstock.http2 import frames
+from penstock.http2.client_connection import ClientConnection, rpc_error, wake
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+END: object = cast("Any", grpc.aio).EOF
+_STREAM = 1
+# Of both windows, the connection's as large as the stream's: what may be owed to the peer.
+_OWED = frames.STREAM_WINDOW // 4
+# Of messages that are parsed as one, and that are taken in one turn of the event loop: bounds how long that takes.
+_JOINED_BYTES = 64 << 10
+
+
+class StreamCall(ClientConnection, Generic[RequestT, ResponseT]):
+    """What is used of a grpc.aio.StreamStreamCall. Used on one event loop; one task reads and one writes."""
+
+    def __init__(
+        self, head: bytes, parse: Callable[[bytes], ResponseT], config: ChannelConfig, *, joins: bool = False
+    ) -> None:
+        """`head`: the header block of the request. `joins`: messages that wait are read as one, merged as protobuf
+        merges a message with the bytes of another one behind it."""
+        super().__init__(config)
+        self._head = head
+        self._parse = parse
+        self._joins = joins
+        self._body = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        # Of both windows, the stream's and the connection's: not given back to the peer yet.
+        self._owed = 0
+        self._window = frames.DEFAULT_WINDOW
+        # Set once the call is over: AioRpcError has the status, OK included.
+        self._status: grpc.aio.AioRpcError | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._has_waited = True
+        # While `run` runs: who gets the messages, whether a later turn goes on with them, and what ended it.
+        self._sink: Callable[[ResponseT], None] | None = None
+        self._goes_on = False
+        self._failure: Exception | None = None
+
+    # What callers use of it.
+
+    async def read(self) -> object:
+        """The next message (None: it could not be parsed), END after OK. Raises grpc.aio.AioRpcError."""
+        if not self._has_waited:
+            # Messages that come faster than they are taken must not hold up the rest of the loop.
+            await asyncio.sleep(0)
+        self._has_waited = False
+        while not self._messages:
+            if self._status is not None:
+                return self._end()
+            self._reader = self._loop.create_future()
+            await self._reader
+            self._has_waited = True
+        try:
+            return self._parse(self._next())
+        except DecodeError:
+            return None
+
+    async def run(self, take: Callable[[ResponseT], None]) -> None:
+        """Hand every message to `take` in the turn of the event loop that it arrives in, until OK.
+
+        In place of `read`: a message wakes no task. Returns, too, when one cannot be parsed. Raises
+        grpc.aio.AioRpcError, and what `take` raises.
+        """
+        self._sink = take
+        try:
+            self._deliver()
+            while self._sink is not None and (self._status is None or self._messages):
+                self._reader = self._loop.create_future()
+                await self._reader
+        finally:
+            has_ended, self._sink = self._sink is not None, None
+        if self._failure is not None:
+            raise self._failure
+        if has_ended:
+            self._end()
+
+    async def write(self, request: RequestT) -> None:
+        """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over.
+
+        Cancelled amid a message it cancels the call: nothing could follow half of one.
+        """
+        await self.write_all((request,))
+
+    async def write_all(self, requests: Iterable[RequestT]) -> None:
+        """The same for several, which leave together as far as there is room."""
+        out: list[bytes] = []
+        for request in requests:
+            data = request.SerializeToString()
+            size = len(data) + frames.MESSAGE_HEAD
+            if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
+                self._spend(size)
+                out.append(frames.message_frame(_STREAM, data))
+                continue
+            self._send(b"".join(out))
+            out.clear()
+            await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
+        self._send(b"".join(out))
+
+    def cancel(self) -> None:
+        """Give the call up, and its connection."""
+        if self._status is None:
+            self._send(frames.reset(_STREAM, frames.CANCEL))
+            self._end_all(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
+
+    # What its connection calls.
+
+    def _greeting(self) -> bytes:
+        return frames.header_frames(_STREAM, self._head, end=False, limit=frames.DEFAULT_FRAME_SIZE)
+
+    def _take_data(self, stream: int, flags: int, payload: bytes) -> None:
+        if stream != _STREAM:
+            return
+        self._owed += len(payload)
+        if self._owed > frames.STREAM_WINDOW:
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
+        body = self._body
+        body += frames.content(flags, payload, prioritised=False)
+        at = 0
+        while at + frames.MESSAGE_HEAD <= len(body):
+            length = int.from_bytes(body[at + 1 : at + frames.MESSAGE_HEAD], "big")
+            if length > self._config.max_message_bytes:
+                what = f"Received message larger than max ({length} vs. {self._config.max_message_bytes})"
+                self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
+                return
+            if body[at]:
+                raise frames.Violation(frames.PROTOCOL_ERROR, "a message is compressed, which nobody asked for")
+            begin = at + frames.MESSAGE_HEAD
+            if begin + length > len(body):
+                break
+            self._messages.append(bytes(body[begin : begin + length]))
+            self._waiting_bytes += length
+            at = begin + length
+        if at:
+            del body[:at]
+        self._give_back()
+        if flags & frames.END_STREAM:
+            raise frames.Violation(frames.PROTOCOL_ERROR, "a call ended without a status")
+
+    def _take_status(self, stream: int, error: grpc.aio.AioRpcError) -> None:
+        if stream == _STREAM:
+            self._end_all(error)
+
+    def _take_room(self, stream: int, more: int) -> None:
+        if stream == _STREAM:
+            self._window += more
+            if self._window > frames.MAX_WINDOW:
+                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+        wake(self._writer)
+
+    def _resize_windows(self, change: int) -> None:
+        self._window += change
+
+    def _take_goaway(self, last_stream: int) -> None:
+        # A later GOAWAY leaves this stream alone: it ends by itself or with the connection.
+        if last_stream < _STREAM:
+            self._fail(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls")
+
+    def _taken(self) -> None:
+        if self._sink is None:
+            if self._messages:
+                wake(self._reader)
+        elif not self._goes_on:
+            self._deliver()
+
+    def _end_all(self, error: grpc.aio.AioRpcError) -> None:
+        """The call is over, once; what came before can still be read."""
+        if self._status is not None:
+            return
+        self._status = error
+        self._hang_up()
+        wake(self._reader)
+        wake(self._writer)
+
+    # The rest.
+
+    def _end(self) -> object:
+        """END after OK. Raises any other status."""
+        if self._status is not None and self._status.code() is not grpc.StatusCode.OK:
+            raise self._status
+        return END
+
+    def _deliver(self) -> None:
+        """Hand on what has arrived, so much of it in one turn of the event loop."""
+        self._goes_on = False
+        done = 0
+        while self._messages and self._sink is not None:
+            if done >= _JOINED_BYTES:
+                self._goes_on = True
+                self._loop.call_soon(self._deliver)
+                return
+            data = self._next()
+            done += len(data)
+            try:
+                self._sink(self._parse(data))
+            except DecodeError:
+                self._sink = None
+            except Exception as error:
+                # Whoever awaits `run` hears of it, as of what a task would have raised.
+                self._sink, self._failure = None, error
+        if self._sink is None or self._status is not None:
+            wake(self._reader)
+
+    def _next(self) -> bytes:
+        messages = self._messages
+        data = messages.popleft()
+        if self._joins and messages:
+            parts = [data]
+            size = len(data)
+            while messages and size < _JOINED_BYTES:
+                parts.append(messages.popleft())
+                size += len(parts[-1])
+            data = b"".join(parts)
+        self._waiting_bytes -= len(data)
+        self._give_back()
+        return data
+
+    def _give_back(self) -> None:
+        """Let the peer send on, unless the reader is behind: it is told of many messages at once."""
+        if self._waiting_bytes > frames.STREAM_WINDOW // 2 or self._owed < _OWED or self._status is not None:
+            return
+        self._send(frames.window_update(0, self._owed) + frames.window_update(_STREAM, self._owed))
+        self._owed = 0
+
+    async def _write_in_parts(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            room = min(self._room(), frames.DEFAULT_FRAME_SIZE, len(data) - at)
+            if room <= 0:
+                self._writer = self._loop.create_future()
+                try:
+                    await self._writer
+                except asyncio.CancelledError:
+                    if at:
+                        self.cancel()
+                    raise
+                continue
+            self._spend(room)
+            self._send(frames.frame(frames.DATA, 0, _STREAM, data[at : at + room]))
+            at += room
+
+    def _room(self) -> int:
+        if self._status is not None:
+            raise asyncio.InvalidStateError(self._status.details())
+        return 0 if self._is_paused else min(self._window, self._connection_window)
+
+    def _spend(self, size: int) -> None:
+        self._window -= size
+        self._connection_window -= size

@@ -1,0 +1,97 @@
+"""What one connection may hold and ask for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from penstock.common.config import ServerConfig
+from penstock.http2 import frames
+from penstock.serving.grpc_options import MAX_METADATA_BYTES
+
+_PING_STRIKES = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a server's connection."""
+
+    max_message_bytes: int
+    max_header_list_bytes: int
+    max_streams: int
+    keepalive_seconds: float
+    keepalive_timeout_seconds: float
+    min_ping_interval_seconds: float
+    # What a client may have on its way: of one call, and of all.
+    stream_window_bytes: int
+    connection_window_bytes: int
+    # Bytes of answers that may wait in the process for a connection that is not read.
+    write_buffer_bytes: int
+    # Frames that ask for work without doing any: how many at once, and how fast there may be more.
+    idle_frames: int
+    idle_frames_per_second: float
+    # A reset is one of them while its call is younger than this and has no answer.
+    early_reset_seconds: float
+
+    @classmethod
+    def of(cls, config: ServerConfig, *, max_streams: int) -> Limits:
+        """As configured."""
+        return cls(
+            max_message_bytes=config.receive_limit_bytes,
+            max_header_list_bytes=MAX_METADATA_BYTES,
+            max_streams=max_streams,
+            keepalive_seconds=config.keepalive_seconds,
+            keepalive_timeout_seconds=config.keepalive_timeout_seconds,
+            min_ping_interval_seconds=config.min_ping_interval_seconds,
+            stream_window_bytes=config.stream_window_bytes,
+            connection_window_bytes=config.connection_window_bytes,
+            write_buffer_bytes=config.write_buffer_bytes,
+            # Whatever a connection has in flight it may cancel at once.
+            idle_frames=max(config.idle_frames, max_streams),
+            idle_frames_per_second=config.idle_frames_per_second,
+            early_reset_seconds=config.early_reset_seconds,
+        )
+
+
+class IdleFrames:
+    """The budget of frames that ask for work without doing any (resets, settings, priorities)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = float(limits.idle_frames)
+        self._per_second = limits.idle_frames_per_second
+        self._left = self._most
+        self._filled_at = time.monotonic()
+
+    def spend(self, what: str = "frames that do nothing") -> None:
+        """Raises Violation, which names `what` the last one was, when there were too many."""
+        now = time.monotonic()
+        self.refund((now - self._filled_at) * self._per_second)
+        self._filled_at = now
+        self._left -= 1
+        if self._left < 0:
+            raise frames.Violation(frames.ENHANCE_YOUR_CALM, f"too many {what}")
+
+    def refund(self, count: float) -> None:
+        """There is reason for `count` more."""
+        self._left = min(self._most, self._left + count)
+
+
+class Pings:
+    """Those of a client that comes too often while nothing else happens."""
+
+    def __init__(self, min_interval_seconds: float) -> None:
+        self._min_interval_seconds = min_interval_seconds
+        self._strikes = 0
+        self._last = 0.0
+
+    def take(self, *, is_idle: bool) -> None:
+        """Raises Violation at the third that is too early. `is_idle`: nothing was sent since the one before."""
+        now = time.monotonic()
+        if is_idle and now - self._last < self._min_interval_seconds:
+            self._strikes += 1
+            if self._strikes >= _PING_STRIKES:
+                # As grpc says it: its clients ping less often then.
+                raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
+        elif not is_idle:
+            self._strikes = 0
+        self._last = now

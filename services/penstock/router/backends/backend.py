@@ -1,0 +1,347 @@
+"""One generation backend: connects, checks that it belongs here, watches health and load, and carries one Session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+
+import grpc
+
+from penstock.common.errors import PenstockError, StartupError, Unavailable, from_rpc_error
+from penstock.common.logging import get_logger
+from penstock.router.aio import until_first, until_silent
+from penstock.router.backends.prefix_index import PrefixIndex
+from penstock.router.backends.session import BackendSession, SessionCall
+from penstock.router.config import RouterConfig, is_address, split_target
+from penstock.router.peers import channel_to, until_serving, watch_health
+from penstock.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    from penstock.router.metrics import RouterMetrics
+    from penstock.router.requests.request_state import LiveRequest
+    from penstock.router.tokenizer.detokenize import Detokenizer
+
+GenerationStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
+AnswerT = TypeVar("AnswerT")
+HEALTH_NAME = "penstock.v1.GenerationService"
+_log = get_logger("penstock.router")
+
+
+# What a call ends with when its connection does.
+_BROKEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.CANCELLED,
+)
+
+
+class BackendState(enum.Enum):
+    """CONNECTING until first ready and after a loss; DRAINING finishes what it has and takes nothing new."""
+
+    CONNECTING = 1
+    READY = 2
+    DRAINING = 3
+    MISMATCH = 4
+
+
+class _Lost(Exception):
+    """The connection is of no use any more; the message is for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendAddress:
+    """Where a backend is, and which configured target it came from (a closed set, so usable as a label)."""
+
+    address: str
+    target: str
+
+
+class Backend:
+    """Implements policy.Candidate. Used from one event loop."""
+
+    def __init__(
+        self,
+        where: BackendAddress,
+        config: RouterConfig,
+        detokenizer: Detokenizer,
+        metrics: RouterMetrics,
+        *,
+        tokenizer_fingerprint: Callable[[], str],
+        on_change: Callable[[], None],
+        on_death: Callable[[], int],
+    ) -> None:
+        """`on_change`: state changed. `on_death`: the backend was lost; returns a number unique to that death."""
+        self.where = where
+        self.state = BackendState.CONNECTING
+        self.info: model_pb2.GetModelInfoResponse | None = None
+        self._config = config
+        self._channel_config = _named(config, where.target)
+        self._detokenizer = detokenizer
+        self._metrics = metrics
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._on_change = on_change
+        self._on_death = on_death
+        self._session: BackendSession | None = None
+        self._stub: GenerationStub | None = None
+        # Calls that are answered at once, without their answer.
+        self._calls = 0
+        self._report = admin_pb2.Load()
+        self._reported_in_flight = 0
+        self._has_report = self._serving = False
+        # Signs of life so far.
+        self._frames = 0
+        self._prefixes = PrefixIndex(config.max_known_blocks)
+
+    @property
+    def key(self) -> str:
+        """Unique among backends."""
+        return self.where.address
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of ours at this backend; a call that is answered at once is one."""
+        return self._calls + (self._session.in_flight if self._session is not None else 0)
+
+    @property
+    def load(self) -> float:
+        """Its last report, corrected by what we sent and finished since."""
+        reported = self._report.waiting_requests + self._report.running_requests
+        return float(max(reported + self.in_flight - self._reported_in_flight, self.in_flight))
+
+    @property
+    def is_full(self) -> bool:
+        """Another request would be refused."""
+        return self.room <= 0
+
+    @property
+    def room(self) -> float:
+        """Requests that its queue would still take; infinite when it tells no bound."""
+        report = self._report
+        # What came since the report waits until the next one says otherwise; running requests are not in the queue.
+        waiting = report.waiting_requests + self.in_flight - self._reported_in_flight
+        return report.max_queued_requests - waiting if report.max_queued_requests else math.inf
+
+    @property
+    def kv_pressure(self) -> float:
+        """Share of KV blocks held by running requests."""
+        total = self._report.kv_blocks_total
+        return self._report.kv_blocks_used / total if total else 0.0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block; 0 while unknown."""
+        return self.info.kv.block_size if self.info is not None else 0
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Leading blocks it probably has cached."""
+        return self._prefixes.match(hashes)
+
+    def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
+        """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
+        if self._session is None:
+            raise Unavailable("the backend was lost", reason="NO_BACKEND")
+        self._prefixes.add(live.spec.prefix_hashes)
+        self._metrics.backend_requests(self.where.target).inc()
+        self._session.submit(live, command)
+
+    async def call(
+        self,
+        call: Callable[[GenerationStub, float | None], Awaitable[AnswerT]],
+        hashes: Sequence[int],
+        deadline: float | None,
+    ) -> AnswerT:
+        """One call that is answered at once. `deadline` is a time.monotonic(); `hashes` are what it will have cached.
+
+        Raises what the backend said, Unavailable BACKEND_LOST when it was lost meanwhile.
+        """
+        if self._stub is None:
+            raise Unavailable("the backend was lost", reason="NO_BACKEND")
+        self._prefixes.add(hashes)
+        self._metrics.backend_requests(self.where.target).inc()
+        self._calls += 1
+        try:
+            return await call(self._stub, None if deadline is None else deadline - time.monotonic())
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            # Without a reason nobody of ours said so: the connection broke.
+            if failure.reason == "UNKNOWN" and error.code() in _BROKEN:
+                raise _backend_lost() from error
+            raise failure from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Our own end of the connection was closed: the backend is taken for lost.
+            raise _backend_lost() from None
+        finally:
+            self._calls -= 1
+
+    async def run(self) -> None:
+        """Stay connected until cancelled; waits between attempts double up to the configured limit."""
+        wait = self._config.reconnect_min_seconds
+        while True:
+            begin = time.monotonic()
+            try:
+                await self._connect_and_serve()
+            except grpc.aio.AioRpcError as error:
+                self._set_state(BackendState.CONNECTING)
+                _log.info("backend connection ended", backend=self.key, code=error.code().name)
+            except (_Lost, PenstockError, StartupError, asyncio.InvalidStateError) as error:
+                # StartupError: a TLS or token file cannot be read, perhaps because it is being replaced.
+                # InvalidStateError: a command was written to a stream that had just ended.
+                _log.warning("backend lost", backend=self.key, cause=str(error))
+            if time.monotonic() - begin > self._config.reconnect_max_seconds:
+                wait = self._config.reconnect_min_seconds
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, self._config.reconnect_max_seconds)
+
+    async def _connect_and_serve(self) -> None:
+        async with channel_to(self.key, self._channel_config) as channel:
+            # A model that is still loading has no limits and no fingerprint yet.
+            if not await until_serving(channel, HEALTH_NAME):
+                raise _Lost("health ended")
+            stub = model_pb2_grpc.ModelServiceStub(channel)
+            request = model_pb2.GetModelInfoRequest()
+            self.info = await stub.GetModelInfo(request, timeout=self._config.connect_timeout_seconds)
+            if not self._belongs_here(self.info):
+                self._set_state(BackendState.MISMATCH)
+                return
+            blocks = self.info.kv.num_blocks or self._config.max_known_blocks
+            self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
+            await self._serve(channel)
+
+    def _belongs_here(self, info: model_pb2.GetModelInfoResponse) -> bool:
+        ours, theirs = self._tokenizer_fingerprint(), info.tokenizer_fingerprint
+        if theirs and theirs != ours:
+            if self.state is not BackendState.MISMATCH:
+                _log.error(
+                    "backend not used: its model was made for another tokenizer",
+                    backend=self.key,
+                    tokenizer=ours[:12],
+                    model=theirs[:12],
+                )
+            return False
+        if not theirs:
+            _log.warning("backend has no tokenizer fingerprint to compare", backend=self.key)
+        return True
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = await self._open_session(stub)
+        session = BackendSession(call, self.key, self._detokenizer, self._metrics, self._heard)
+        self._session, self._stub = session, stub
+        self._report, self._reported_in_flight = admin_pb2.Load(), 0
+        self._has_report = self._serving = False
+        try:
+            await until_first(
+                session.run_reader(),
+                session.run_writer(),
+                self._watch_load(channel),
+                self._watch_health(channel),
+                self._watch_silence(),
+            )
+            raise _Lost("a stream ended")
+        finally:
+            self._session = self._stub = None
+            self._end_session(session)
+            call.cancel()
+
+    async def _open_session(self, stub: GenerationStub) -> SessionCall:
+        config = self._channel_config
+        if not config.is_asyncio:
+            return cast("SessionCall", stub.Session(None))
+        from penstock.http2.channel import open_stream
+
+        parse = generation_pb2.SessionResponse.FromString
+        timeout = config.connect_timeout_seconds
+        # What waits is read as one: a step's message is its events, and several are those of all of them.
+        return await open_stream(self.key, f"/{HEALTH_NAME}/Session", parse, config, timeout=timeout, joins=True)
+
+    def _end_session(self, session: BackendSession) -> None:
+        was_usable = self.state in (BackendState.READY, BackendState.DRAINING)
+        # A backend that stops while it has work of ours died; one that had none may have been told to. So was one that
+        # drained, whatever its grace left unfinished: no request is to blame for a restart.
+        died = was_usable and session.in_flight and not self._report.draining
+        death = self._on_death() if died else None
+        self._set_state(BackendState.CONNECTING)
+        self._prefixes.clear()
+        if was_usable:
+            self._metrics.backend_losses.labels(self.where.target).inc()
+        session.lose(None, death)
+
+    async def _watch_load(self, channel: grpc.aio.Channel) -> None:
+        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel)
+        request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
+        reports = stub.WatchLoad(request)
+        try:
+            async for response in reports:
+                self._take_report(response.load)
+        finally:
+            reports.cancel()
+
+    def _take_report(self, report: admin_pb2.Load) -> None:
+        self._heard()
+        was_full = self.is_full
+        self._report, self._has_report = report, True
+        self._reported_in_flight = self.in_flight
+        self._refresh_state()
+        if was_full and not self.is_full:
+            # Streams that lost their backend may wait for the room.
+            self._on_change()
+
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+            async for is_serving in updates:
+                self._serving = is_serving
+                self._refresh_state()
+
+    async def _watch_silence(self) -> None:
+        """Raises _Lost once a backend with work has said nothing for the stall timeout."""
+        limit = self._config.stall_timeout_seconds
+        await until_silent(limit, lambda: self._frames, lambda: self.in_flight > 0)
+        raise _Lost(f"silent for {limit:g} s with {self.in_flight} requests")
+
+    def _heard(self) -> None:
+        self._frames += 1
+
+    def _refresh_state(self) -> None:
+        report = self._report
+        ready = report.state in (common_pb2.MODEL_STATE_UNSPECIFIED, common_pb2.MODEL_STATE_READY)
+        if self._serving and self._has_report and ready and not report.draining:
+            self._set_state(BackendState.READY)
+        elif self.state is BackendState.READY:
+            self._set_state(BackendState.DRAINING)
+
+    def _set_state(self, state: BackendState) -> None:
+        if state is not self.state:
+            self.state = state
+            _log.info("backend state", backend=self.key, state=state.name)
+            self._on_change()
+
+
+def _backend_lost() -> Unavailable:
+    return Unavailable("the backend was lost", reason="BACKEND_LOST", retry_after_seconds=1.0)
+
+
+def _named(config: RouterConfig, target: str) -> RouterConfig:
+    """Certificates carry the configured name, also when the connection goes to one of its addresses."""
+    host, _ = split_target(target, "--backend")
+    if config.channel_tls_server_name is not None or is_address(host):
+        return config
+    return dataclasses.replace(config, channel_tls_server_name=host) if config.channel_tls_ca else config

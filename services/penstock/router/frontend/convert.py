@@ -1,0 +1,219 @@
+"""Public requests to internal ones, and internal output to public messages. Pure functions, no I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import TypeVar
+
+from penstock.common.errors import InvalidArgument, ResourceExhausted
+from penstock.router.config import RouterConfig
+from penstock.router.requests.delta_buffer import PendingDelta
+from penstock.router.tokenizer.pipeline import Prompt
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
+
+PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
+PublicResponse = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
+MAX_SEED = 2**63 - 1
+DEFAULT_TENANT = "default"
+# Prompt ids that the detokenizer sees as context of a completion: enough for a character split over byte tokens.
+CONTEXT_IDS = 4
+# Clients receive at most 4 MiB by default.
+MAX_RESPONSE_BYTES = 4 << 20
+_OPTIONS = ("config", "stop", "output", "constraint")
+# How generation calls fields that have another name here.
+_FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt", "token_ids": "prompt"}
+
+
+def check(request: PublicRequest, config: RouterConfig) -> None:
+    """What needs neither tokenizer nor model to be refused. Raises InvalidArgument naming the field."""
+    _check_length("request_id", request.request_id, config.max_request_id_chars)
+    _check_length("session_id", request.session_id, config.max_session_id_chars)
+    _check_length("cache_salt", request.cache_salt, config.max_session_id_chars)
+    _check_options_size(request, config.max_options_bytes)
+    if request.config.HasField("seed") and request.config.seed > MAX_SEED:
+        raise InvalidArgument("config.seed", "must be in [0, 2^63 - 1]")
+    if request.config.num_return_sequences > config.max_sequences:
+        raise InvalidArgument("config.num_return_sequences", f"must be at most {config.max_sequences}")
+    if isinstance(request, text_pb2.ChatRequest):
+        if not request.messages:
+            raise InvalidArgument("messages", "must not be empty")
+        if request.output.echo:
+            raise InvalidArgument("output.echo", "is available in Generate only")
+    elif request.WhichOneof("prompt") is None:
+        raise InvalidArgument("prompt", "text or token_ids must be set")
+
+
+def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
+    """What the model's limits refuse: an empty prompt, and one that leaves no room. Raises InvalidArgument."""
+    field = prompt_field(request)
+    if not prompt.token_ids:
+        raise InvalidArgument(field, "must have at least one token")
+    limit = info.limits.max_context_tokens if info is not None else 0
+    if limit and len(prompt.token_ids) >= limit:
+        raise InvalidArgument(
+            field, f"has {len(prompt.token_ids)} tokens; with one to generate at most {limit - 1} fit the context"
+        )
+
+
+def _check_length(field: str, value: str, limit: int) -> None:
+    if len(value) > limit:
+        raise InvalidArgument(field, f"must have at most {limit} characters")
+
+
+def _check_options_size(request: PublicRequest, limit: int) -> None:
+    """Options are copied and sent on; millions of tiny entries would hold up every stream of this process."""
+    if request.ByteSize() <= limit:
+        return
+    sizes = {name: getattr(request, name).ByteSize() for name in _OPTIONS}
+    negative = request.config.WhichOneof("negative_prompt")
+    if negative == "negative_prompt_ids":
+        sizes["config"] -= request.config.negative_prompt_ids.ByteSize()
+    elif negative is not None:
+        sizes["config"] -= len(request.config.negative_prompt_text.encode())
+    if sum(sizes.values()) > limit:
+        field = max(sizes, key=lambda name: sizes[name])
+        raise InvalidArgument(field, f"the options take more than the {limit} bytes of --max-options-bytes together")
+
+
+def prompt_field(request: PublicRequest) -> str:
+    """The field that holds the prompt."""
+    return "messages" if isinstance(request, text_pb2.ChatRequest) else "prompt"
+
+
+def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgument:
+    """A backend's complaint, about the field as the client knows it."""
+    field = _FIELDS.get(error.field or "", error.field or "request")
+    if field == "prompt":
+        field = prompt_field(request)
+    elif field == "config.negative_prompt_ids" and request.config.HasField("negative_prompt_text"):
+        field = "config.negative_prompt_text"
+    return error if field == error.field else InvalidArgument(field, error.description, reason=error.reason)
+
+
+def to_template(
+    request: PublicRequest, prompt: Prompt, *, model: str, salt: str, fingerprint: str
+) -> generation_pb2.GenerateRequest:
+    """What is sent to any backend, less the fields of an attempt. `seed` is always set."""
+    template = generation_pb2.GenerateRequest(
+        prompt_token_ids=prompt.token_ids,
+        stop=request.stop if request.HasField("stop") else None,
+        constraint=request.constraint if request.HasField("constraint") else None,
+        seed=request.config.seed if request.config.HasField("seed") else secrets.randbits(63),
+        cache_salt=salt,
+        adapter=request.adapter,
+        priority=request.priority,
+        tokenizer_fingerprint=fingerprint,
+        model=model,
+    )
+    template.config.CopyFrom(request.config)
+    if request.HasField("output"):
+        template.output.CopyFrom(request.output)
+        # Text is added here; generation has none.
+        template.output.ClearField("echo")
+    return template
+
+
+def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> int:
+    """How many sequences will come back."""
+    if request.config.HasField("num_return_sequences"):
+        return max(1, request.config.num_return_sequences)
+    return max(1, info.default_config.num_return_sequences) if info is not None else 1
+
+
+def warnings_of(request: PublicRequest) -> tuple[str, ...]:
+    """What was asked and has no effect, as far as the router knows; the backend tells of the rest."""
+    return ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
+
+
+def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:
+    """Whether many tokens of a sequence may come at once, in several messages: no reader can be up to date then."""
+    config = request.config if request.config.HasField("num_beams") or info is None else info.default_config
+    return config.num_beams > 1 or request.output.stream_interval > 1
+
+
+def wants_tensors(output: config_pb2.OutputConfig) -> bool:
+    """Whether any tensor is asked for."""
+    return output.output_scores or output.output_logits or output.output_hidden_states or output.output_attentions
+
+
+def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.DecodeStreamOpen:
+    """How ids become text. A completion goes on from its prompt's last characters; a chat answer begins anew."""
+    options = tokenizer_pb2.DecodeStreamOpen(
+        stop_strings=request.stop.stop_strings,
+        include_stop_string_in_output=request.stop.include_stop_string_in_output,
+    )
+    if request.output.HasField("skip_special_tokens"):
+        options.skip_special_tokens = request.output.skip_special_tokens
+    if isinstance(request, text_pb2.GenerateTextRequest):
+        options.prefix_token_ids.extend(prompt.token_ids[-CONTEXT_IDS:])
+    return options
+
+
+def cache_salt(tenant: str, client_salt: str) -> str:
+    """Prefix blocks are shared within it: the tenant's, narrowed by what the client asked for."""
+    return hashlib.sha256(f"{len(tenant)}:{tenant}{client_salt}".encode()).hexdigest()
+
+
+def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:
+    """One delta of Generate. Fields are set one by one: keyword arguments take twice as long, for every token."""
+    response = text_pb2.GenerateTextResponse()
+    message = response.delta
+    message.seq, message.index, message.text = seq, delta.index, delta.text
+    if delta.token_ids:
+        message.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(delta.logprobs)
+    if delta.tensors:
+        message.tensors.extend(delta.tensors)
+    return response
+
+
+def chat_delta(seq: int, delta: PendingDelta) -> text_pb2.ChatResponse:
+    """One delta of Chat."""
+    response = text_pb2.ChatResponse()
+    message = response.delta
+    message.seq, message.index, message.text = seq, delta.index, delta.text
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
+    if delta.token_ids:
+        message.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(delta.logprobs)
+    if delta.tensors:
+        message.tensors.extend(delta.tensors)
+    for call in delta.tool_calls:
+        message.tool_calls.add(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
+    return response
+
+
+EventT = TypeVar("EventT", generation_pb2.Started, generation_pb2.Finished)
+
+
+def check_size(event: EventT) -> EventT:
+    """Raises ResourceExhausted for an event that clients could not receive."""
+    size = event.ByteSize()
+    if size > MAX_RESPONSE_BYTES - 1024:
+        raise ResourceExhausted(
+            "the prompt's log-probabilities do not fit one message: ask for fewer alternatives or a shorter prompt",
+            reason="RESPONSE_TOO_LARGE",
+            metadata={"field": "output.prompt_logprobs", "bytes": str(size)},
+        )
+    return event
+
+
+def to_model(
+    info: model_pb2.GetModelInfoResponse, *, ready_backends: int, tokenizer_fingerprint: str
+) -> text_pb2.Model:
+    """A model as clients see it."""
+    ready = ready_backends > 0
+    return text_pb2.Model(
+        name=info.model,
+        state=common_pb2.MODEL_STATE_READY if ready else common_pb2.MODEL_STATE_UNAVAILABLE,
+        percent_loaded=info.percent_loaded if info.percent_loaded else 100.0,
+        max_context_tokens=info.limits.max_context_tokens,
+        vocab_size=info.vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        backends=ready_backends,
+    )

@@ -1,0 +1,320 @@
+"""One stream of TextService from request to Finished: admission, prompt, backend, deltas, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+
+from penstock.common.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    trailing_metadata,
+)
+from penstock.common.logging import get_logger
+from penstock.common.request_context import current_request_id, new_request_id
+from penstock.router.backends.pool import BackendPool
+from penstock.router.backends.prefix_index import block_hashes
+from penstock.router.chat.chat_output import ChatParser
+from penstock.router.config import RouterConfig
+from penstock.router.frontend import convert
+from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.drain import Farewell, Leave, grace_over
+from penstock.router.frontend.stream_writer import StreamWriter
+from penstock.router.frontend.target import choose_model, tenant_of
+from penstock.router.frontend.turn_limiter import Turnstile
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.attempts import Attempts
+from penstock.router.requests.delta_buffer import PendingDelta
+from penstock.router.requests.request_state import LiveRequest, RequestSpec, Timings
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.router.tokenizer.pipeline import Pipeline, Prompt
+from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.v1 import model_pb2, text_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_log = get_logger("penstock.router")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKind:
+    """What differs between Generate and Chat."""
+
+    name: str
+    response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
+    delta: Callable[[int, PendingDelta], convert.PublicResponse]
+
+
+GENERATE = StreamKind("Generate", text_pb2.GenerateTextResponse, convert.text_delta)
+CHAT = StreamKind("Chat", text_pb2.ChatResponse, convert.chat_delta)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What streams are made with; one of each per process."""
+
+    config: RouterConfig
+    link: TokenizerLink
+    pipeline: Pipeline
+    pool: BackendPool
+    attempts: Attempts
+    admission: Admission
+    farewell: Farewell
+    detokenizer: Detokenizer
+    token_texts: TokenTexts
+    metrics: RouterMetrics
+    turnstile: Turnstile
+    # Statuses on their way to readers that were cut off: the event loop itself would not keep these tasks.
+    hanging_up: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class TextFlow:
+    """Runs streams, each in its handler's task; knows the ids of the live ones."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._live_ids: set[str] = set()
+
+    async def run(self, request: convert.PublicRequest, kind: StreamKind, context: Context) -> None:
+        """Serve one stream. Raises PenstockError for the interceptor to map."""
+        call = _Call(request, kind, context, self._parts)
+        status = "INTERNAL"
+        try:
+            convert.check(request, self._parts.config)
+            request_id = self._claim(request)
+            try:
+                async with self._parts.farewell.attended() as leave:
+                    await call.serve(request_id, leave)
+            finally:
+                self._live_ids.discard(request_id)
+            status = "OK"
+        except asyncio.CancelledError:
+            status = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
+            raise
+        except PenstockError as error:
+            status = error.code.name
+            raise
+        finally:
+            self._parts.metrics.requests(kind.name, status).inc()
+
+    def _claim(self, request: convert.PublicRequest) -> str:
+        """The request's id, now taken. Raises InvalidArgument when the client chose one that is live."""
+        request_id = request.request_id
+        if request_id and request_id in self._live_ids:
+            raise InvalidArgument("request_id", "a live request has this id", reason="DUPLICATE_REQUEST_ID")
+        if not request_id:
+            request_id = current_request_id.get() or new_request_id()
+            if request_id in self._live_ids:
+                request_id = new_request_id()
+        self._live_ids.add(request_id)
+        return request_id
+
+
+class _Call:
+    """One stream's way through the stages."""
+
+    def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: Context, parts: Parts) -> None:
+        self._request = request
+        self._kind = kind
+        self._context = context
+        self._parts = parts
+        self._model = ""
+        self._timings = Timings(time.monotonic())
+        remaining = context.time_remaining()
+        self._deadline = None if remaining is None else self._timings.received_at + remaining
+        self._timings.deadline = self._deadline
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline passed."""
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    async def serve(self, request_id: str, leave: Leave) -> None:
+        """Admission, then the stream."""
+        parts = self._parts
+        # Settled once: a stream must not be moved to another model.
+        self._model = choose_model(parts.pool, self._request.model)
+        parts.attempts.check_capacity(self._model)
+        tenant = tenant_of(parts.config, self._context.invocation_metadata())
+        await parts.admission.enter(tenant, self._left())
+        place, room = _Place(parts.admission.leave), None
+        try:
+            room = _Place(parts.attempts.prepare(self._model))
+            self._timings.route = time.monotonic() - self._timings.received_at
+            prompt = await self._prompt()
+            live = self._live(request_id, tenant, prompt)
+            await self._stream(live, prompt, place, room, leave)
+        finally:
+            if room is not None:
+                room.leave()
+            place.leave()
+
+    def _info(self) -> model_pb2.GetModelInfoResponse | None:
+        return self._parts.pool.models.get(self._model)
+
+    async def _prompt(self) -> Prompt:
+        request, pipeline = self._request, self._parts.pipeline
+        if isinstance(request, text_pb2.ChatRequest):
+            prompt = await pipeline.chat(request, self._left())
+        else:
+            prompt = await pipeline.text(request, self._left())
+        convert.check_prompt(prompt, request, self._info())
+        self._timings.template, self._timings.tokenize = prompt.template_seconds, prompt.tokenize_seconds
+        return prompt
+
+    def _live(self, request_id: str, tenant: str, prompt: Prompt) -> LiveRequest:
+        request, parts = self._request, self._parts
+        info = self._info()
+        salt = convert.cache_salt(tenant, request.cache_salt)
+        block_size = info.kv.block_size if info is not None else 0
+        spec = RequestSpec(
+            request_id=request_id,
+            template=convert.to_template(
+                request, prompt, model=self._model, salt=salt, fingerprint=parts.link.fingerprint
+            ),
+            num_sequences=convert.num_sequences(request, info),
+            decode_options=convert.to_decode_options(request, prompt),
+            make_parser=self._parser(prompt),
+            wants_token_ids=request.output.return_token_ids,
+            wants_logprobs=request.output.HasField("top_logprobs"),
+            wants_tensors=convert.wants_tensors(request.output),
+            model=self._model,
+            session=f"{tenant}:{request.session_id}" if request.session_id else "",
+            prefix_hashes=block_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
+            if block_size
+            else [],
+            warnings=convert.warnings_of(request),
+        )
+        config = parts.config
+        is_large = spec.wants_tensors or (spec.wants_logprobs and convert.comes_in_bursts(request, info))
+        bound = config.max_buffered_tensor_bytes if is_large else config.max_buffered_bytes
+        return LiveRequest(spec, self._timings, parts.detokenizer, parts.metrics, bound)
+
+    def _parser(self, prompt: Prompt) -> Callable[[], ChatParser] | None:
+        request = self._request
+        if not isinstance(request, text_pb2.ChatRequest):
+            return None
+        return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
+
+    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: _Place, leave: Leave) -> None:
+        parts, loop = self._parts, asyncio.get_running_loop()
+        await parts.pipeline.negative_prompt(live.spec.template.config, self._left())
+        echo = await self._echo(prompt)
+        left = self._left()
+        timer = None if left is None else loop.call_later(left, live.fail, _late())
+        writer = StreamWriter(live, prompt, self._kind.response, self._kind.delta, parts, self._context, self._left)
+        last_wait = _LastWait(live, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
+
+        def on_close() -> None:
+            # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile.
+            if live.error is not None:
+                place.leave()
+                writer.stop_waiting()
+            last_wait.begin()
+
+        live.on_close = on_close
+        leave.live, leave.error = live, lambda: writer.as_seen(grace_over())
+        try:
+            begin = time.monotonic()
+            # Placed or not, from here on the backends' own figures count it.
+            room.leave()
+            parts.attempts.place(live)
+            self._timings.route += time.monotonic() - begin
+            await writer.run(echo)
+        except InvalidArgument as error:
+            # Not from it, which it may be, and in no variable: circles that hold the request until a collection.
+            raise convert.public_error(error, self._request) from None
+        finally:
+            live.close()
+            last_wait.end()
+            live.release()
+            if timer is not None:
+                timer.cancel()
+
+    def _hang_up(self, error: PenstockError | None, handler: asyncio.Task[Any]) -> None:
+        """Queue the status behind the message that nobody reads, and give the handler up."""
+        if error is None:
+            self._parts.metrics.slow_readers.inc()
+            error = ResourceExhausted("the reader of this stream does not take its end", reason="SLOW_READER")
+        status = asyncio.ensure_future(_abort(self._context, error))
+        self._parts.hanging_up.add(status)
+        status.add_done_callback(self._parts.hanging_up.discard)
+        asyncio.get_running_loop().call_soon(handler.cancel)
+
+    async def _echo(self, prompt: Prompt) -> str:
+        if not self._request.output.echo:
+            return ""
+        output = self._request.output
+        skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+        return await self._parts.pipeline.echo_text(prompt, self._left(), skip_special_tokens=skip)
+
+
+async def _abort(context: Context, error: PenstockError) -> None:
+    # InternalError: the connection is gone, which is as good.
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
+        await context.abort(error.code, error.message, trailing_metadata(error))
+
+
+class _Place:
+    """Something that is held and given back once."""
+
+    __slots__ = ("_give_back",)
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def leave(self) -> None:
+        """Give it back; later calls do nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+class _LastWait:
+    """How long a handler may still be stuck in a write once its request is over: the grace, for each message."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        writer: StreamWriter,
+        grace_seconds: float,
+        hang_up: Callable[[PenstockError | None, asyncio.Task[Any]], None],
+    ) -> None:
+        self._live = live
+        self._writer = writer
+        self._grace_seconds = grace_seconds
+        self._hang_up = hang_up
+        self._handler = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """The request is over."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._grace_seconds, self._look, self._writer.num_written)
+
+    def end(self) -> None:
+        """So is the handler."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, num_written: int) -> None:
+        if self._live.error is None and self._writer.num_written > num_written:
+            self.begin()
+        elif self._handler is not None:
+            self._hang_up(self._live.error, self._handler)
+
+
+def _late() -> DeadlineExceeded:
+    return DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED")

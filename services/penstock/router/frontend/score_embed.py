@@ -1,0 +1,167 @@
+"""Score and Embed from request to answer: admission, ids, a backend, texts of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
+from penstock.router.backends.pool import BackendPool
+from penstock.router.backends.prefix_index import block_hashes
+from penstock.router.config import RouterConfig
+from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.convert import MAX_RESPONSE_BYTES, cache_salt
+from penstock.router.frontend.drain import Farewell
+from penstock.router.frontend.score_embed_text import GivenTexts, ScoredIds
+from penstock.router.frontend.target import choose_model, tenant_of
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.unary_attempts import UnaryAttempts
+from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.v1 import common_pb2, generation_pb2, text_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextResponse)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What every stage needs to know of a call. `deadline` is a time.monotonic()."""
+
+    model: str
+    tenant: str
+    deadline: float | None
+
+    @property
+    def left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenFlow:
+    """Runs in the handlers' tasks. Calls count against the same admission as streams."""
+
+    config: RouterConfig
+    texts: GivenTexts
+    pool: BackendPool
+    attempts: UnaryAttempts
+    admission: Admission
+    farewell: Farewell
+    token_texts: TokenTexts
+    metrics: RouterMetrics
+
+    async def score(self, request: text_pb2.ScoreTextRequest, context: Context) -> text_pb2.ScoreTextResponse:
+        """Raises PenstockError; fields are named as in the request."""
+        async with self._admitted("Score", request.model, context) as call:
+            self._check_count("items", len(request.items))
+            items = await self.texts.items(request.items, call.left)
+            message = self._score_request(request, items, call)
+            answer: generation_pb2.ScoreResponse = await self._ask(
+                lambda stub, left: stub.Score(message, timeout=left), call, items[0].prompt, message.cache_salt
+            )
+            positions = [position for result in answer.results for position in result.logprobs]
+            await self.token_texts.fill(positions, call.left)
+            self._count(answer.usage)
+            return _checked(text_pb2.ScoreTextResponse(results=answer.results, usage=answer.usage), "items")
+
+    async def embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> text_pb2.EmbedTextResponse:
+        """Raises PenstockError; fields are named as in the request."""
+        async with self._admitted("Embed", request.model, context) as call:
+            self._check_count("texts", len(request.texts))
+            inputs = await self.texts.inputs(request.texts, call.left)
+            message = generation_pb2.EmbedRequest(
+                model=call.model,
+                inputs=[common_pb2.TokenIds(ids=ids) for ids in inputs],
+                normalize=request.normalize,
+                cache_salt=cache_salt(call.tenant, ""),
+            )
+            answer: generation_pb2.EmbedResponse = await self._ask(
+                lambda stub, left: stub.Embed(message, timeout=left), call, (), ""
+            )
+            self._count(answer.usage)
+            return _checked(text_pb2.EmbedTextResponse(embeddings=answer.embeddings, usage=answer.usage), "texts")
+
+    @asynccontextmanager
+    async def _admitted(self, method: str, model: str, context: Context) -> AsyncIterator[_Call]:
+        """A place from admission for the block, and the count of how it ended."""
+        remaining = context.time_remaining()
+        begin = time.monotonic()
+        deadline = None if remaining is None else begin + remaining
+        status = "INTERNAL"
+        try:
+            tenant = tenant_of(self.config, context.invocation_metadata())
+            call = _Call(choose_model(self.pool, model), tenant, deadline)
+            self.attempts.check_capacity(call.model)
+            async with self.farewell.attended():
+                await self.admission.enter(tenant, call.left)
+                with self.admission.leaving():
+                    yield call
+            status = "OK"
+            self.metrics.given.observe(time.monotonic() - begin)
+        except asyncio.CancelledError:
+            is_late = deadline is not None and time.monotonic() >= deadline
+            status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+            raise
+        except PenstockError as error:
+            status = error.code.name
+            raise
+        finally:
+            self.metrics.requests(method, status).inc()
+
+    def _check_count(self, field: str, count: int) -> None:
+        if not 1 <= count <= self.config.max_items:
+            raise InvalidArgument(field, f"must have between 1 and {self.config.max_items} entries")
+
+    def _score_request(
+        self, request: text_pb2.ScoreTextRequest, items: Sequence[ScoredIds], call: _Call
+    ) -> generation_pb2.ScoreRequest:
+        message = generation_pb2.ScoreRequest(
+            model=call.model,
+            items=[
+                generation_pb2.ScoreItem(prompt_token_ids=item.prompt, continuation_token_ids=item.continuation)
+                for item in items
+            ],
+            cache_salt=cache_salt(call.tenant, ""),
+        )
+        if request.HasField("top_logprobs"):
+            message.top_logprobs = request.top_logprobs
+        return message
+
+    async def _ask(self, ask: Any, call: _Call, prompt: Sequence[int], salt: str) -> Any:
+        """The backend's answer, from one that probably has the first prompt cached."""
+        info = self.pool.models.get(call.model)
+        hashes: list[int] = []
+        if prompt and info is not None and info.kv.block_size:
+            hashes = block_hashes(list(prompt), info.kv.block_size, salt, self.config.max_prefix_blocks)
+        try:
+            return await self.attempts.run(ask, model=call.model, hashes=hashes, deadline=call.deadline)
+        except InvalidArgument as error:
+            raise InvalidArgument(_public(error.field or ""), error.description, reason=error.reason) from error
+
+    def _count(self, usage: common_pb2.Usage) -> None:
+        self.metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self.metrics.cached_tokens.inc(usage.cached_tokens)
+
+
+def _public(field: str) -> str:
+    """A backend's field as the client knows it."""
+    field = field.replace(".prompt_token_ids", ".prompt").replace(".continuation_token_ids", ".continuation")
+    return re.sub(r"^inputs\b", "texts", field) or "request"
+
+
+def _checked(answer: AnswerT, field: str) -> AnswerT:
+    """Raises ResourceExhausted for an answer that clients could not receive."""
+    size = answer.ByteSize()
+    if size > MAX_RESPONSE_BYTES - 1024:
+        raise ResourceExhausted(
+            f"the answer does not fit one message: send fewer {field} at a time",
+            reason="RESPONSE_TOO_LARGE",
+            metadata={"field": field, "bytes": str(size)},
+        )
+    return answer

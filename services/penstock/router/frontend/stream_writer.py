@@ -1,0 +1,285 @@
+"""Writes one client stream: Started, deltas as they come, Finished; finds another backend when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailable
+from penstock.router.frontend import convert
+from penstock.router.requests.delta_buffer import PendingDelta
+from penstock.router.requests.request_state import LiveRequest, results_of
+from penstock.router.requests.returned_sequence import ReturnedSequence
+from penstock.router.tokenizer.pipeline import Prompt
+from penstock.v1 import common_pb2, generation_pb2, text_pb2
+
+if TYPE_CHECKING:
+    from penstock.router.frontend.generate import Parts
+
+# Text of one echo delta: stays far below what clients receive by default.
+_ECHO_CHARS = 256 << 10
+_ENDED_BY_MODEL = (
+    common_pb2.FINISH_REASON_STOP_EOS,
+    common_pb2.FINISH_REASON_STOP_TOKEN,
+    common_pb2.FINISH_REASON_STOP_STRING,
+)
+
+
+class StreamWriter:
+    """Lives in the stream's handler."""
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        prompt: Prompt,
+        response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse],
+        make_delta: Callable[[int, PendingDelta], convert.PublicResponse],
+        parts: Parts,
+        context: grpc.aio.ServicerContext[Any, Any],
+        time_left: Callable[[], float | None],
+    ) -> None:
+        self._live = live
+        self._prompt = prompt
+        self._response = response
+        self._make_delta = make_delta
+        self._parts = parts
+        self._write = context.write
+        # Of a transport that can write without a task: the next delta of a reader that keeps up wakes no handler.
+        self._try_write: Callable[[Any], bool] | None = getattr(context, "try_write", None)
+        self._time_left = time_left
+        self._next_seq = 0
+        # For `_write_now`, filled again for every token: making one takes longer than the rest of it.
+        self._reused = response()
+        self._reused_delta = self._reused.delta
+        # Messages that the reader took.
+        self.num_written = 0
+        self._has_started = False
+        # Of a wait for another service.
+        self._wait_limit: asyncio.Timeout | None = None
+
+    async def run(self, echo: str) -> None:
+        """Write until Finished. Raises how it failed: a loss is Unavailable before a delta, Aborted after it."""
+        try:
+            await self._run(echo)
+        except PenstockError as error:
+            if self._has_started:
+                await self._write_failed()
+            if isinstance(error, Unavailable | Aborted):
+                raise self.as_seen(error) from None
+            raise
+        except grpc.aio.InternalError:
+            # A write failed: grpc noticed that the client is gone before it cancelled this handler.
+            raise Cancelled("the client is gone", reason="CLIENT_GONE") from None
+        finally:
+            if self._live.outbox.coalesced:
+                self._parts.metrics.coalesced.inc(self._live.outbox.coalesced)
+
+    def stop_waiting(self) -> None:
+        """The request has failed: nothing that another service says changes that."""
+        if self._wait_limit is not None:
+            self._wait_limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _run(self, echo: str) -> None:
+        live, outbox = self._live, self._live.outbox
+        while True:
+            if not self._has_started and (live.started is not None or live.finished is not None):
+                await self._write_started()
+                await self._write_echo(echo)
+            if self._has_started and outbox.has_deltas:
+                await self._parts.turnstile.enter()
+            deltas = outbox.take() if self._has_started else ()
+            for merged in deltas:
+                for delta in merged.messages():
+                    await self._write_delta(delta)
+            if deltas:
+                continue
+            if live.error is not None:
+                raise live.error
+            if live.finished is not None:
+                await self._write_finished(live.finished)
+                return
+            if live.loss is not None:
+                async with self._while_live():
+                    await self._parts.attempts.recover(live)
+            else:
+                await self._wait()
+
+    @asynccontextmanager
+    async def _while_live(self) -> AsyncIterator[None]:
+        """Around a wait for another service. Raises how the request failed before or meanwhile."""
+        live = self._live
+        if live.error is not None:
+            raise live.error
+        try:
+            async with asyncio.timeout(None) as self._wait_limit:
+                yield
+        except TimeoutError:
+            if live.error is not None:
+                raise live.error from None
+            raise
+        finally:
+            self._wait_limit = None
+
+    async def _fill(self, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
+        if self._parts.token_texts.fill_known(logprobs):
+            return
+        async with self._while_live():
+            await self._parts.token_texts.fill(logprobs, self._time_left())
+
+    async def _wait(self) -> None:
+        live = self._live
+        if self._has_started and self._try_write is not None:
+            live.write_now = self._write_now
+        try:
+            await live.outbox.wakeup.wait()
+        finally:
+            live.write_now = None
+
+    def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
+        """Write a delta while the handler waits, unless others wait before it. The per-token path."""
+        if self._try_write is None or self._live.outbox.has_deltas:
+            return False
+        delta = self._reused_delta
+        delta.seq, delta.index, delta.text = self._next_seq, index, text
+        if self._live.spec.wants_token_ids:
+            delta.token_ids[:] = token_ids
+        if not self._try_write(self._reused):
+            return False
+        self._next_seq += 1
+        self.num_written += 1
+        return True
+
+    async def _write_delta(self, delta: PendingDelta) -> None:
+        if delta.logprobs:
+            await self._fill(delta.logprobs)
+        seq = self._next_seq
+        self._next_seq = seq + 1
+        await self._write(self._make_delta(seq, delta))
+        self.num_written += 1
+
+    async def _write_started(self) -> None:
+        spec = self._live.spec
+        started = generation_pb2.Started()
+        if self._live.started is not None:
+            started.CopyFrom(self._live.started)
+        started.request_id = spec.request_id
+        started.seed = spec.template.seed
+        started.prompt_tokens = len(self._prompt.token_ids)
+        started.warnings.extend(spec.warnings)
+        if started.prompt_logprobs:
+            await self._fill(started.prompt_logprobs)
+        message = self._response(started=convert.check_size(started))
+        self._has_started = True
+        await self._write(message)
+
+    async def _write_echo(self, echo: str) -> None:
+        if not echo:
+            return
+        for index in range(self._live.spec.num_sequences):
+            for begin in range(0, len(echo), _ECHO_CHARS):
+                delta = PendingDelta(index, echo[begin : begin + _ECHO_CHARS])
+                if self._live.spec.wants_token_ids and begin == 0:
+                    delta.token_ids = self._prompt.token_ids
+                await self._write_delta(delta)
+
+    async def _write_finished(self, backend: generation_pb2.Finished) -> None:
+        finished = self._finished(backend, results_of(self._live))
+        self._observe(finished)
+        await self._write(self._response(finished=convert.check_size(finished)))
+
+    async def _write_failed(self) -> None:
+        """Finished of a stream that ends by an error; the figures of its backend are not known."""
+        sequences = [self._live.sequence(index) for index in range(self._live.spec.num_sequences)]
+        results = [sequence.result or _failed(sequence) for sequence in sequences]
+        message = self._response(finished=self._finished(generation_pb2.Finished(), results))
+        # The client may be gone, which is no other failure.
+        with suppress(grpc.aio.InternalError):
+            await self._write(message)
+
+    def _finished(
+        self, backend: generation_pb2.Finished, results: Sequence[common_pb2.SequenceResult]
+    ) -> generation_pb2.Finished:
+        finished = generation_pb2.Finished(
+            sequences=[self._result(result) for result in results],
+            usage=self._usage(backend),
+            timings=self._timings(backend),
+            attempts=self._live.attempts,
+        )
+        if self._next_seq:
+            finished.last_seq = self._next_seq - 1
+        return finished
+
+    def _result(self, result: common_pb2.SequenceResult) -> common_pb2.SequenceResult:
+        sequence = self._live.sequences[result.index]
+        copy = common_pb2.SequenceResult()
+        copy.CopyFrom(result)
+        if self._live.moves:
+            copy.token_count = len(sequence.token_ids)
+            # The last backend knows only the end of the sum.
+            copy.ClearField("cumulative_logprob")
+        if sequence.parser is not None and sequence.parser.ends_in_tool_calls and copy.finish_reason in _ENDED_BY_MODEL:
+            copy.finish_reason = common_pb2.FINISH_REASON_TOOL_CALLS
+        return copy
+
+    def _usage(self, backend: generation_pb2.Finished) -> common_pb2.Usage:
+        live = self._live
+        usage = common_pb2.Usage()
+        usage.CopyFrom(backend.usage)
+        usage.prompt_tokens = len(self._prompt.token_ids)
+        if live.moves or not usage.completion_tokens:
+            usage.completion_tokens = sum(len(sequence.token_ids) for sequence in live.sequences.values())
+        if live.started is not None:
+            usage.cached_tokens = live.started.cached_tokens
+        usage.reasoning_tokens = live.reasoning_tokens
+        return usage
+
+    def _timings(self, backend: generation_pb2.Finished) -> common_pb2.StageTimings:
+        times = self._live.timings
+        timings = common_pb2.StageTimings(
+            route_seconds=times.route,
+            detokenize_seconds=times.detokenize,
+            total_seconds=time.monotonic() - times.received_at,
+        )
+        if times.template is not None:
+            timings.template_seconds = times.template
+        if times.tokenize is not None:
+            timings.tokenize_seconds = times.tokenize
+        if times.first_token_at is not None:
+            timings.time_to_first_token_seconds = times.first_token_at - times.received_at
+        theirs = backend.timings
+        if theirs.HasField("queue_seconds"):
+            timings.queue_seconds = theirs.queue_seconds
+        if theirs.HasField("prefill_seconds"):
+            timings.prefill_seconds = theirs.prefill_seconds
+        if theirs.HasField("decode_seconds"):
+            timings.decode_seconds = theirs.decode_seconds
+        return timings
+
+    def _observe(self, finished: generation_pb2.Finished) -> None:
+        metrics = self._parts.metrics
+        metrics.observe_timings(finished.timings)
+        metrics.prompt_tokens.inc(finished.usage.prompt_tokens)
+        metrics.cached_tokens.inc(finished.usage.cached_tokens)
+        metrics.request_tokens.observe(finished.usage.completion_tokens)
+        for result in finished.sequences:
+            reason = common_pb2.FinishReason.Name(result.finish_reason).removeprefix("FINISH_REASON_").lower()
+            metrics.finished(reason).inc()
+
+    def as_seen(self, error: PenstockError) -> PenstockError:
+        """As the client saw it: ids that the router had but had not written yet are no begun stream to it."""
+        if not self._next_seq:
+            return Unavailable(error.message, reason=error.reason, retry_after_seconds=error.retry_after_seconds or 1.0)
+        aborted = Aborted(error.message, reason=error.reason)
+        aborted.metadata["last_seq"] = str(self._next_seq - 1)
+        return aborted
+
+
+def _failed(sequence: ReturnedSequence) -> common_pb2.SequenceResult:
+    return common_pb2.SequenceResult(
+        index=sequence.index, finish_reason=common_pb2.FINISH_REASON_ERROR, token_count=len(sequence.token_ids)
+    )

@@ -1,0 +1,180 @@
+"""Tries of a request: the first, replays before the first token, moves after it (contract 3 and 7)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from penstock.common.errors import (
+    Aborted,
+    FailedPrecondition,
+    Internal,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
+from penstock.common.logging import get_logger
+from penstock.common.request_context import current_request_id
+from penstock.router.backends.backend import Backend
+from penstock.router.backends.policy import Policy
+from penstock.router.backends.pool import BackendPool
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.request_state import LiveRequest, Loss
+from penstock.router.requests.retry_budget import RetryBudget
+from penstock.v1 import common_pb2, generation_pb2
+
+_log = get_logger("penstock.router")
+
+
+class Attempts:
+    """Used from one event loop; called by the handlers of the streams."""
+
+    def __init__(
+        self, pool: BackendPool, policy: Policy[Backend], config: RouterConfig, metrics: RouterMetrics
+    ) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._config = config
+        self._metrics = metrics
+        self._budget = RetryBudget(config.retry_budget_ratio, config.retry_budget_burst)
+        # Two routers in front of one backend must not choose the same id for different requests.
+        self._suffix = secrets.token_hex(3)
+        # Model -> requests whose prompt is being made.
+        self._preparing: Counter[str] = Counter()
+
+    def prepare(self, model: str) -> Callable[[], None]:
+        """Set room aside before work is put into a prompt; call the result once it is placed or given up.
+
+        Raises as `place`: in a flood a refusal must not wait for the prompts of all that came before it.
+        """
+        self.check_capacity(model)
+        self._preparing[model] += 1
+        return partial(self._prepared, model)
+
+    def check_capacity(self, model: str) -> None:
+        """Raises as `place` when a request that came now could not be placed."""
+        if sum(max(0, backend.room) for backend in self._pool.ready(model)) <= self._preparing[model]:
+            raise self.nowhere(model)
+
+    def _prepared(self, model: str) -> None:
+        self._preparing[model] -= 1
+        if not self._preparing[model]:
+            del self._preparing[model]
+
+    def note_request(self) -> None:
+        """A request was placed: it adds to what may be retried."""
+        self._budget.note_request()
+
+    def may_retry(self) -> bool:
+        """Whether one more retry is within the budget; it is then spent."""
+        return self._budget.take()
+
+    def place(self, live: LiveRequest) -> None:
+        """The first try. Raises Unavailable, ResourceExhausted or FailedPrecondition when there is nowhere to go."""
+        self.note_request()
+        backend = self._choose(live)
+        if backend is None:
+            raise self.nowhere(live.spec.model)
+        self._submit(live, backend)
+
+    async def recover(self, live: LiveRequest) -> None:
+        """Try elsewhere after a loss.
+
+        Raises Internal (POISON), Unavailable before the first token and Aborted after it when that is not possible.
+        """
+        loss, live.loss = live.loss, None
+        if loss is None:
+            return
+        begun = live.has_tokens
+        self._check_limits(live, loss, begun)
+        backend = await self._wait_for_backend(live)
+        if live.closed:
+            return
+        if backend is None:
+            raise _given_up(live, loss, "no other backend is there", begun=begun)
+        if begun:
+            live.moves += 1
+            self._metrics.moves.inc()
+        else:
+            self._metrics.retries.inc()
+        _log.info("request moved", request_id=current_request_id.get(), begun=begun, attempt=live.attempts + 1)
+        self._submit(live, backend)
+
+    def _check_limits(self, live: LiveRequest, loss: Loss, begun: bool) -> None:
+        if self._pool.is_poison(live):
+            self._metrics.poisoned.inc()
+            raise Internal("every backend that ran this request died", reason="POISON")
+        if begun and live.moves >= self._config.max_moves:
+            raise _given_up(live, loss, "it was moved as often as allowed", begun=begun)
+        if not begun and live.attempts >= self._config.max_attempts:
+            raise _given_up(live, loss, "it was tried as often as allowed", begun=begun)
+        if not begun and not self.may_retry():
+            raise _given_up(live, loss, "too many requests are being retried", begun=begun)
+
+    def _choose(self, live: LiveRequest) -> Backend | None:
+        spec = live.spec
+        return self._policy.choose(
+            self._pool.ready(spec.model), spec.prefix_hashes, session=spec.session, avoid=live.lost_on
+        )
+
+    async def _wait_for_backend(self, live: LiveRequest) -> Backend | None:
+        until = time.monotonic() + self._config.failover_wait_seconds
+        while not live.closed:
+            backend = self._choose(live)
+            left = until - time.monotonic()
+            if backend is not None or left <= 0 or not await self._pool.changed(left):
+                return backend
+        return None
+
+    def _submit(self, live: LiveRequest, backend: Backend) -> None:
+        command = generation_pb2.SessionRequest()
+        request = command.submit
+        request.CopyFrom(live.spec.template)
+        epoch = live.attempts
+        # Unique for each try: a backend that comes back may not have forgotten the last one yet.
+        request.request_id = f"{live.spec.request_id}.{self._suffix}.{epoch}"
+        request.attempt_epoch = epoch
+        if live.timings.deadline is not None:
+            request.timeout_seconds = max(0.001, live.timings.deadline - time.monotonic())
+        if live.has_tokens:
+            _resume(request, live)
+        live.attempts += 1
+        backend.submit(live, command)
+
+    def nowhere(self, model: str) -> PenstockError:
+        """Why a request cannot be placed."""
+        retry = self._config.retry_after_seconds
+        if self._pool.ready(model):
+            return ResourceExhausted("every backend's queue is full", reason="QUEUE_FULL", retry_after_seconds=retry)
+        if self._pool.only_mismatches():
+            return mismatch()
+        return Unavailable("no generation backend is ready", reason="NO_BACKEND", retry_after_seconds=retry)
+
+
+def mismatch() -> FailedPrecondition:
+    """What callers hear when tokenizer and models do not belong together."""
+    return FailedPrecondition(
+        "the tokenizer is not the one that the backends' models were made for", reason="TOKENIZER_MISMATCH"
+    )
+
+
+def _resume(request: generation_pb2.GenerateRequest, live: LiveRequest) -> None:
+    """Go on after what was emitted. max_new_tokens counts resumed ids too, so the budget left is right as it is."""
+    for index in range(live.spec.num_sequences):
+        sequence = live.sequences.get(index)
+        request.resumed_token_ids.append(common_pb2.TokenIds(ids=sequence.token_ids if sequence else ()))
+    started_at = live.timings.started_at
+    if request.config.HasField("max_time") and started_at is not None:
+        request.config.max_time = max(0.001, request.config.max_time - (time.monotonic() - started_at))
+
+
+def _given_up(live: LiveRequest, loss: Loss, why: str, *, begun: bool) -> PenstockError:
+    if not begun:
+        if loss.error is not None and isinstance(loss.error, Internal):
+            return loss.error
+        return Unavailable(f"the backend was lost and {why}", reason="BACKEND_LOST", retry_after_seconds=1.0)
+    return Aborted(f"the backend was lost after tokens were sent and {why}", reason="BACKEND_LOST")

@@ -1,0 +1,272 @@
+"""One live request: what was asked, what backends emitted, what waits for its reader, and how it ended.
+
+Everything happens on the event loop. Backends and the tokenizer call `on_*`, which never wait; the stream's handler is
+woken through `outbox.wakeup` and writes, moves the request to another backend, or ends the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.common.errors import PenstockError, ResourceExhausted
+from penstock.router.requests.delta_buffer import Outbox, PendingDelta
+from penstock.router.requests.returned_sequence import ReturnedSequence
+from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
+
+if TYPE_CHECKING:
+    from penstock.router.chat.chat_output import ChatParser, ChatPiece
+    from penstock.router.metrics import RouterMetrics
+    from penstock.router.tokenizer.detokenize import Batch, Detokenizer, Piece
+
+
+class AttemptHandle(Protocol):
+    """The present try of a request at some backend."""
+
+    def abort(self) -> None:
+        """Tell the backend to stop, and forget the try."""
+
+
+@dataclass(slots=True)
+class Loss:
+    """Why an attempt is over though the request is not."""
+
+    # What the backend said, when it said anything.
+    error: PenstockError | None
+    # Set when the backend itself is gone: a number unique to that death.
+    death: int | None
+    backend: str
+
+
+@dataclass(slots=True)
+class Timings:
+    """Times of one request; seconds, and time.monotonic() for `*_at`."""
+
+    received_at: float
+    template: float | None = None
+    tokenize: float | None = None
+    route: float = 0.0
+    detokenize: float = 0.0
+    first_token_at: float | None = None
+    deadline: float | None = None
+    started_at: float | None = None
+
+
+@dataclass(slots=True)
+class RequestSpec:
+    """A request after validation, tokenisation and defaults: everything needed to try it at any backend."""
+
+    request_id: str
+    # As sent to backends, less request_id, attempt_epoch and resumed ids.
+    template: generation_pb2.GenerateRequest
+    num_sequences: int
+    decode_options: tokenizer_pb2.DecodeStreamOpen
+    make_parser: Callable[[], ChatParser] | None = None
+    wants_token_ids: bool = False
+    wants_logprobs: bool = False
+    wants_tensors: bool = False
+    model: str = ""
+    session: str = ""
+    prefix_hashes: list[int] = field(default_factory=list)
+    # The router's own, for Started.
+    warnings: tuple[str, ...] = ()
+
+
+class LiveRequest:
+    """See the module's docstring."""
+
+    def __init__(
+        self, spec: RequestSpec, timings: Timings, detokenizer: Detokenizer, metrics: RouterMetrics, max_buffered: int
+    ) -> None:
+        self.spec = spec
+        self.timings = timings
+        self.decode_options = spec.decode_options
+        self.outbox = Outbox(max_buffered)
+        self.sequences: dict[int, ReturnedSequence] = {}
+        self.started: generation_pb2.Started | None = None
+        self.finished: generation_pb2.Finished | None = None
+        self.error: PenstockError | None = None
+        self.loss: Loss | None = None
+        self.attempt: AttemptHandle | None = None
+        # Tries so far; the next one's attempt_epoch.
+        self.attempts = 0
+        self.moves = 0
+        self.deaths: set[int] = set()
+        self.lost_on: set[str] = set()
+        # Pieces at the tokenizer.
+        self.undecoded = 0
+        # The last message of the tokenizer that had text of this request: its time counts once.
+        self.last_batch: Batch | None = None
+        self.reasoning_tokens = 0
+        self.closed = False
+        self._detokenizer = detokenizer
+        self._metrics = metrics
+        self._sends_empty = spec.wants_token_ids or spec.wants_logprobs or spec.wants_tensors
+        self._backend_finished: generation_pb2.Finished | None = None
+        # What token healing added to the prompt's text: every answer begins with it.
+        self._healed_text = ""
+        # Set while the stream's handler waits, if its transport can write without it: takes index, text and ids of a
+        # delta, or refuses it.
+        self.write_now: Callable[[int, str, Sequence[int]], bool] | None = None
+        # Called once, when the request is over for whatever reason.
+        self.on_close: Callable[[], None] | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any backend emitted any token."""
+        return any(sequence.token_ids for sequence in self.sequences.values())
+
+    @property
+    def all_sequences_ended(self) -> bool:
+        """Whether the last token of every returned sequence is known."""
+        return len(self.sequences) >= self.spec.num_sequences and all(
+            sequence.result is not None for sequence in self.sequences.values()
+        )
+
+    def sequence(self, index: int) -> ReturnedSequence:
+        """Returned sequence `index`, made when it is new."""
+        found = self.sequences.get(index)
+        if found is None:
+            make = self.spec.make_parser
+            found = self.sequences[index] = ReturnedSequence(self, index, make() if make else None)
+        return found
+
+    def on_started(self, started: generation_pb2.Started, now: float) -> None:
+        """A backend began; only the first time counts."""
+        if self.started is None:
+            self.started = started
+            self._healed_text = started.healed_text
+            self.timings.started_at = now
+            self.outbox.wakeup.set()
+
+    def on_backend_finished(self, finished: generation_pb2.Finished | None) -> None:
+        """The backend's last word (None: lost after the last token). The stream ends when the text is complete."""
+        self.attempt = None
+        self._backend_finished = finished or generation_pb2.Finished()
+        if self.undecoded == 0:
+            self._complete()
+
+    def on_lost(self, loss: Loss) -> None:
+        """The attempt is over before the request is: the handler will find another backend."""
+        self.attempt = None
+        if loss.death is not None:
+            self.deaths.add(loss.death)
+        self.lost_on.add(loss.backend)
+        if self.closed:
+            return
+        if self.all_sequences_ended:
+            self.on_backend_finished(None)
+            return
+        self.loss = loss
+        self.outbox.wakeup.set()
+
+    def on_text(self, piece: Piece, text: str, now: float) -> None:
+        """Text of `piece` came back. The per-token path."""
+        self.undecoded -= 1
+        if self.closed:
+            return
+        sequence = piece.sequence
+        last = sequence.last_text_at
+        sequence.last_text_at = now
+        if last is not None:
+            self._metrics.inter_token.observe(now - last)
+        else:
+            text = self._healed_text + text
+            if self.timings.first_token_at is None and piece.token_ids:
+                self.timings.first_token_at = now
+        parser = sequence.parser
+        if parser is not None:
+            self._on_chat_text(sequence, parser, piece, text)
+        elif text or (self._sends_empty and piece.token_ids):
+            self._on_plain_text(piece, text)
+        if self._backend_finished is not None and self.undecoded == 0:
+            self._complete()
+
+    def fail(self, error: PenstockError) -> None:
+        """End the stream with `error`; what the backend still computes for it is aborted."""
+        if not self.closed:
+            self.error = error
+            self.close()
+            self.outbox.clear()
+            self.outbox.wakeup.set()
+
+    def close(self) -> None:
+        """Nothing more is wanted: free what backend and tokenizer hold."""
+        if self.closed:
+            return
+        self.closed = True
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.abort()
+        self._detokenizer.drop(self.sequences.values())
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
+
+    def release(self) -> None:
+        """Its handler is done with it: undo the references in circles, so that all of it is freed here and now.
+
+        A request left to the garbage collector keeps its messages until then, and costs a tenth of this process's time.
+        """
+        self.last_batch = None
+        # Raised, it has the frames of the handler in its traceback.
+        self.error = self.loss = None
+        for sequence in self.sequences.values():
+            sequence.last_piece = None
+        self.sequences = {}
+
+    def _on_plain_text(self, piece: Piece, text: str) -> None:
+        spec = self.spec
+        if self.write_now is not None and not spec.wants_logprobs and not spec.wants_tensors:
+            token_ids = piece.token_ids if spec.wants_token_ids else ()
+            if self.write_now(piece.sequence.index, text, token_ids):
+                return
+        self._put(PendingDelta(piece.sequence.index, text), piece)
+
+    def _on_chat_text(self, sequence: ReturnedSequence, parser: ChatParser, piece: Piece, text: str) -> None:
+        before = parser.in_reasoning
+        part = parser.feed(text)
+        self._count_reasoning(before, parser, part, len(piece.token_ids), text)
+        if piece.result is not None:
+            rest = parser.finish()
+            part.text += rest.text
+            part.reasoning += rest.reasoning
+            part.tool_calls += rest.tool_calls
+        if part.text or part.reasoning or part.tool_calls or (self._sends_empty and piece.token_ids):
+            delta = PendingDelta(sequence.index, part.text, reasoning=part.reasoning, tool_calls=part.tool_calls)
+            self._put(delta, piece)
+        if parser.is_plain:
+            sequence.parser = None  # nothing is left to take apart
+
+    def _count_reasoning(self, before: bool, parser: ChatParser, part: ChatPiece, tokens: int, text: str) -> None:
+        if before and parser.in_reasoning:
+            self.reasoning_tokens += tokens
+        elif part.reasoning and text:
+            # A thought begins or ends within this piece: its share of the text.
+            self.reasoning_tokens += round(tokens * min(1.0, len(part.reasoning) / len(text)))
+
+    def _put(self, delta: PendingDelta, piece: Piece) -> None:
+        if self.spec.wants_token_ids:
+            delta.token_ids.extend(piece.token_ids)
+        if self.spec.wants_logprobs:
+            delta.logprobs.extend(piece.logprobs)
+        if self.spec.wants_tensors:
+            delta.tensors.extend(piece.tensors)
+        if not self.outbox.put(delta):
+            self._metrics.slow_readers.inc()
+            self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))
+
+    def _complete(self) -> None:
+        """Every token is text and no backend has more to say."""
+        if self.closed:
+            return
+        self.finished = self._backend_finished
+        self.close()
+        self.outbox.wakeup.set()
+
+
+def results_of(live: LiveRequest) -> list[common_pb2.SequenceResult]:
+    """How each returned sequence ended, in order."""
+    found = sorted(live.sequences.items())
+    return [sequence.result for _, sequence in found if sequence.result is not None]

@@ -1,0 +1,93 @@
+"""Tries of a call that is answered at once (Score, Embed): it changes nothing, so it may be tried elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, Unavailable
+from penstock.common.logging import get_logger
+from penstock.common.request_context import current_request_id
+from penstock.router.backends.backend import Backend, GenerationStub
+from penstock.router.backends.policy import Policy
+from penstock.router.backends.pool import BackendPool
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.attempts import Attempts
+
+AnswerT = TypeVar("AnswerT")
+# (stub, seconds left): the call.
+Call = Callable[[GenerationStub, float | None], Awaitable[AnswerT]]
+# Backends that a request may cost: after as many it is taken for the cause.
+_MAX_LOSSES = 2
+_log = get_logger("penstock.router")
+
+
+class UnaryAttempts:
+    """Used from one event loop; called by the handlers."""
+
+    def __init__(
+        self,
+        pool: BackendPool,
+        policy: Policy[Backend],
+        attempts: Attempts,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._attempts = attempts
+        self._config = config
+        self._metrics = metrics
+
+    def check_capacity(self, model: str) -> None:
+        """Raises as `run` when a call that came now could not be placed."""
+        self._attempts.check_capacity(model)
+
+    async def run(self, call: Call[AnswerT], *, model: str, hashes: Sequence[int], deadline: float | None) -> AnswerT:
+        """The first answer. `deadline` is a time.monotonic().
+
+        Raises what the backend says of the request itself; Unavailable when no backend could answer, Internal POISON
+        when those that tried died.
+        """
+        self._attempts.note_request()
+        lost_on: set[str] = set()
+        losses = 0
+        for attempt in range(self._config.max_attempts):
+            backend = await self._choose(model, hashes, lost_on, first=attempt == 0)
+            try:
+                return await backend.call(call, hashes, deadline)
+            except PenstockError as error:
+                if not _is_elsewhere(error):
+                    raise
+                lost_on.add(backend.key)
+                losses += error.reason == "BACKEND_LOST"
+                self._check_again(error, attempt, losses)
+            self._metrics.retries.inc()
+            _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 2)
+        raise self._attempts.nowhere(model)
+
+    def _check_again(self, error: PenstockError, attempt: int, losses: int) -> None:
+        if losses >= _MAX_LOSSES:
+            self._metrics.poisoned.inc()
+            raise Internal("every backend that ran this request died", reason="POISON")
+        if attempt + 1 >= self._config.max_attempts or not self._attempts.may_retry():
+            raise error
+
+    async def _choose(self, model: str, hashes: Sequence[int], avoid: set[str], *, first: bool) -> Backend:
+        until = time.monotonic() + (0.0 if first else self._config.failover_wait_seconds)
+        while True:
+            backend = self._policy.choose(self._pool.ready(model), hashes, avoid=avoid)
+            left = until - time.monotonic()
+            if backend is not None:
+                return backend
+            if left <= 0 or not await self._pool.changed(left):
+                raise self._attempts.nowhere(model)
+
+
+def _is_elsewhere(error: PenstockError) -> bool:
+    """Whether another backend may do better."""
+    if isinstance(error, DeadlineExceeded):
+        return False
+    return isinstance(error, Unavailable) or error.reason == "ENGINE_FAILED"

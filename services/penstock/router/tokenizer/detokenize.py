@@ -1,0 +1,325 @@
+"""Ids of whole engine steps to text: by the tokenizer's table where its decoder is one, else by one DecodeStream.
+
+With a table (`use_table`) a step's text is there at once. Without it the ids of a step go out as one message, and their
+text comes back in order. A message costs as much as tens of tokens, so few are on their way at a time, and steps that
+come meanwhile are put into one. When the tokenizer is lost, what it has not answered is kept; on the next connection
+every sequence is opened again with the ids whose text had already come back, and the rest is sent again. Nothing is
+lost and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
+from penstock.router.aio import END
+from penstock.router.requests.returned_sequence import ReturnedSequence
+from penstock.router.requests.wakeup import Wakeup
+from penstock.text.detokenizer import DecodeTable
+from penstock.text.text_decoder import TextDecoder
+from penstock.v1 import common_pb2, tokenizer_pb2
+
+# Messages on their way to the tokenizer: one that it works on, one that it finds next.
+_MAX_IN_FLIGHT = 2
+# Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
+_MAX_STEPS = 32
+
+
+class Piece:
+    """Ids of one sequence on their way through the tokenizer."""
+
+    __slots__ = ("is_sent", "logprobs", "result", "sequence", "tensors", "token_ids")
+
+    def __init__(
+        self,
+        sequence: ReturnedSequence,
+        token_ids: list[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        result: common_pb2.SequenceResult | None,
+        tensors: Sequence[common_pb2.StepTensors],
+    ) -> None:
+        """`token_ids` is the piece's own from now on."""
+        self.sequence = sequence
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+        self.tensors = tensors
+        # Set on the last piece of the sequence.
+        self.result = result
+        # From then on it is what it is.
+        self.is_sent = False
+
+    def extend(
+        self,
+        token_ids: list[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        result: common_pb2.SequenceResult | None,
+        tensors: Sequence[common_pb2.StepTensors],
+    ) -> None:
+        """Take the ids that follow, too."""
+        self.token_ids += token_ids
+        if logprobs:
+            self.logprobs = [*self.logprobs, *logprobs]
+        if tensors:
+            self.tensors = [*self.tensors, *tensors]
+        self.result = result
+
+
+class Batch:
+    """One message: the pieces of one engine step, or of several."""
+
+    __slots__ = ("pieces", "steps")
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.steps = 1
+
+
+class DecodeCall(Protocol):
+    """What is used of a grpc.aio stream-stream call."""
+
+    async def read(self) -> object:
+        """The next response, or grpc.aio.EOF."""
+
+    async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
+        """Send a message."""
+
+    def cancel(self) -> object:
+        """End it."""
+
+
+class Detokenizer:
+    """Used from one event loop. The tokenizer link drives `run_writer` and `run_reader` while it is connected."""
+
+    def __init__(self, *, max_outstanding: int) -> None:
+        """More than `max_outstanding` unanswered messages mean that the tokenizer does not keep up."""
+        self._epoch = 0
+        self._next_stream_id = 1
+        self._outstanding: deque[Batch] = deque()
+        # The tail of `_outstanding` that the present connection has not been sent.
+        self._unsent: deque[Batch] = deque()
+        # Steps in `_outstanding`.
+        self._steps = 0
+        self._drops: list[int] = []
+        self._wakeup = Wakeup()
+        self._max_outstanding = max_outstanding
+        self._table: DecodeTable | None = None
+        # Messages answered so far.
+        self.answers = 0
+
+    def use_table(self, table: DecodeTable) -> None:
+        """Decode here from now on. To be called before the first batch."""
+        self._table = table
+
+    def add(
+        self,
+        batch: Batch,
+        sequence: ReturnedSequence,
+        token_ids: list[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs] = (),
+        result: common_pb2.SequenceResult | None = None,
+        tensors: Sequence[common_pb2.StepTensors] = (),
+    ) -> None:
+        """Put ids of `sequence` into `batch`, or to those that still wait; with `result` they are its last.
+
+        The list is kept.
+        """
+        live, last = sequence.live, sequence.last_piece
+        if last is not None and not last.is_sent:
+            last.extend(token_ids, logprobs, result, tensors)
+            live.outbox.coalesced += 1
+            return
+        piece = sequence.last_piece = Piece(sequence, token_ids, logprobs, result, tensors)
+        batch.pieces.append(piece)
+        live.undecoded += 1
+
+    def send(self, batch: Batch) -> None:
+        """Queue a batch, or decode it. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
+        if self._table is not None:
+            self._decode(batch, self._table)
+            return
+        if self._steps >= self._max_outstanding:
+            error = Unavailable(
+                "the tokenizer does not keep up", reason="TOKENIZER_OVERLOADED", retry_after_seconds=1.0
+            )
+            self._fail(batch.pieces, error)
+            return
+        self._steps += 1
+        last = self._unsent[-1] if self._unsent else None
+        if last is not None and last.steps < _MAX_STEPS:
+            last.pieces += batch.pieces
+            last.steps += 1
+            return
+        self._outstanding.append(batch)
+        self._unsent.append(batch)
+        self._wakeup.set()
+
+    def _decode(self, batch: Batch, table: DecodeTable) -> None:
+        begin = time.monotonic()
+        texts = [_text_of(piece, table) for piece in batch.pieces]
+        now = time.monotonic()
+        self._deliver(batch, texts, now - begin, now)
+
+    def drop(self, sequences: Iterable[ReturnedSequence]) -> None:
+        """The tokenizer may forget sequences that nobody waits for any more."""
+        for sequence in sequences:
+            if sequence.stream_id and sequence.decoder_epoch == self._epoch and sequence.result is None:
+                self._drops.append(sequence.stream_id)
+                sequence.stream_id = 0
+                self._wakeup.set()
+
+    @property
+    def outstanding(self) -> int:
+        """Messages without an answer."""
+        return len(self._outstanding)
+
+    def fail_outstanding(self, error: PenstockError) -> None:
+        """Give up what the tokenizer did not answer: its requests end with `error`."""
+        batches, self._outstanding = self._outstanding, deque()
+        self._unsent.clear()
+        self._steps = 0
+        for batch in batches:
+            self._fail(batch.pieces, error)
+
+    def connected(self) -> None:
+        """A new DecodeStream is there: send again, in order, what the last one did not answer."""
+        self._epoch += 1
+        self._drops.clear()
+        for batch in self._outstanding:
+            batch.pieces = [piece for piece in batch.pieces if not piece.sequence.live.closed]
+        self._unsent = deque(self._outstanding)
+        self._wakeup.set()
+
+    async def run_writer(self, call: DecodeCall) -> None:
+        """Send batches until the call breaks. Raises grpc.aio.AioRpcError or asyncio.InvalidStateError."""
+        while True:
+            while (self._unsent or self._drops) and len(self._outstanding) - len(self._unsent) < _MAX_IN_FLIGHT:
+                if not self._unsent:
+                    self._outstanding.append(Batch())
+                    self._steps += 1
+                    batch = self._outstanding[-1]
+                else:
+                    batch = self._unsent.popleft()
+                await call.write(self._message(batch))
+            await self._wakeup.wait()
+
+    def _message(self, batch: Batch) -> tokenizer_pb2.DecodeStreamRequest:
+        request = tokenizer_pb2.DecodeStreamRequest()
+        add, epoch = request.items.add, self._epoch
+        are_all_open = True
+        for piece in batch.pieces:  # once a token
+            piece.is_sent = True
+            sequence = piece.sequence
+            if sequence.stream_id and sequence.decoder_epoch == epoch:
+                item = add()
+                item.stream_id = sequence.stream_id
+                item.token_ids.extend(piece.token_ids)
+            elif sequence.live.closed:
+                # Cancelled before the tokenizer heard of it.
+                sequence.stream_id, are_all_open = 0, False
+                continue
+            else:
+                item = self._open(request, piece)
+            result = piece.result
+            if result is not None:
+                item.finish = True
+                if result.HasField("stop_string"):
+                    item.matched_stop_string = result.stop_string
+        if not are_all_open:
+            batch.pieces = [piece for piece in batch.pieces if piece.sequence.stream_id]
+        if not self._unsent:
+            # Behind everything: a drop that overtook the item that opens its sequence would drop nothing.
+            drops, self._drops = self._drops, []
+            for stream_id in drops:
+                add(stream_id=stream_id, drop=True)
+        return request
+
+    def _open(self, request: tokenizer_pb2.DecodeStreamRequest, piece: Piece) -> tokenizer_pb2.DecodeStreamItem:
+        sequence = piece.sequence
+        sequence.stream_id, sequence.decoder_epoch = self._next_stream_id, self._epoch
+        self._next_stream_id += 1
+        item = request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
+        item.open.CopyFrom(sequence.live.decode_options)
+        item.open.resumed_token_ids.extend(sequence.token_ids[: sequence.decoded])
+        return item
+
+    async def run_reader(self, call: DecodeCall) -> None:
+        """Take answers until the stream ends, which it never should."""
+        while True:
+            response = await call.read()
+            # None: grpc could not parse it, and said so in the log.
+            if response is END or response is None:
+                return
+            self._take(cast("tokenizer_pb2.DecodeStreamResponse", response))
+
+    def _take(self, response: tokenizer_pb2.DecodeStreamResponse) -> None:
+        if not self._outstanding:
+            raise Internal("the tokenizer answered a message that was never sent", reason="TOKENIZER_PROTOCOL")
+        batch = self._outstanding.popleft()
+        self.answers += 1
+        self._steps -= batch.steps
+        if self._unsent or self._drops:
+            self._wakeup.set()
+        if len(batch.pieces) != len(response.results):
+            raise Internal("the tokenizer did not answer every item of a message", reason="TOKENIZER_PROTOCOL")
+        texts = [_refused(one.error) if one.HasField("error") else one.text for one in response.results]
+        self._deliver(batch, texts, response.detokenize_seconds, time.monotonic())
+
+    def _deliver(self, batch: Batch, texts: Iterable[str | PenstockError], seconds: float, now: float) -> None:
+        """Once a token. `texts` belong to the batch's pieces."""
+        for piece, text in zip(batch.pieces, texts, strict=True):
+            sequence = piece.sequence
+            live = sequence.live
+            if isinstance(text, str):
+                sequence.decoded += len(piece.token_ids)
+                if live.last_batch is not batch:
+                    live.last_batch = batch
+                    live.timings.detokenize += seconds
+                live.on_text(piece, text, now)
+            else:
+                sequence.stream_id = 0
+                live.undecoded -= 1
+                live.fail(text)
+
+    def _fail(self, pieces: Iterable[Piece], error: PenstockError) -> None:
+        for piece in pieces:
+            piece.sequence.live.undecoded -= 1
+            piece.sequence.live.fail(error)
+
+
+def _refused(error: str) -> PenstockError:
+    """What a request ends with when the tokenizer answers an item with `error`, a code and its explanation."""
+    if error.startswith("TOO_MANY_SEQUENCES"):
+        return ResourceExhausted(
+            "the tokenizer decodes as many sequences as it may (its --max-sequences)",
+            reason="TOO_MANY_SEQUENCES",
+            retry_after_seconds=1.0,
+        )
+    return Internal("the answer could not be turned into text", reason="DETOKENIZE_FAILED")
+
+
+def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
+    """Once a token."""
+    piece.is_sent = True
+    sequence = piece.sequence
+    try:
+        decoder = sequence.decoder
+        if decoder is None:
+            decoder = sequence.decoder = _opened(sequence.live.decode_options, table)
+        text = decoder.push(piece.token_ids)
+    except IndexError:  # of the prompt, or of what was generated: only this sequence ends
+        return _refused("ID_OUTSIDE_VOCABULARY")
+    if piece.result is not None:
+        matched = piece.result.stop_string if piece.result.HasField("stop_string") else None
+        return decoder.finish(text, matched).text
+    return text if decoder.stops is None else decoder.stops.push(text).text
+
+
+def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> TextDecoder:
+    """Of a new sequence. Raises IndexError for a prompt whose ids are not all in the table."""
+    skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
+    decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
+    decoder.replay(options.prefix_token_ids, ())
+    return decoder

@@ -1,0 +1,91 @@
+"""From what a client sent to prompt ids: one hop to the tokenizer, off this event loop, within the deadline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from penstock.common.errors import Internal, InvalidArgument
+from penstock.router.chat.chat_output import prompt_opens_reasoning
+from penstock.router.config import RouterConfig
+from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt as ids, with the seconds it took. A stage that did not run is None."""
+
+    token_ids: list[int]
+    # The client's text, for echo.
+    text: str | None = None
+    opens_reasoning: bool = False
+    template_seconds: float | None = None
+    tokenize_seconds: float | None = None
+
+
+class Pipeline:
+    """Stateless; shared by all handlers."""
+
+    def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:
+        self._link = link
+        self._parse_special = config.allow_control_tokens_in_text
+
+    async def text(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
+        """The prompt of Generate. Raises InvalidArgument naming `prompt`, or what the tokenizer link raises."""
+        if request.WhichOneof("prompt") == "token_ids":
+            return Prompt(list(request.token_ids.ids))
+        begin = time.monotonic()
+        add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        ids = await self._encode(request.text, timeout, add_special=add_special, field="prompt")
+        return Prompt(ids, text=request.text, tokenize_seconds=time.monotonic() - begin)
+
+    async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
+        """The prompt of Chat. Raises what the tokenizer link raises; its fields are the request's own."""
+        ask = tokenizer_pb2.ApplyChatTemplateRequest(messages=request.messages)
+        if request.tools:
+            ask.tools.extend(request.tools)
+        if request.documents:
+            ask.documents.extend(request.documents)
+        if request.HasField("add_generation_prompt"):
+            ask.add_generation_prompt = request.add_generation_prompt
+        if request.HasField("continue_final_message"):
+            ask.continue_final_message = request.continue_final_message
+        if request.HasField("chat_template_kwargs"):
+            ask.chat_template_kwargs.CopyFrom(request.chat_template_kwargs)
+        answer = await self._link.apply_chat_template(ask, timeout)
+        return Prompt(
+            list(answer.token_ids),
+            opens_reasoning=prompt_opens_reasoning(answer.text),
+            template_seconds=answer.template_seconds,
+            tokenize_seconds=answer.tokenize_seconds,
+        )
+
+    async def negative_prompt(self, config: config_pb2.GenerationConfig, timeout: float | None) -> None:
+        """Replace `negative_prompt_text` of `config` by ids: generation takes no text."""
+        if config.WhichOneof("negative_prompt") == "negative_prompt_text":
+            text = config.negative_prompt_text
+            ids = await self._encode(text, timeout, add_special=True, field="config.negative_prompt_text")
+            config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
+
+    async def echo_text(self, prompt: Prompt, timeout: float | None, *, skip_special_tokens: bool) -> str:
+        """The prompt as text: as it was sent, or decoded when ids were."""
+        if prompt.text is not None:
+            return prompt.text
+        sequences = [common_pb2.TokenIds(ids=prompt.token_ids)]
+        request = tokenizer_pb2.DecodeRequest(sequences=sequences, skip_special_tokens=skip_special_tokens)
+        answer = await self._link.decode(request, timeout)
+        return answer.texts[0] if answer.texts else ""
+
+    async def _encode(self, text: str, timeout: float | None, *, add_special: bool, field: str) -> list[int]:
+        request = tokenizer_pb2.EncodeRequest(
+            texts=[text], add_special_tokens=add_special, parse_special_tokens=self._parse_special
+        )
+        try:
+            answer = await self._link.encode(request, timeout)
+        except InvalidArgument as error:
+            # The tokenizer speaks of its own fields.
+            raise InvalidArgument(field, error.description, reason=error.reason) from error
+        if len(answer.encodings) != 1:
+            raise Internal("the tokenizer did not answer every text", reason="TOKENIZER_PROTOCOL")
+        return list(answer.encodings[0].ids)

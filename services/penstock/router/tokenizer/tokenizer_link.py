@@ -1,0 +1,245 @@
+"""The connection to the tokenizer: unary calls, the one DecodeStream, reconnection, and failover to a standby."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
+
+import grpc
+
+from penstock.common.errors import DeadlineExceeded, PenstockError, StartupError, Unavailable, from_rpc_error
+from penstock.common.logging import get_logger
+from penstock.router.aio import until_first, until_silent
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import RouterMetrics
+from penstock.router.peers import channel_to, until_serving, watch_health
+from penstock.router.tokenizer import decode_table
+from penstock.router.tokenizer.detokenize import DecodeCall, Detokenizer
+from penstock.text.detokenizer import DecodeTable
+from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+HEALTH_NAME = "penstock.v1.TokenizerService"
+# Tries of one unary call: the tokenizer is asked again only when it was not there.
+MAX_TRIES = 3
+AnswerT = TypeVar("AnswerT")
+_log = get_logger("penstock.router")
+
+
+class _Lost(Exception):
+    """The connection is of no use any more; the message is for the log."""
+
+
+class TokenizerLink:
+    """Used from one event loop."""
+
+    def __init__(
+        self, config: RouterConfig, detokenizer: Detokenizer, metrics: RouterMetrics, *, on_change: Callable[[], None]
+    ) -> None:
+        self.info: tokenizer_pb2.GetTokenizerResponse | None = None
+        self.last_problem = "no answer"
+        self._config = config
+        self._detokenizer = detokenizer
+        self._metrics = metrics
+        self._on_change = on_change
+        self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
+        self._ready = asyncio.Event()
+        self._lost_at = time.monotonic()
+        # Settled by the first tokenizer: live sequences are decoded in one place.
+        self._is_decoding_settled = config.detokenize == "tokenizer"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the tokenizer answers now."""
+        return self._ready.is_set()
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 that models are compared with; empty before the first connection."""
+        return self.info.tokenizer_fingerprint if self.info is not None else ""
+
+    async def wait_ready(self) -> None:
+        """Return once the tokenizer answers."""
+        await self._ready.wait()
+
+    async def encode(self, request: tokenizer_pb2.EncodeRequest, timeout: float | None) -> tokenizer_pb2.EncodeResponse:
+        """Encode. Raises PenstockError: Unavailable when no tokenizer comes back in time."""
+        return await self._call(lambda stub, left: stub.Encode(request, timeout=left), timeout)
+
+    async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout: float | None) -> tokenizer_pb2.DecodeResponse:
+        """Decode. Raises as `encode`."""
+        return await self._call(lambda stub, left: stub.Decode(request, timeout=left), timeout)
+
+    async def apply_chat_template(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, timeout: float | None
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Render and encode. Raises as `encode`."""
+        return await self._call(lambda stub, left: stub.ApplyChatTemplate(request, timeout=left), timeout)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled, to the first address that answers."""
+        wait = self._config.reconnect_min_seconds
+        while True:
+            for address in self._config.tokenizer:
+                if await self._try(address):
+                    wait = self._config.reconnect_min_seconds
+                self._give_up_late()
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, self._config.reconnect_max_seconds)
+
+    async def _try(self, address: str) -> bool:
+        """One connection from beginning to end; whether it was ever ready."""
+        was_ready = False
+        try:
+            await self._connect_and_serve(address)
+        except grpc.aio.AioRpcError as error:
+            self.last_problem = error.code().name
+        except (_Lost, PenstockError, StartupError, asyncio.InvalidStateError) as error:
+            # StartupError: a TLS or token file cannot be read, perhaps because it is being replaced.
+            # InvalidStateError: a message was written to a stream that had just ended.
+            self.last_problem = str(error)
+        finally:
+            was_ready = self.is_ready
+            self._lost()
+        _log.info("tokenizer connection ended", tokenizer=address, cause=self.last_problem, was_ready=was_ready)
+        return was_ready
+
+    def _lost(self) -> None:
+        if self.is_ready:
+            self._ready.clear()
+            self._stub = None
+            self._lost_at = time.monotonic()
+            self._metrics.tokenizer_up.set(0)
+            self._metrics.tokenizer_reconnects.inc()
+            self._on_change()
+
+    def _give_up_late(self) -> None:
+        """Streams wait for text only so long."""
+        if time.monotonic() - self._lost_at >= self._config.tokenizer_wait_seconds:
+            self._detokenizer.fail_outstanding(_away())
+
+    async def _connect_and_serve(self, address: str) -> None:
+        async with channel_to(address, self._config) as channel:
+            await self._serve(channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel), address)
+
+    async def _serve(
+        self, channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str
+    ) -> None:
+        await self._wait_until_serving(channel)
+        request = tokenizer_pb2.GetTokenizerRequest()
+        info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
+        self._check(info, address)
+        table = await self._decode_table(stub)
+        call = await self._open_decode_stream(stub, address)
+        self.info, self._stub = info, stub
+        self._settle_decoding(table)
+        self._detokenizer.connected()
+        self._ready.set()
+        self._metrics.tokenizer_up.set(1)
+        self._on_change()
+        _log.info("tokenizer connected", tokenizer=address, fingerprint=info.tokenizer_fingerprint[:12])
+        try:
+            await until_first(
+                self._detokenizer.run_reader(call),
+                self._detokenizer.run_writer(call),
+                self._watch_health(channel),
+                self._watch_silence(),
+            )
+            raise _Lost("a stream ended")
+        finally:
+            call.cancel()
+
+    async def _decode_table(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> DecodeTable | None:
+        if self._is_decoding_settled:
+            return None
+        request = tokenizer_pb2.GetDecodeTableRequest()
+        return await decode_table.fetch(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
+
+    def _settle_decoding(self, table: DecodeTable | None) -> None:
+        """Once this tokenizer is the one that any later one must equal: not before."""
+        if table is not None:
+            self._detokenizer.use_table(table)
+        self._is_decoding_settled = True
+
+    async def _open_decode_stream(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> DecodeCall:
+        config = self._config
+        if not config.is_asyncio:
+            return cast("DecodeCall", stub.DecodeStream(None))
+        from penstock.http2.channel import open_stream
+
+        parse = tokenizer_pb2.DecodeStreamResponse.FromString
+        return await open_stream(
+            address, f"/{HEALTH_NAME}/DecodeStream", parse, config, timeout=config.connect_timeout_seconds
+        )
+
+    def _check(self, info: tokenizer_pb2.GetTokenizerResponse, address: str) -> None:
+        """A tokenizer that comes back must be the same one: live streams hold its ids."""
+        known = self.fingerprint
+        if known and info.tokenizer_fingerprint != known:
+            _log.error("tokenizer not used: it is not the one this router started with", tokenizer=address)
+            raise _Lost("another tokenizer than before")
+
+    async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
+        """While it loads, and for as long as one connection attempt may take, wait rather than come back later."""
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_seconds):
+                await until_serving(channel, HEALTH_NAME)
+        except TimeoutError:
+            raise _Lost("it does not serve yet") from None
+
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        """Ends when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
+        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+            async for _ in updates:
+                pass
+
+    async def _watch_silence(self) -> None:
+        limit, detokenizer = self._config.tokenizer_stall_seconds, self._detokenizer
+        await until_silent(limit, lambda: detokenizer.answers, lambda: detokenizer.outstanding > 0)
+        raise _Lost(f"no answer for {limit:g} s")
+
+    async def _call(
+        self,
+        call: Callable[[tokenizer_pb2_grpc.TokenizerServiceAsyncStub, float | None], Awaitable[AnswerT]],
+        timeout: float | None,
+    ) -> AnswerT:
+        until = None if timeout is None else time.monotonic() + timeout
+        for attempt in range(MAX_TRIES):
+            stub = await self._wait_for_stub(until)
+            left = None if until is None else until - time.monotonic()
+            try:
+                return await call(stub, left)
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if isinstance(failure, DeadlineExceeded):
+                    raise _late() from error
+                if not isinstance(failure, Unavailable) or attempt == MAX_TRIES - 1:
+                    raise failure from error
+                if self._stub is stub:
+                    # Refused rather than lost (draining): give the link a moment to notice.
+                    await asyncio.sleep(self._config.reconnect_min_seconds)
+        raise _away()
+
+    async def _wait_for_stub(self, until: float | None) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
+        if self._stub is not None:
+            return self._stub
+        patience = self._config.tokenizer_wait_seconds
+        left = patience if until is None else min(patience, until - time.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                await self._ready.wait()
+        except TimeoutError:
+            raise (_away() if left == patience else _late()) from None
+        if self._stub is None:
+            raise _away()
+        return self._stub
+
+
+def _away() -> Unavailable:
+    return Unavailable("the tokenizer is not there", reason="TOKENIZER_UNAVAILABLE", retry_after_seconds=1.0)
+
+
+def _late() -> DeadlineExceeded:
+    return DeadlineExceeded("the deadline passed before the prompt was tokenized", reason="DEADLINE_EXCEEDED")

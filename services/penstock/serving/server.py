@@ -1,0 +1,349 @@
+"""One process, one service, one life: listen, load, serve, drain, stop.
+
+The server listens before the service loads, so that probes get an answer (NOT_SERVING) from the start. SIGTERM and
+SIGINT turn health NOT_SERVING, drain the service within the grace, and end with exit code 0; a service that fails turns
+health NOT_SERVING and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from penstock.common.config import ServerConfig
+from penstock.common.credentials import TokenFile, server_credentials, tls_context
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.common.metrics import BoundMetrics, GrpcServerMetrics, add_process_metrics, start_metrics_server
+from penstock.serving.grpc_options import server_options
+from penstock.serving.health import Health, add_reflection
+from penstock.serving.interceptors import CallInterceptor
+
+# After the drain: time for last messages to leave before streams that never end by themselves (health watches,
+# sessions) are cancelled.
+STOP_GRACE_SECONDS = 0.5
+# grpc's own limit is a backstop behind max_concurrent_rpcs: it cannot tell health checks from work.
+PROBE_HEADROOM = 256
+# Where workers serve metrics to their parent.
+LOOPBACK = "127.0.0.1"
+
+_log = get_logger("penstock.server")
+
+
+class Service(Protocol):
+    """What a process serves. Constructed inside the event loop; every method is called on it."""
+
+    name: str
+    grpc_services: tuple[str, ...]
+    failed: asyncio.Future[BaseException]
+
+    async def start(self) -> None:
+        """Load and warm up. Health stays NOT_SERVING until it returns. Raises StartupError."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicers; called once, before the server listens."""
+
+    async def drain(self) -> None:
+        """Refuse new work (Unavailable, reason DRAINING) and return when live work is done."""
+
+    async def close(self) -> None:
+        """Free everything; called once, after the server stopped, also when start() failed or was cancelled."""
+
+    def status_lines(self) -> list[str]:
+        """Facts for the start-up print, known after start(): model, KV pool, peers."""
+
+
+@runtime_checkable
+class ControlsHealth(Protocol):
+    """A service that turns its health off and on while the process lives (Drain and Resume)."""
+
+    def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Called once, before start(). `set_serving(True)` shows SERVING only once start() has returned."""
+
+
+@dataclass(frozen=True)
+class BoundAddresses:
+    """Where a process answers: `host:port` each; `metrics` is None when there is none."""
+
+    grpc: str
+    metrics: str | None
+
+
+class RunningServer:
+    """A service behind a real server. `run_until_stopped` for processes, `serve_in_process` for tests."""
+
+    def __init__(
+        self,
+        service: Service,
+        config: ServerConfig,
+        registry: CollectorRegistry | None = None,
+        *,
+        is_worker: bool = False,
+    ) -> None:
+        """`is_worker`: shares its port with others, and its metrics are for the parent only.
+
+        Raises StartupError for an invalid configuration.
+        """
+        config.validate()
+        self.service = service
+        self.config = config
+        self._is_worker = is_worker
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self.health = Health(service.grpc_services)
+        tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
+        self.calls = CallInterceptor(
+            GrpcServerMetrics(self.registry), tokens=tokens, max_concurrent_rpcs=config.max_concurrent_rpcs
+        )
+        self._server = _make_server(config, self.calls, shares_port=is_worker)
+        self._metrics: BoundMetrics | None = None
+        self._addresses: BoundAddresses | None = None
+
+    @property
+    def addresses(self) -> BoundAddresses:
+        """Raises RuntimeError before `listen`."""
+        if self._addresses is None:
+            raise RuntimeError("not listening yet")
+        return self._addresses
+
+    @property
+    def address(self) -> str:
+        """`host:port` of gRPC."""
+        return self.addresses.grpc
+
+    async def listen(self) -> BoundAddresses:
+        """Open the ports; health answers NOT_SERVING. Raises StartupError naming --port, --host or --metrics-port."""
+        await self.register()
+        return await self.bind()
+
+    async def register(self) -> None:
+        """Add everything that is served; the first half of `listen`."""
+        await self.health.add_to(self._server)
+        if isinstance(self.service, ControlsHealth):
+            self.service.bind_health(self.health.set_wanted)
+        self.service.register(self._server)
+        add_reflection(self._server, self.service.grpc_services)
+
+    async def bind(self) -> BoundAddresses:
+        """Open the ports; the second half of `listen`."""
+        port = await self._bind()
+        host, tls = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
+        if self.config.metrics_port >= 0:
+            add_process_metrics(self.registry)
+            self._metrics = start_metrics_server(self.registry, host, self.config.metrics_port, tls=tls)
+        await self._server.start()
+        metrics = _join(host, self._metrics.port) if self._metrics else None
+        self._addresses = BoundAddresses(_join(self.config.host, port), metrics)
+        _log.info("listening", grpc=self._addresses.grpc, metrics=metrics)
+        return self._addresses
+
+    async def _bind(self) -> int:
+        if self.config.is_asyncio:
+            return await self._bind_asyncio()
+        wanted = _join(self.config.host, self.config.port)
+        credentials = server_credentials(self.config)
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(wanted)
+            else:
+                port = self._server.add_secure_port(wanted, credentials)
+        except RuntimeError as error:
+            raise _bind_error(self.config) from error
+        if port == 0:
+            raise _bind_error(self.config)
+        return port
+
+    async def _bind_asyncio(self) -> int:
+        server: Any = self._server
+        try:
+            tls = tls_context(self.config) if self.config.is_tls else None
+            return int(await server.listen(self.config.host, self.config.port, tls, shares_port=self._is_worker))
+        except OSError as error:
+            raise _bind_error(self.config) from error
+
+    async def start(self) -> None:
+        """Load the service, then show SERVING."""
+        await self.service.start()
+        await self.health.set_up(True)
+        _log.info("ready", service=self.service.name)
+
+    async def stop(self, *, drain: bool = True) -> None:
+        """NOT_SERVING, drain within the grace, stop, close. Safe at any point of the life.
+
+        Without `drain` live calls get STOP_GRACE_SECONDS to end by themselves.
+        """
+        await self.health.set_up(False)
+        if drain:
+            await self._drain()
+        await self._server.stop(STOP_GRACE_SECONDS)
+        await self.service.close()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    async def _drain(self) -> None:
+        _log.info("draining", calls=self.calls.in_flight)
+        try:
+            # wait_for would not even begin with a grace of 0.
+            async with asyncio.timeout(self.config.drain_grace_seconds):
+                await self.service.drain()
+        except TimeoutError:
+            _log.warning("drain grace is over, live calls end now", calls=self.calls.in_flight)
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.calls.wait_idle(), STOP_GRACE_SECONDS)
+
+
+def _make_server(config: ServerConfig, calls: CallInterceptor, *, shares_port: bool) -> grpc.aio.Server:
+    max_calls = config.max_concurrent_rpcs + PROBE_HEADROOM
+    if not config.is_asyncio:
+        return grpc.aio.server(
+            interceptors=(calls,),
+            options=server_options(config, shares_port=shares_port),
+            maximum_concurrent_rpcs=max_calls,
+        )
+    from penstock.http2.limits import Limits
+    from penstock.http2.server import Http2Server
+
+    limits = Limits.of(config, max_streams=max_calls)
+    return cast("grpc.aio.Server", Http2Server(limits, interceptor=calls, max_calls=max_calls))
+
+
+async def run_until_stopped(
+    service: Service,
+    config: ServerConfig,
+    *,
+    registry: CollectorRegistry | None = None,
+    on_listening: Callable[[BoundAddresses], None] | None = None,
+    on_ready: Callable[[BoundAddresses], None] | None = None,
+    gate: Callable[[], Awaitable[None]] | None = None,
+) -> int:
+    """Serve until SIGTERM, SIGINT or a failure of the service; returns the process's exit code.
+
+    With `gate` it is one of several workers on a port: it loads first, and opens its port once `gate` returns, since
+    callers cannot choose another one while it is loading.
+
+    Raises StartupError when it cannot start; everything is closed by then.
+    """
+    running = RunningServer(service, config, registry, is_worker=gate is not None)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_loop_error)
+    signalled: asyncio.Future[None] = loop.create_future()
+    with _signals(lambda: None if signalled.done() else signalled.set_result(None)):
+        try:
+            if gate is None:
+                addresses = await running.listen()
+                if on_listening is not None:
+                    on_listening(addresses)
+                loading = running.start()
+            else:
+                loading = _load_as_worker(running, gate)
+            if not await _unless(signalled, loading):
+                await running.stop(drain=False)
+                return 0
+            addresses = running.addresses
+        except BaseException:
+            await running.stop(drain=False)
+            raise
+        if on_ready is not None:
+            on_ready(addresses)
+        ends: list[asyncio.Future[Any]] = [signalled, service.failed]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if service.failed.done():
+            _log.error("service failed, stopping", exc_info=service.failed.result())
+            await running.stop(drain=False)
+            return 1
+        await running.stop()
+        _log.info("stopped")
+        return 0
+
+
+@contextlib.asynccontextmanager
+async def serve_in_process(
+    service: Service, config: ServerConfig, registry: CollectorRegistry | None = None
+) -> AsyncIterator[RunningServer]:
+    """A ready server on free ports, for tests: the code of a real process, in this one."""
+    running = RunningServer(service, dataclasses.replace(config, port=0, metrics_port=0), registry)
+    try:
+        await running.listen()
+        await running.start()
+        yield running
+    finally:
+        await running.stop(drain=False)
+
+
+async def _load_as_worker(running: RunningServer, gate: Callable[[], Awaitable[None]]) -> None:
+    await running.register()
+    await running.start()
+    await gate()
+    await running.bind()
+
+
+async def _unless(stop: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work`; False when `stop` came first and the work was cancelled. Raises what the work raises."""
+    task = asyncio.create_task(work)
+    try:
+        both: list[asyncio.Future[None]] = [stop, task]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
+            return True
+        return False
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def require_free_port(host: str, port: int, flag: str) -> None:
+    """Raises StartupError naming `flag` (or --host) when nothing can listen there. Port 0 is always free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is taken", flag=flag) from error
+        wrong = flag if error.errno == errno.EACCES else "--host"
+        raise StartupError(f"cannot listen on {_join(host, port)}: {error.strerror}", flag=wrong) from error
+
+
+def _bind_error(config: ServerConfig) -> StartupError:
+    """Why the port could not be opened: grpc does not say, a plain socket does."""
+    try:
+        require_free_port(config.host, config.port, "--port")
+    except StartupError as error:
+        return error
+    if config.is_tls:
+        return StartupError("--tls-cert and --tls-key are not a certificate chain and its key (PEM)", flag="--tls-cert")
+    return StartupError(f"cannot listen on {_join(config.host, config.port)}", flag="--port")
