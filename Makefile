@@ -39,7 +39,7 @@ numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=nati
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)
 
-clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transports (docs/testing.md: Debian packages)
+clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transports (docs/learn/testing.md: Debian packages)
 	@$(BIN)/python -m pytest -q -m clients tests/e2e
 
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
@@ -56,8 +56,8 @@ types: $(VENV)/.dev  ## mypy, strict
 stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
 	@$(BIN)/python protos/generate.py --check
 
-docs: $(VENV)/.dev  ## rewrite from the code: docs/configuration.md, docs/metrics.md, the dashboard
-	@$(BIN)/python -m penstock.cli.reference > docs/configuration.md
+docs: $(VENV)/.dev  ## rewrite from the code: docs/reference/configuration.md, docs/reference/metrics.md, the dashboard
+	@$(BIN)/python -m penstock.cli.reference > docs/reference/configuration.md
 	@$(BIN)/python tools/metrics_table.py
 	@$(BIN)/python tools/make_dashboard.py
 
@@ -78,8 +78,8 @@ peers:  ## other engines for benchmarks/workloads.py, the smg gateway for wire.p
 	@test -x $(PEERS)/smg-venv/bin/python || $(PYTHON) -m venv $(PEERS)/smg-venv
 	@$(PEERS)/smg-venv/bin/python -m pip install -qq smg==1.13
 
-compose: $(VENV)/.runtime  ## run the compose stack for real; needs a Docker engine, see docs/deployment.md
-	@$(BIN)/python deploy/docker/check_stack.py --out docs/compose-run.md
+compose: $(VENV)/.runtime  ## run the compose stack for real; needs a Docker engine, see docs/guide/deployment.md
+	@$(BIN)/python deploy/docker/check_stack.py --out dev/log/compose-run.md
 
 venv: $(VENV)/.dev  ## the environment for development, in .venv
 

@@ -314,7 +314,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The tables of docs/performance-history.md."""
+    """The tables of dev/log/performance-history.md."""
     head = [f"{row['variant']}, {row['streams']}" for row in rows]
     lines = ["| milliseconds | " + " | ".join(head) + " |", "|---" * (len(rows) + 1) + "|"]
 

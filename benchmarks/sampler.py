@@ -233,7 +233,7 @@ def usable_kernels(wanted: list[str]) -> Kernels:
 
 
 def print_table(results: dict[str, dict[str, dict[str, dict[str, float]]]]) -> None:
-    """Median CPU ms per step as the table of docs/performance.md."""
+    """Median CPU ms per step as the table of docs/guide/performance.md."""
     columns = [(kind, name) for kind, cases in results.items() for name in next(iter(cases.values()))]
     print("| options | " + " | ".join(f"{kind}, {name}" for kind, name in columns) + " |")
     print("|---" * (len(columns) + 1) + "|")

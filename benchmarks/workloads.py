@@ -9,7 +9,7 @@ Every engine is a process that loads once; then for every round and workload eac
 asleep, so that a machine whose speed drifts is the same for all. A first round warms up and does not count. Prompts are
 random ids, others in every round and the same for all engines; outputs are greedy and of the length that was asked for.
 The machine's bandwidth and peak are measured before and after. `python benchmarks/report.py FILE` shows its tables.
-Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/benchmarks.md).
+Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/guide/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write deploy/grafana/dashboards/penstock.json: rows of panels over the metrics of docs/metrics.md.
+"""Write deploy/grafana/dashboards/penstock.json: rows of panels over the metrics of docs/reference/metrics.md.
 
 python tools/make_dashboard.py [--check]
 """

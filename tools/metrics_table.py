@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the registries of the services themselves; `--check` only compares.
+"""Write docs/reference/metrics.md from the registries of the services themselves; `--check` only compares.
 
 python tools/metrics_table.py [--check]
 """
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 HEAD = """\
 # Metrics
 
@@ -89,7 +89,7 @@ def main() -> int:
     wanted = page()
     if parser.parse_args().check:
         if TARGET.read_text() != wanted:
-            print("docs/metrics.md is out of date: run python tools/metrics_table.py", file=sys.stderr)
+            print("docs/reference/metrics.md is out of date: run python tools/metrics_table.py", file=sys.stderr)
             return 1
         return 0
     TARGET.write_text(wanted)

@@ -3,7 +3,7 @@
 Needs a Docker engine and docker-compose. Where no image registry is reachable, run deploy/docker/offline.sh first and
 source deploy/docker/offline.env. The result is printed, and written as Markdown with --out.
 
-    python deploy/docker/check_stack.py --out docs/compose-run.md
+    python deploy/docker/check_stack.py --out dev/log/compose-run.md
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ QUESTION = "What is Penstock?"
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """clients/node with its dependencies installed, in a copy of the layout that it expects."""
     if shutil.which("npm") is None:
-        pytest.skip("node and npm are not installed; last run recorded in docs/testing.md")
+        pytest.skip("node and npm are not installed; last run recorded in docs/learn/testing.md")
     root = tmp_path_factory.mktemp("node")
     shutil.copytree(ROOT / "protos", root / "protos")
     folder = root / "clients" / "node"

@@ -68,7 +68,7 @@ def run(command: list[str], **environment: str) -> str:
 @pytest.fixture(scope="module", params=list(BUILDS))
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     if shutil.which(request.param) is None:
-        pytest.skip(f"no {request.param}; last run recorded in docs/testing.md")
+        pytest.skip(f"no {request.param}; last run recorded in docs/learn/testing.md")
     return BUILDS[request.param](tmp_path_factory.mktemp(request.param))
 
 

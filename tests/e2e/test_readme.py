@@ -80,7 +80,7 @@ def test_command(command: str, served: Process, tmp_path: Path) -> None:
     """It exits 0 and prints what it is there for."""
     if command.startswith("node "):
         if shutil.which("npm") is None:
-            pytest.skip("node and npm are not installed; last run recorded in docs/testing.md")
+            pytest.skip("node and npm are not installed; last run recorded in docs/learn/testing.md")
         shutil.copytree(ROOT / "protos", tmp_path / "protos")
         shutil.copytree(ROOT / "clients" / "node", tmp_path / "node" / "node")
         subprocess.run(["npm", "--prefix", tmp_path / "node" / "node", "install", "--silent"], check=True, timeout=590)

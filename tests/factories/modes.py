@@ -23,7 +23,7 @@ from penstock.generation.core.request import Request
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
-from penstock.generation.grammar.mask_workers import MaskWorkers
+from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.options.generate_options import RequestLimits
 from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore

@@ -22,8 +22,7 @@ from penstock.generation.core.modes import (
 from penstock.generation.core.request import HealingOptions, Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.decoder import CausalLM
-from penstock.text.token_bytes import TokenBytes
-from penstock.text.token_prefixes import TokenPrefixes
+from penstock.text.token_bytes import TokenBytes, TokenPrefixes
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 DEMO = Path(__file__).parents[2] / "services" / "penstock" / "assets" / "demo"

@@ -24,7 +24,7 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup import preload as early
 from penstock.generation.startup.load import LoadedModel, load
-from penstock.generation.weights.size_estimate import least_weight_bytes
+from penstock.generation.weights.files import least_weight_bytes
 
 WEIGHTS = "model.safetensors"
 

@@ -192,4 +192,4 @@ def test_the_tree_hands_each_service_its_own_flags() -> None:
 
 def test_the_documented_configuration_is_the_real_one() -> None:
     """When this fails: `make docs`."""
-    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_markdown()
+    assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == configuration_markdown()

@@ -1,4 +1,4 @@
-"""docs/generation-config.md says of every field what the code does with it."""
+"""docs/guide/generation-config.md says of every field what the code does with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.generation.options.request_options import GROUP_OF, RequestedOptio
 from penstock.generation.options.resolve import resolve
 from penstock.v1 import config_pb2
 
-PAGE = (Path(__file__).parents[2] / "docs" / "generation-config.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "generation-config.md").read_text(encoding="utf-8")
 SECTIONS: dict[str, Any] = {
     "config": config_pb2.GenerationConfig,
     "stop": config_pb2.StopConfig,

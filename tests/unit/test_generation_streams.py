@@ -27,10 +27,9 @@ from penstock.generation.core.request import (
     StartedOutput,
 )
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.delivery.delta_buffer import Outbox
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.delivery.hub import OutputHub
-from penstock.generation.delivery.streams import RequestStream, SessionStream
+from penstock.generation.delivery.streams import Outbox, RequestStream, SessionStream
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from prometheus_client import CollectorRegistry, generate_latest

@@ -14,9 +14,8 @@ from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.generation.core.grammar import GrammarError
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.grammar.state import MatcherState
+from penstock.generation.grammar.state import MaskWorkers, MatcherState
 
 PERSON = schema(
     {

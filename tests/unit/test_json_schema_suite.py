@@ -13,8 +13,8 @@ from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
 SUITE = Path(__file__).parents[1] / "data" / "json-schema-test-suite"
-PAGE = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text(encoding="utf-8")
-# File -> (cases that are honoured, cases of schemas that are refused). docs/structured-output.md has the same table.
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "structured-output.md").read_text(encoding="utf-8")
+# File -> (cases that are honoured, cases of schemas that are refused), as in the table of PAGE.
 HONOURED = {
     "draft2020-12": {
         "additionalProperties": (16, 5), "allOf": (28, 2), "anchor": (8, 0), "anyOf": (17, 1), "const": (46, 0),

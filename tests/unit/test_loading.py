@@ -12,9 +12,8 @@ from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup.batch_tuning import LARGEST_SIZE
+from penstock.generation.startup.batch_tuning import LARGEST_SIZE, PromptTimer
 from penstock.generation.startup.load import load
-from penstock.generation.startup.prompt_timer import PromptTimer
 from structlog.testing import capture_logs
 
 STAGES = ["tokenizer", "weights", "tuning", "warm_up", "rest"]

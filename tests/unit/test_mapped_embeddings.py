@@ -17,14 +17,13 @@ from penstock.common.errors import StartupError
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
-from penstock.generation.host.mapped import MappedFile
+from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.host.memory import format_weights
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup.load import load as load_service
 from penstock.generation.weights import checkpoint
 from penstock.generation.weights.files import stored_tensors
-from penstock.generation.weights.watch import weights_written
 from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"

@@ -23,7 +23,8 @@ def test_generated_files_are_up_to_date(tool: str) -> None:
 def exposed() -> set[str]:
     """Names as Prometheus stores them: histograms have three series."""
     names = set()
-    for name, kind in re.findall(r"^\| `(\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE):
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    for name, kind in re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     return names
 

@@ -7,7 +7,7 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.model_engine import load_tiny
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.models.resized import ResizedVocabulary
+from penstock.generation.startup.draft_model import ResizedVocabulary
 
 
 @pytest.fixture(scope="module")

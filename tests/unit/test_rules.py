@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md and CONTRIBUTING.md, held by reading the source."""
+"""The rules of docs/learn/tour.md and CONTRIBUTING.md, held by reading the source."""
 
 from __future__ import annotations
 

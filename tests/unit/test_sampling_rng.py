@@ -17,7 +17,7 @@ def _mix(z: int) -> int:
 
 
 def _published(seed: int, position: int) -> float:
-    """The definition of docs/sampling.md, in plain integers."""
+    """The definition of docs/guide/sampling.md, in plain integers."""
     key = _mix((seed + _GOLDEN) & _MASK)
     return (_mix((key + _GOLDEN * (position + 1)) & _MASK) >> 11) / 2**53
 

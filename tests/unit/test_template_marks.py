@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from jinja2 import Environment
-from penstock.tokenizer.template_marks import are_only_shown
-from penstock.tokenizer.template_process import Renderer
+from penstock.tokenizer.template_process import Renderer, are_only_shown
 
 MARK = "\U00100001\U000f0000"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from penstock.text.token_bytes import TokenBytes
-from penstock.text.token_prefixes import TokenPrefixes
+from penstock.text.token_bytes import TokenBytes, TokenPrefixes
 
 WORDS = [
     b"http",

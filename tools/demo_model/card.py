@@ -84,7 +84,7 @@ things by heart and a few by rule; it is for demos and tests, not for advice.
 
 ## Accuracy
 
-Greedy answers to prompts held out of training (see `docs/demo-model.md` for what is held out in each family):
+Greedy answers to prompts held out of training (see `docs/guide/demo-model.md` for what is held out in each family):
 
 {_table(scores)}
 

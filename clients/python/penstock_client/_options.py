@@ -16,7 +16,7 @@ class GenerationOptions(TypedDict, total=False):
     """Options of one request. Names, meanings and types are transformers' GenerationConfig's where it has them.
 
     An option that is left out, or None, is the server's: the model's generation_config.json, then Penstock's defaults.
-    docs/generation-config.md tells of each what it does. An unknown one raises TypeError.
+    docs/guide/generation-config.md tells of each what it does. An unknown one raises TypeError.
     """
 
     # Length.

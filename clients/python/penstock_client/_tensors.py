@@ -25,7 +25,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Of one output token; None: not asked for. See docs/outputs.md for shapes and meanings."""
+    """Of one output token; None: not asked for. See docs/guide/outputs.md for shapes and meanings."""
 
     scores: Tensor | None = None
     score_ids: Tensor | None = None

@@ -65,7 +65,7 @@ Examples:
 
 BENCH_EPILOG = f"""A closed loop keeps --concurrency requests open; an open loop sends --rate
 a second, whether the server keeps up or not, and counts from when each was due.
-Exit code 1: no request succeeded. docs/benchmarks.md explains the figures.
+Exit code 1: no request succeeded. docs/guide/benchmarks.md explains the figures.
 
 {ENV_NOTE}
 
@@ -81,7 +81,7 @@ Examples:
 
 PACK_EPILOG = f"""Everything that takes a MODEL takes the folder OUTPUT. Its weights are mapped as
 they are: a start copies nothing, and the processes of a host share them.
-docs/packed-models.md says when it pays.
+docs/guide/packed-models.md says when it pays.
 
 {ENV_NOTE}
 

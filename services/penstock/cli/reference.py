@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from the configurations: `python -m penstock.cli.reference > docs/configuration.md`."""
+"""The page docs/reference/configuration.md, made from the configurations by `make docs`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = """# Configuration
 Every option is a flag and an environment variable; a flag wins over its variable, a variable over the default. Sizes
 are written `512MiB` or `2GiB` (powers of 1024) or `2GB` (of 1000), durations `250ms`, `30s` or `5m`. A wrong value ends
 the process with exit code 2 and one line that names it. This file is made from the code:
-`python -m penstock.cli.reference > docs/configuration.md`.
+`python -m penstock.cli.reference > docs/reference/configuration.md`.
 """
 TREE = """`penstock serve [MODEL]` starts tokenizer, generation and router as one tree. It takes its own option below,
 all of [every service](#every-service), and the options of the three services, except those that two services have
@@ -59,7 +59,7 @@ def _sections() -> Iterator[str]:
     yield "`penstock bench`, and the options of the connection above.\n"
     yield _table(bound for bound in options_of(BenchConfig) if bound.name not in connection)
     yield "## Packing\n"
-    yield "`penstock pack MODEL OUTPUT`; [the page](packed-models.md) says what for.\n"
+    yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says what for.\n"
     yield _table(options_of(PackConfig))
 
 

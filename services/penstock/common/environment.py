@@ -14,7 +14,7 @@ def quiet_environment(threads: int | None = None) -> dict[str, str]:
 
     OpenMP threads sleep between parallel regions instead of spinning, so that the other processes on the machine get
     the cores; oneDNN keeps the kernels of the last 128 shapes instead of 1024, which costs no time and saves memory
-    (docs/performance.md); grpc's C core does not write to stderr on its own. What the operator has set is kept.
+    (docs/guide/performance.md); grpc's C core does not write to stderr on its own. What the operator has set is kept.
     """
     wanted = {
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -1,7 +1,7 @@
 """A configuration field is a default, a flag, an environment variable and a help text, declared once.
 
 A service's configuration is a frozen dataclass whose fields are made by `option`; the command line, the PENSTOCK_*
-variables and docs/configuration.md are generated from it.
+variables and docs/reference/configuration.md are generated from it.
 """
 
 from __future__ import annotations

@@ -25,14 +25,13 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.host.arena import Arena
-from penstock.generation.host.mapped import MappedFile
+from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
 from penstock.generation.service import GenerationCore, Lifecycle, ModelState
 from penstock.generation.startup.load import LoadedModel, load
-from penstock.generation.weights.watch import weights_written
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 # Time that streams get to send their INTERNAL before a broken process goes.

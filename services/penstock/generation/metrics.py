@@ -1,4 +1,4 @@
-"""Prometheus metrics of the generation service; names as vLLM's where the meaning is the same (docs/metrics.md).
+"""Prometheus metrics of the generation service; names as vLLM's where the meaning is the same.
 
 Labels come from closed sets: model_name is the one served model, finished_reason the FinishReason values. What the
 engine counts by itself is read when Prometheus scrapes; the rest is updated once per step or request, not per token.

@@ -11,11 +11,11 @@ from functools import partial
 
 from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.common.request_context import new_request_id
-from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.core.request import HealingOptions, ItemResult, Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.delivery.hub import OutputHub
-from penstock.generation.delivery.item_batch import ItemBatch, ItemResult
+from penstock.generation.delivery.item_batch import ItemBatch
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler

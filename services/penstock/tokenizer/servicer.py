@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +14,6 @@ from google.protobuf.message import Message
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable
 from penstock.tokenizer import convert
-from penstock.tokenizer.activity import Activity
 from penstock.tokenizer.chat_template import Rendered
 from penstock.tokenizer.decode_stream import DecodeSession
 from penstock.tokenizer.metrics import Operation, TokenizerMetrics
@@ -213,3 +214,35 @@ def _checked(response: M) -> M:
     if response.ByteSize() > MAX_RESPONSE_BYTES:
         raise ResourceExhausted("the answer would be larger than 4 MiB; send less at once", reason="RESPONSE_TOO_LARGE")
     return response
+
+
+class Activity:
+    """Counts calls at work and live sequences. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._live = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around the work of one call."""
+        self.add(1)
+        try:
+            yield
+        finally:
+            self.add(-1)
+
+    def add(self, change: int) -> None:
+        """More or fewer live things."""
+        self._live += change
+        if self._live:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Have new calls refused; return when nothing is live. Open DecodeStreams may go on until then."""
+        self.draining = True
+        await self._idle.wait()

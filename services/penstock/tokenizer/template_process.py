@@ -7,7 +7,10 @@ but not how long it runs or how much it builds; the limits here do, and the pare
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+
+from jinja2 import nodes
 
 from penstock.common import child_io
 from penstock.common.child_limits import limit_cpu, limit_memory
@@ -66,7 +69,7 @@ class Renderer:
         if found is None:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            from penstock.tokenizer.template_marks import are_only_shown
+            from penstock.tokenizer.template_process import are_only_shown
 
             plain, marked = (
                 _compile_jinja_template(source).environment.parse(source) for source in self._templates[name]
@@ -122,3 +125,57 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# Where a node stands: text written straight to the result, a part of an expression that is, or anything else.
+_Place = Literal["body", "shown", "used"]
+_BODIES = frozenset({"body", "else_", "elif_"})
+
+
+def are_only_shown(plain: nodes.Node, marked: nodes.Node, variables: Collection[str]) -> bool:
+    """Whether what differs between a template and its marked form, and `variables`, is written out and no more.
+
+    Nothing that the template decides, cuts, counts or keeps depends on them then, so both forms render the same but for
+    the marks, whatever they are given. False when in doubt: for text that a macro, a filter or a block could look at.
+    """
+    return _is_sound(plain, marked, frozenset(variables), "body")
+
+
+def _is_sound(plain: nodes.Node, marked: nodes.Node, variables: frozenset[str], place: _Place) -> bool:
+    if type(plain) is not type(marked):
+        return False
+    if isinstance(marked, nodes.Const | nodes.TemplateData):
+        return place == "shown" or _value(plain) == _value(marked)
+    if isinstance(marked, nodes.Name) and marked.name in variables:
+        return place == "shown"
+    ours, theirs = list(_children(plain)), list(_children(marked))
+    return len(ours) == len(theirs) and all(
+        _is_sound(one, other, variables, _place_of(marked, field, place))
+        for (_, one), (field, other) in zip(ours, theirs, strict=True)
+    )
+
+
+def _value(node: nodes.Node) -> Any:
+    return node.data if isinstance(node, nodes.TemplateData) else getattr(node, "value", None)
+
+
+def _children(node: nodes.Node) -> Iterator[tuple[str, nodes.Node]]:
+    for name, value in node.iter_fields():
+        for child in value if isinstance(value, list) else (value,):
+            if isinstance(child, nodes.Node):
+                yield name, child
+
+
+def _place_of(parent: nodes.Node, field: str, place: _Place) -> _Place:
+    """Where a child of `parent`, which is at `place` itself, stands."""
+    if place == "body":
+        if isinstance(parent, nodes.For) and parent.recursive:
+            return "used"  # by whoever calls loop(...)
+        if isinstance(parent, nodes.Template | nodes.If | nodes.For) and field in _BODIES:
+            return "body"
+        return "shown" if isinstance(parent, nodes.Output) else "used"
+    if place == "shown" and (
+        isinstance(parent, nodes.Concat | nodes.Add) or (isinstance(parent, nodes.CondExpr) and field != "test")
+    ):
+        return "shown"
+    return "used"

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.attention.rotate import rotate
-
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
 
@@ -167,3 +165,10 @@ class Attention(ABC):
         """As `forward`, from the fused projection: split, norm, turn by cos and sin (T, 1, D / 2), attend; o_THD."""
         q, k, v = turned(qkv_TE, cos, sin, heads)
         return self.forward(q, k, v, layer, metadata, kv, scale, sliding_window)
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x turned by its positions' angles (half rotation); new, contiguous."""
+    half = x_THD.shape[-1] // 2
+    first, second = x_THD[..., :half], x_THD[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

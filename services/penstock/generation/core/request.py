@@ -169,3 +169,11 @@ class RequestOutput:
     started: StartedOutput | None
     deltas: tuple[DeltaOutput, ...]
     finished: FinishedOutput | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """What came of one item: the logprobs of Score, or an embedding in `finished`."""
+
+    logprobs: tuple[PositionLogprobs, ...]
+    finished: FinishedOutput

@@ -5,20 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.common.errors import Cancelled, InvalidArgument, PenstockError
-from penstock.generation.core.request import FinishedOutput, PositionLogprobs, Request, RequestOutput
+from penstock.generation.core.request import FinishedOutput, ItemResult, PositionLogprobs, Request, RequestOutput
 from penstock.generation.delivery.hub import Sink
-
-
-@dataclass(frozen=True, slots=True)
-class ItemResult:
-    """What came of one item: the logprobs of Score, or an embedding in `finished`."""
-
-    logprobs: tuple[PositionLogprobs, ...]
-    finished: FinishedOutput
 
 
 class Hub(Protocol):

@@ -23,9 +23,12 @@ from penstock.generation.devices.native.build import is_supported
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
+from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.base import LinearMethod
-from penstock.generation.layers.linear.dense import packing_obstacle
-from penstock.generation.layers.linear.registry import cpu_method
+from penstock.generation.layers.linear.dense import cpu_linear_method, packing_obstacle
+from penstock.generation.layers.linear.int4 import Int4LinearMethod
+from penstock.generation.layers.linear.int8 import Int8LinearMethod
+from penstock.generation.layers.linear.native import NativeLinearMethod, formats
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 
 if TYPE_CHECKING:
@@ -181,3 +184,20 @@ def _advice(wanted: str, instruction_set: str | None) -> str | None:
     if wanted == "torch" or instruction_set or not is_supported() or library.find_first(*folders):
         return None
     return "kernels not built, torch's are several times slower: run `penstock build-kernels`"
+
+
+def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Arena | None = None) -> LinearMethod:
+    """`native`: the C++ kernels are loaded and work in `dtype`; these put weights into `arena` while it lasts.
+
+    Raises StartupError naming --quantization.
+    """
+    if quantization not in QUANTIZATIONS:
+        raise StartupError(f"--quantization must be auto or one of {', '.join(QUANTIZATIONS)}", flag="--quantization")
+    if quantization != "none" and dtype not in (torch.bfloat16, torch.float32):
+        raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float32", flag="--quantization")
+    if native:
+        layers, head = formats(dtype, quantization)
+        return NativeLinearMethod(layers, head=head, arena=arena)
+    if quantization == "none":
+        return cpu_linear_method(dtype)
+    return Int8LinearMethod() if quantization == "int8" else Int4LinearMethod()

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.kernels import SamplingKernels
     from penstock.generation.sampling.processors import LogitsProcessor, Warper
+    from penstock.generation.sampling.processors.base import RowKernels
     from penstock.generation.sampling.state import SamplingState
 
     Wanting = dict[type[LogitsProcessor], list[int]]
@@ -67,7 +67,7 @@ class SamplingBatch:
         self,
         states: Seq[SamplingState],
         device: torch.device,
-        kernels: SamplingKernels,
+        kernels: RowKernels,
         *,
         is_reference: bool = False,
     ) -> None:

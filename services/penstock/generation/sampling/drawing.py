@@ -15,7 +15,7 @@ from penstock.generation.core.step import SampledToken
 from penstock.generation.sampling.batch import WARPED
 from penstock.generation.sampling.nucleus import warp_candidates
 from penstock.generation.sampling.ops.candidates import top_candidates
-from penstock.generation.sampling.ops.inverse_cdf import draw_from_candidates, draw_from_vocabulary
+from penstock.generation.sampling.ops.counted_draws import draw_from_candidates, draw_from_vocabulary
 from penstock.generation.sampling.ops.logprobs import position_logprobs
 
 if TYPE_CHECKING:

@@ -35,6 +35,11 @@ class SamplingState:
         self._last = -1
 
     @property
+    def prepared(self) -> dict[type[LogitsProcessor], object]:
+        """What the processors made of the request's options."""
+        return self.plan.prepared
+
+    @property
     def leaves_scores_alone(self) -> bool:
         """Whether nothing changes a row of it between the model and the choice."""
         return self.plan.is_plain and self.sequence.grammar is None

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
@@ -20,7 +24,6 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
-from penstock.generation.models.resized import ResizedVocabulary
 from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.grammar_masks import MaskFiller
 from penstock.generation.runner.model_runner import ModelRunner
@@ -164,3 +167,34 @@ def _about_the_draft_model() -> Iterator[None]:
         for flag, own in _FLAGS.items():
             message = message.replace(flag, own)
         raise StartupError(message, flag=_FLAGS.get(error.flag or "", error.flag)) from error
+
+
+class ResizedVocabulary(CausalLM):
+    """Shares the weights of another model. Checkpoints of one family pad the same vocabulary to different sizes.
+
+    An id beyond the model's own is read as its last one, and is never likely: its logit is -inf. Logits beyond
+    `vocab_size` are cut off.
+    """
+
+    def __init__(self, model: CausalLM, vocab_size: int) -> None:
+        """`vocab_size`: of the ids and logits from now on; `config.vocab_size` stays the model's own."""
+        vars(self).update(vars(model))
+        self._vocab_size = vocab_size
+
+    @property
+    def can_draw(self) -> bool:
+        """See CausalLM: the head has the model's own vocabulary."""
+        return False
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """See CausalLM."""
+        return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1))
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_NI: Tensor) -> Tensor:
+        """See CausalLM; (N, vocab_size)."""
+        logits_NV = super().compute_logits(hidden_NI)
+        missing = self._vocab_size - logits_NV.shape[1]
+        if missing > 0:
+            return F.pad(logits_NV, (0, missing), value=-torch.inf)
+        return logits_NV[:, : self._vocab_size].contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from penstock.generation.devices.base import Device
 from penstock.generation.devices.registry import open_device
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.capacity import most_output_tokens
-from penstock.generation.grammar.mask_workers import MaskWorkers
+from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.models.decoder import CausalLM
@@ -31,14 +32,17 @@ from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.options.generate_options import ModelDefaults, ServedModel
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.runner.model_runner import ModelRunner
-from penstock.generation.startup.batch_tuning import LARGEST_SIZE, BatchTuning, smallest_budget, tune_batch_tokens
+from penstock.generation.startup.batch_tuning import (
+    LARGEST_SIZE,
+    BatchTuning,
+    PromptTimer,
+    smallest_budget,
+    tune_batch_tokens,
+)
 from penstock.generation.startup.draft_model import DraftModel, load_draft_weights, make_draft_model
-from penstock.generation.startup.prompt_timer import PromptTimer
-from penstock.generation.startup.timer import Stages
 from penstock.generation.weights.files import PACKED_FILE, is_packed
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
-from penstock.text.token_bytes import TokenBytes, UnsupportedTokenizer
-from penstock.text.token_prefixes import TokenPrefixes
+from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
 
 _log = get_logger("penstock.generation")
 # Of a weight of a linear layer, with its part of the scales.
@@ -300,3 +304,17 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
         max_draft_rows=config.max_draft_rows,
         prefix_cache=config.prefix_cache,
     )
+
+
+class Stages:
+    """Seconds of each part, in order; the first begins now."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """What ran since the end of the one before was `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = round(now - self._began, 3)
+        self._began = now

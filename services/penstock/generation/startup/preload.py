@@ -14,8 +14,7 @@ from penstock.generation.devices.native import LIBRARY
 from penstock.generation.host.arena import Arena, open_arena
 from penstock.generation.host.mapped import populate_beside
 from penstock.generation.host.memory import host_memory
-from penstock.generation.weights.files import PACKED_FILE, is_packed
-from penstock.generation.weights.size_estimate import least_weight_bytes
+from penstock.generation.weights.files import PACKED_FILE, is_packed, least_weight_bytes
 
 # What the process takes besides, and must be free, too: the weights come only after it.
 _BESIDE_BYTES = 2**28

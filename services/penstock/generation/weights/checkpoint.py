@@ -8,6 +8,7 @@ a tensor is.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 from penstock.generation.host.mapped import MappedFile
-from penstock.generation.weights.files import IGNORED_SUFFIX, INDEX_FILE, SINGLE_FILE, indexed_files, stored_tensors
-from penstock.generation.weights.read_ahead import ReadAhead
+from penstock.generation.weights.files import (
+    IGNORED_SUFFIX,
+    INDEX_FILE,
+    SINGLE_FILE,
+    StoredTensor,
+    indexed_files,
+    read_header,
+    stored_tensors,
+)
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What is read of a mapping stays resident until the mapping goes.
@@ -189,3 +197,37 @@ def _some(names: list[str]) -> str:
 
 def _broken(path: Path, error: Exception) -> StartupError:
     return StartupError(f"{path} is no complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")
+
+
+# Read beyond what is touched now. Tensors lie nearly in the order in which they are wanted.
+AHEAD_BYTES = 2**26
+
+
+class ReadAhead:
+    """Of some safetensors files whose headers are known to be whole. Does nothing where the system takes no advice."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+        # File -> its tensors; and up to where the disk was asked.
+        self._tensors: dict[str, dict[str, StoredTensor]] = {}
+        self._asked: dict[str, tuple[int, int]] = {}
+
+    def advise(self, file: str, tensor: str, first: int, last: int) -> None:
+        """Rows from `first` to `last` are touched next, and then what follows them. Raises OSError."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if file not in self._tensors:
+            self._tensors[file] = read_header(self._paths[file])
+        stored = self._tensors[file][tensor]
+        rows = stored.shape[0] if stored.shape else 1
+        each = (stored.end - stored.begin) // max(rows, 1)
+        start, stop = stored.begin + each * first, stored.begin + each * last
+        low, high = self._asked.get(file, (0, 0))
+        if low <= start and stop + AHEAD_BYTES // 2 <= high:
+            return
+        self._asked[file] = (start, stop + AHEAD_BYTES)
+        descriptor = os.open(self._paths[file], os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, start, stop + AHEAD_BYTES - start, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)

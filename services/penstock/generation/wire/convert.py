@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from penstock.common.errors import PenstockError, to_status
 from penstock.generation.core.request import (
@@ -19,8 +20,12 @@ from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.generate_options import GenerateCommand, RequestedOutput, RequestedStop, RequestLimits
 from penstock.generation.wire.options import DEFAULT_LIMITS, check_count, to_options
-from penstock.generation.wire.tensors import fill_tensors
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+    from penstock.generation.core.tensors import StepTensors, TensorData
 
 Event = StartedOutput | DeltaOutput | FinishedOutput
 GenerateResponse = generation_pb2.GenerateResponse
@@ -266,3 +271,33 @@ def from_state(state: int) -> common_pb2.ModelState.ValueType:
 def from_dtype(name: str) -> common_pb2.DType.ValueType:
     """`torch.bfloat16` or `bfloat16` as DType; unknown names are UNSPECIFIED."""
     return _DTYPES.get(name.removeprefix("torch."), common_pb2.D_TYPE_UNSPECIFIED)
+
+
+_TENSOR_DTYPES = {"float32": common_pb2.D_TYPE_FLOAT32, "int64": common_pb2.D_TYPE_INT64}
+
+
+def fill_tensors(
+    messages: RepeatedCompositeFieldContainer[common_pb2.StepTensors], tensors: Iterable[StepTensors | None]
+) -> None:
+    """One message per token; empty where the position was not asked for."""
+    for one in tensors:
+        message = messages.add()
+        if one is None:
+            continue
+        for part, data in (
+            (message.scores, one.scores),
+            (message.score_ids, one.score_ids),
+            (message.logits, one.logits),
+            (message.logit_ids, one.logit_ids),
+            (message.hidden_states, one.hidden_states),
+            (message.attentions, one.attentions),
+        ):
+            # Touching a part would make it present.
+            if data is not None:
+                _fill_tensor(part, data)
+
+
+def _fill_tensor(message: common_pb2.Tensor, data: TensorData) -> None:
+    message.dtype = _TENSOR_DTYPES[data.dtype]
+    message.shape.extend(data.shape)
+    message.data = data.data

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.common.errors import Internal, InvalidArgument
-from penstock.generation.delivery.item_batch import ItemResult
+from penstock.generation.core.request import ItemResult
 from penstock.generation.options.generate_options import RequestLimits
 from penstock.generation.options.score_embed import EmbedCommand, ScoreCommand, ScoreItem
 from penstock.generation.wire.convert import from_positions

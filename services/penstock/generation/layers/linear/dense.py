@@ -46,7 +46,7 @@ class PlainLinearMethod(LinearMethod):
 
 
 class PackedLinear(Linear):
-    """oneDNN's blocked layout, made once: 5-9 times faster than F.linear at batch 2-16 (docs/performance.md)."""
+    """oneDNN's blocked layout, made once: 5-9 times faster than F.linear at batch 2-16 (docs/guide/performance.md)."""
 
     # Rows that the layout is tuned for; the result is the same for any number.
     BATCH_HINT = 16

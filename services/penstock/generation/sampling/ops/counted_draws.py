@@ -10,7 +10,7 @@ Gumbel noise needs a uniform per token id, of a stream of its own for every posi
     u(seed, p, slot, id) = (mix(key(seed, p, slot) + GOLDEN * (id + 1)) >> 11) / 2**53
 
 All sums and products are modulo 2**64. `position` is the number of output tokens before the drawn one. The function
-is written out, with known answers, in docs/sampling.md: a client in any language can check a draw.
+is written out, with known answers, in docs/guide/sampling.md: a client in any language can check a draw.
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -59,3 +60,54 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> _SHIFT_1)) * _MIX_1
     z = (z ^ (z >> _SHIFT_2)) * _MIX_2
     return z ^ (z >> _SHIFT_3)
+
+
+_BLOCK = 128
+
+
+def draw_from_candidates(weights_RC: torch.Tensor, ids_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """Places (R) in the candidates, drawn with probability proportional to `weights_RC` (fp64, 0 = dropped).
+
+    Raises FloatingPointError when a row's weights do not sum to a number.
+    """
+    order_RC = ids_RC.argsort(dim=-1)
+    cumulative_RC = weights_RC.gather(1, order_RC).cumsum(-1)
+    places_R1 = _invert(cumulative_RC, _targets(cumulative_RC, uniforms_R))
+    return order_RC.gather(1, places_R1)[:, 0]
+
+
+def draw_from_vocabulary(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """Token ids (R), drawn with probability proportional to `weights_RV` (fp32, 0 = dropped).
+
+    Two levels, so that only one block per row is summed token by token: first the block of ids, then the id. Raises
+    FloatingPointError when a row's weights do not sum to a number.
+    """
+    vocab_size = weights_RV.shape[1]
+    whole = vocab_size // _BLOCK
+    sums_RB = torch.unflatten(weights_RV[:, : whole * _BLOCK], 1, (whole, _BLOCK)).sum(-1)
+    tail_R1 = weights_RV[:, whole * _BLOCK :].sum(-1, keepdim=True)
+    cumulative_RB = torch.cat([sums_RB, tail_R1], dim=1).cumsum(-1, dtype=torch.float64)
+    targets_R1 = _targets(cumulative_RB, uniforms_R)
+    blocks_R1 = _invert(cumulative_RB, targets_R1)
+    before_R1 = torch.where(blocks_R1 > 0, cumulative_RB.gather(1, (blocks_R1 - 1).clamp_(min=0)), 0.0)
+    ids_RW = blocks_R1 * _BLOCK + torch.arange(_BLOCK, device=weights_RV.device)
+    weights_RW = weights_RV.gather(1, ids_RW.clamp(max=vocab_size - 1)).masked_fill_(ids_RW >= vocab_size, 0.0)
+    cumulative_RW = before_R1 + weights_RW.cumsum(-1, dtype=torch.float64)
+    return ids_RW.gather(1, _invert(cumulative_RW, targets_R1))[:, 0]
+
+
+def _targets(cumulative_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    totals_R1 = cumulative_RC[:, -1:]
+    # A NaN among the scores leaves a NaN, or no weight at all where it was compared with something before.
+    if not bool(((totals_R1 > 0) & (totals_R1 < torch.inf)).all()):
+        raise FloatingPointError("the model produced logits that are not numbers")
+    return uniforms_R[:, None] * totals_R1
+
+
+def _invert(cumulative_RC: torch.Tensor, targets_R1: torch.Tensor) -> torch.Tensor:
+    """First place (R, 1) whose cumulative weight exceeds the target: never one of weight 0.
+
+    Where rounding leaves the target at or above the last sum, the last place with a weight.
+    """
+    places_R1 = (cumulative_RC <= targets_R1).sum(-1, keepdim=True)
+    return torch.minimum(places_R1, (cumulative_RC < cumulative_RC[:, -1:]).sum(-1, keepdim=True))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams, TokenSequence
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class AllowedTokens(LogitsProcessor):
@@ -29,9 +29,9 @@ class AllowedTokens(LogitsProcessor):
     group beam search, which 5.x does not have and where 4.41.1 did not.
     """
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows, self._states = rows, states
-        self._ids = [torch.from_numpy(cast("npt.NDArray[np.int64]", s.plan.prepared[AllowedTokens])) for s in states]
+        self._ids = [torch.from_numpy(cast("npt.NDArray[np.int64]", s.prepared[AllowedTokens])) for s in states]
         self._ids = [ids_A.to(device) for ids_A in self._ids]
 
     @staticmethod
@@ -108,7 +108,7 @@ class AllowedTrie(LogitsProcessor):
     """`allowed_token_trie`, the declarative form of transformers' prefix_allowed_tokens_fn: every output is a path from
     the root, and what follows a whole path is the end of the sequence. Forced as `AllowedTokens` are."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows, self._states = rows, states
         self._cursors = [cast("TrieCursor", state.trackers[AllowedTrie]) for state in states]
         self._eos = [torch.from_numpy(id_array(s.sequence.params.eos_token_ids)).to(device) for s in states]
@@ -133,9 +133,9 @@ class AllowedTrie(LogitsProcessor):
         _keep_only(scores_NV, self._rows, self._states, allowed)
 
 
-def _keep_only(scores_NV: torch.Tensor, rows: Seq[int], states: Seq[SamplingState], allowed: Seq[torch.Tensor]) -> None:
+def _keep_only(scores_NV: torch.Tensor, rows: Seq[int], states: Seq[RowState], allowed: Seq[torch.Tensor]) -> None:
     alive: set[int] = set()
-    dead: list[tuple[int, torch.Tensor, SamplingState]] = []
+    dead: list[tuple[int, torch.Tensor, RowState]] = []
     for row, ids_A, state in zip(rows, allowed, states, strict=True):
         # Ascending, and seldom beyond the vocabulary: they are many, and looked through once a row.
         kept_A = ids_A if len(ids_A) and ids_A[-1] < scores_NV.shape[1] else ids_A[ids_A < scores_NV.shape[1]]

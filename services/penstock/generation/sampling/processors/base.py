@@ -6,11 +6,12 @@ Shapes: N rows of the batch (one per sequence that draws), R rows of a selection
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Seq
 
     import numpy as np
@@ -18,13 +19,40 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.kernels import SamplingKernels
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.ops.candidates import Candidates
     from penstock.generation.sampling.trackers import Tracker
 
 # What an option makes of a score stays within this. The sum of two such scores over the lowest temperature is finite
 # in fp32: an infinity would turn into a NaN, and what one request asks for must not break the step of all the others.
 LARGEST_SCORE = 1e8
+
+
+class RowState(Protocol):
+    """The part of a live sequence's sampling state that processors see (`sampling.state.SamplingState`)."""
+
+    sequence: Sequence
+
+    @property
+    def trackers(self) -> Mapping[type[LogitsProcessor], Tracker]:
+        """By the processor that asked for it."""
+
+    @property
+    def prepared(self) -> Mapping[type[LogitsProcessor], object]:
+        """What processors made of the request's options."""
+
+
+class RowKernels(Protocol):
+    """Operations on rows of scores that processors need (`sampling.kernels.SamplingKernels`)."""
+
+    def top_candidates(self, scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
+        """The `count` highest scores of each of `rows_R`."""
+
+    def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
+        """For each (seed, id): the seed's permutation of the vocabulary has the id among its first `count`."""
+
+    def penalise(self, scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
+        """Scores at distinct places of the flattened `scores_NV`, in place: negative ones times the penalty, the others
+        divided by it."""
 
 
 class LogitsProcessor(ABC):
@@ -44,19 +72,19 @@ class LogitsProcessor(ABC):
 
     @staticmethod
     def prepare(params: SamplingParams) -> object:
-        """What it makes of the options once per request (`SamplingState.prepared`), shared by all its sequences."""
+        """What it makes of the options once per request (`RowState.prepared`), shared by all its sequences."""
         return None
 
     @staticmethod
     def tracker(sequence: Sequence, prepared: object) -> Tracker | None:
-        """What it keeps of the sequence's tokens (`SamplingState.trackers`); None: nothing."""
+        """What it keeps of the sequence's tokens (`RowState.trackers`); None: nothing."""
         return None
 
     @abstractmethod
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         """`rows` are the batch rows that want it and `states` theirs, in the same order."""
 
-    def use(self, kernels: SamplingKernels) -> None:
+    def use(self, kernels: RowKernels) -> None:
         """Work with these kernels, of the process; called before `apply`. Most need none."""
         return
 

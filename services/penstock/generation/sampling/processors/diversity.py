@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class HammingDiversity(LogitsProcessor):
     """transformers 4.41's HammingDiversityLogitsProcessor: a token loses the penalty once for every beam of an earlier
     group that chose it at this position (`DrawSpec.taken_ids`)."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = [(row, state.sequence) for row, state in zip(rows, states, strict=True)]
 
     @staticmethod

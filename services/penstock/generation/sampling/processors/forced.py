@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class ForcedBos(LogitsProcessor):
     """transformers' ForcedBOSTokenLogitsProcessor: the token after a prompt of one token."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         # A longer prompt never has a total of one token.
         self._rows = [
             (row, state.sequence.params.forced_bos_token_id)
@@ -42,7 +42,7 @@ class ForcedBos(LogitsProcessor):
 class ForcedEos(LogitsProcessor):
     """transformers' ForcedEOSTokenLogitsProcessor: the last token that the output has room for."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = [(row, state.sequence.params) for row, state in zip(rows, states, strict=True)]
 
     @staticmethod

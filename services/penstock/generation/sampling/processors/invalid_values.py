@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class RemoveInvalidValues(LogitsProcessor):
     """transformers' InfNanRemoveLogitsProcessor: a NaN becomes 0, an infinity the largest number of its sign."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = rows
 
     @staticmethod

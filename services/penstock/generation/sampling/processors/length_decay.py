@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 # Finite in fp32 when a score is multiplied by it, and far more than is left of the score anyway.
 _LARGEST_FACTOR = 1e30
@@ -26,7 +26,7 @@ class ExponentialDecayLength(LogitsProcessor):
     """transformers' ExponentialDecayLengthPenalty: from (start, factor), eos scores gain
     |score| * (factor ** (position - start) - 1) where position > start; a suppressed eos stays suppressed."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         params = [state.sequence.params for state in states]
         ids = [id_array(p.eos_token_ids) for p in params]
         options = [p.exponential_decay_length_penalty or (0, 1.0) for p in params]

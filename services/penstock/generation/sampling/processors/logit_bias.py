@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class LogitBias(LogitsProcessor):
     """Adds a bias to single tokens. Ids are validated against the vocabulary before they get here."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         biases = [state.sequence.params.logit_bias for state in states]
         lengths = [len(bias) for bias in biases]
         self._row_E = torch.from_numpy(np.array(rows, dtype=np.int64).repeat(lengths)).to(device)

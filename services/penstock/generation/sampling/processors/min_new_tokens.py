@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class MinNewTokens(LogitsProcessor):
     """transformers' MinNewTokensLengthLogitsProcessor: eos scores are -inf while fewer tokens were generated."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         params = [state.sequence.params for state in states]
         lengths = [len(p.eos_token_ids) for p in params]
         # One entry per (row, eos id).

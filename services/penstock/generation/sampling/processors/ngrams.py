@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class NoRepeatNgram(LogitsProcessor):
     """transformers' NoRepeatNGramLogitsProcessor: no n-gram of prompt and output comes again."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = _followers(rows, states, NoRepeatNgram)
 
     @staticmethod
@@ -42,7 +42,7 @@ class EncoderNoRepeatNgram(LogitsProcessor):
     """transformers' EncoderNoRepeatNGramLogitsProcessor, whose "encoder" ids are the prompt of a decoder-only model:
     no n-gram of the prompt comes again."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = _followers(rows, states, EncoderNoRepeatNgram)
 
     @staticmethod
@@ -61,7 +61,7 @@ class EncoderNoRepeatNgram(LogitsProcessor):
 Rows = list[tuple[int, "Sequence", NgramFollowers]]
 
 
-def _followers(rows: Seq[int], states: Seq[SamplingState], kind: type[LogitsProcessor]) -> Rows:
+def _followers(rows: Seq[int], states: Seq[RowState], kind: type[LogitsProcessor]) -> Rows:
     return [
         (row, state.sequence, cast("NgramFollowers", state.trackers[kind]))
         for row, state in zip(rows, states, strict=True)

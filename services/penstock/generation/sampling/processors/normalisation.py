@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class Renormalize(LogitsProcessor):
@@ -22,7 +22,7 @@ class Renormalize(LogitsProcessor):
 
     is_argmax_invariant: ClassVar[bool] = True
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = rows
 
     @staticmethod

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.kernels import SamplingKernels
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowKernels, RowState
 
 
 class RepetitionPenalty(LogitsProcessor):
     """transformers' RepetitionPenaltyLogitsProcessor over prompt and output: negative scores times the penalty,
     the others divided by it, once per distinct token."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
         self._seen = [_counts(state, RepetitionPenalty) for state in states]
         self._penalties = _within_range(state.sequence.params.repetition_penalty for state in states)
@@ -40,7 +39,7 @@ class RepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
         return TokenCounts()
 
-    def use(self, kernels: SamplingKernels) -> None:
+    def use(self, kernels: RowKernels) -> None:
         """See LogitsProcessor."""
         self._kernels = kernels
 
@@ -54,7 +53,7 @@ class EncoderRepetitionPenalty(LogitsProcessor):
     """transformers' EncoderRepetitionPenaltyLogitsProcessor, whose "encoder" ids are the prompt of a decoder-only
     model: as the repetition penalty with 1 / penalty, so that values above 1 hold the output to the prompt's words."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
         self._prompts = [cast("PromptIds", state.trackers[EncoderRepetitionPenalty]) for state in states]
         self._penalties = _within_range(1.0 / state.sequence.params.encoder_repetition_penalty for state in states)
@@ -68,7 +67,7 @@ class EncoderRepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> PromptIds:
         return PromptIds(sequence.num_prompt_tokens)
 
-    def use(self, kernels: SamplingKernels) -> None:
+    def use(self, kernels: RowKernels) -> None:
         """See LogitsProcessor."""
         self._kernels = kernels
 
@@ -82,7 +81,7 @@ class OpenAIPenalties(LogitsProcessor):
     """OpenAI's frequency and presence penalties over the output:
     score - frequency_penalty * count - presence_penalty * (count > 0)."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         params = [state.sequence.params for state in states]
         self._rows = np.array(rows, dtype=np.int64)
         self._outputs = [_counts(state, OpenAIPenalties) for state in states]
@@ -108,7 +107,7 @@ class OpenAIPenalties(LogitsProcessor):
         flat[index_E] = flat[index_E] - torch.from_numpy(penalties_E).to(self._device)
 
 
-def _counts(state: SamplingState, kind: type[LogitsProcessor]) -> TokenCounts:
+def _counts(state: RowState, kind: type[LogitsProcessor]) -> TokenCounts:
     return cast("TokenCounts", state.trackers[kind])
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams, TokenSequence
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 # Last tokens and their biases.
 Entries = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"]
@@ -55,7 +55,7 @@ class SuffixBiases:
 class SequenceBias(LogitsProcessor):
     """transformers' SequenceBiasLogitsProcessor; the biases of all sequences that a token would complete add up."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = _biases(rows, states, SequenceBias)
 
     @staticmethod
@@ -74,7 +74,7 @@ class BadWords(LogitsProcessor):
     """transformers' NoBadWordsLogitsProcessor: the token that would complete a bad word is removed. An end-of-sequence
     id alone is no bad word."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = _biases(rows, states, BadWords)
 
     @staticmethod
@@ -93,9 +93,9 @@ class BadWords(LogitsProcessor):
 Rows = list[tuple[int, "Sequence", SuffixBiases]]
 
 
-def _biases(rows: Seq[int], states: Seq[SamplingState], kind: type[LogitsProcessor]) -> Rows:
+def _biases(rows: Seq[int], states: Seq[RowState], kind: type[LogitsProcessor]) -> Rows:
     return [
-        (row, state.sequence, cast("SuffixBiases", state.plan.prepared[kind]))
+        (row, state.sequence, cast("SuffixBiases", state.prepared[kind]))
         for row, state in zip(rows, states, strict=True)
     ]
 

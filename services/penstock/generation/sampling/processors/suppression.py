@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class SuppressTokens(LogitsProcessor):
     """transformers' SuppressTokensLogitsProcessor: -inf at every position."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
-        ids = [cast("npt.NDArray[np.int64]", state.plan.prepared[SuppressTokens]) for state in states]
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        ids = [cast("npt.NDArray[np.int64]", state.prepared[SuppressTokens]) for state in states]
         self._places = Places(rows, ids, device)
 
     @staticmethod
@@ -42,9 +42,9 @@ class BeginSuppressTokens(LogitsProcessor):
     """transformers' SuppressTokensAtBeginLogitsProcessor: -inf for the first output token; where forced_bos makes the
     second of a prompt of one token, for the second."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = rows
-        self._ids = [cast("npt.NDArray[np.int64]", state.plan.prepared[BeginSuppressTokens]) for state in states]
+        self._ids = [cast("npt.NDArray[np.int64]", state.prepared[BeginSuppressTokens]) for state in states]
         self._begin = [_begin(state) for state in states]
         self._device = device
 
@@ -63,6 +63,6 @@ class BeginSuppressTokens(LogitsProcessor):
             Places(rows, ids, self._device).fill(scores_NV, -np.inf)
 
 
-def _begin(state: SamplingState) -> int:
+def _begin(state: RowState) -> int:
     sequence = state.sequence
     return int(sequence.num_prompt_tokens <= 1 and sequence.params.forced_bos_token_id is not None)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.modes import WatermarkOptions
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.sampling.kernels import SamplingKernels
-    from penstock.generation.sampling.state import SamplingState
+    from penstock.generation.sampling.processors.base import RowKernels, RowState
 
 # Of transformers: selfhash only asks for the most likely tokens whether they are green.
 _SELF_HASHED = 40
@@ -27,14 +26,14 @@ _SELF_HASHED = 40
 class Watermark(LogitsProcessor):
     """transformers' WatermarkLogitsProcessor: green tokens gain a bias. Runs after the warpers, as in 5.x."""
 
-    def __init__(self, rows: Seq[int], states: Seq[SamplingState], device: torch.device) -> None:
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = [(row, state.sequence) for row, state in zip(rows, states, strict=True)]
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
         return params.watermark is not None
 
-    def use(self, kernels: SamplingKernels) -> None:
+    def use(self, kernels: RowKernels) -> None:
         """See LogitsProcessor."""
         self._kernels = kernels
 
