@@ -1,0 +1,37 @@
+"""docs/learn/rooms.md is true: every file has a room, imports go down and not in circles, light rooms are light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from factories.source_tree import PACKAGE, circles, modules, room_of, rooms
+
+# A reader who opens one of these wants it apart from its only importer: a family, a command.
+MOST_SMALL_FILES = 12
+SMALL = 70
+
+
+def test_every_file_has_a_room_and_every_room_a_file() -> None:
+    homeless = [module for module in modules() if "." in module and room_of(module) is None]
+    empty = {room.name for room in rooms()} - {room.name for module in modules() if (room := room_of(module))}
+    assert not homeless
+    assert not empty
+
+
+def test_a_circle_would_be_seen() -> None:
+    graph = {"a": frozenset({"b"}), "b": frozenset({"c"}), "c": frozenset({"b"}), "d": frozenset()}
+    assert circles(graph) == [["b", "c"]]
+
+
+def test_the_top_of_generation_is_a_short_list() -> None:
+    assert len(list((PACKAGE / "generation").glob("*.py"))) <= 8
+
+
+@pytest.mark.parametrize("room", [room.name for room in rooms() if not room.may_have_torch])
+def test_a_light_room_never_imports_torch(room: str) -> None:
+    inside = [module for module in modules() if (own := room_of(module)) and own.name == room]
+    code = f"import importlib, sys\nfor m in {inside!r}: importlib.import_module('penstock.' + m)\n"
+    done = subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=False)
+    assert done.returncode == 0
