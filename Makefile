@@ -56,8 +56,9 @@ types: $(VENV)/.dev  ## mypy, strict
 stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
 	@$(BIN)/python protos/generate.py --check
 
-docs: $(VENV)/.dev  ## rewrite from the code: docs/reference/configuration.md, docs/reference/metrics.md, the dashboard
+docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the dashboard
 	@$(BIN)/python -m penstock.cli.reference > docs/reference/configuration.md
+	@$(BIN)/python -c "from penstock.common.error_reasons import errors_markdown; print(errors_markdown(), end='')" > docs/reference/errors.md
 	@$(BIN)/python tools/metrics_table.py
 	@$(BIN)/python tools/make_dashboard.py
 

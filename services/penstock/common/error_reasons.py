@@ -1,0 +1,104 @@
+"""Every reason that an error of Penstock can have (`google.rpc.ErrorInfo.reason`), its cause and its remedy.
+
+docs/reference/errors.md is made from this table by `make docs`; a test holds it against the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReason:
+    """A row: gRPC codes it comes with, the cause, and what a caller or an operator can do."""
+
+    name: str
+    codes: tuple[str, ...]
+    cause: str
+    remedy: str
+
+
+def _row(name: str, codes: str, cause: str, remedy: str) -> ErrorReason:
+    return ErrorReason(name, tuple(codes.split()), cause, remedy)
+
+
+_SAY = "report it, with the request id: the log of the service has the cause"
+_AGAIN = "try again; the client library does so by itself"
+_LESS = "send less at once"
+
+ERROR_REASONS: tuple[ErrorReason, ...] = (
+    _row("INVALID_FIELD", "INVALID_ARGUMENT", "a field has a value that it cannot have", "the message names the field and what is allowed"),
+    _row("UNSUPPORTED_FIELD", "INVALID_ARGUMENT", "a field is not available in this release", "leave it out"),
+    _row("MALFORMED_MESSAGE", "INVALID_ARGUMENT", "the bytes are no message of the call's type", "compare the client's protos with the server's"),
+    _row("DUPLICATE_REQUEST_ID", "INVALID_ARGUMENT", "a live request has this id", "leave `request_id` out, or make it unique"),
+    _row("EMPTY_PROMPT", "INVALID_ARGUMENT", "a prompt has no token", "send at least one"),
+    _row("PROMPT_TOO_LONG", "INVALID_ARGUMENT", "prompt and output do not fit the model's context", "shorten the prompt"),
+    _row("TOKEN_OUT_OF_VOCABULARY", "INVALID_ARGUMENT", "a prompt or an option holds an id that the model does not have", "encode with this model's tokenizer"),
+    _row("NO_TOKEN_LEFT", "INVALID_ARGUMENT", "options left no token to draw", "one option allows only what others forbid: drop one of them"),
+    _row("CONSTRAINT_DEAD_END", "INVALID_ARGUMENT", "a constraint left no token to go on with", "let the constraint end, or spell it with this vocabulary"),
+    _row("CONSTRAINT_TOO_COMPLEX", "INVALID_ARGUMENT", "a constraint takes more time or memory than allowed, as it is compiled or as the output grows", "simplify it, or raise `--constraint-compile-seconds` or `--constraint-compile-memory-bytes`"),
+    _row("CONSTRAINT_TOO_LARGE", "INVALID_ARGUMENT", "a constraint has too many bytes or values", "shorten it, or raise `--max-constraint-bytes` or `--max-constraint-choices`"),
+    _row("CONTROL_TOKENS_IN_CONTENT", "INVALID_ARGUMENT", "control tokens in a message change what the chat template does", "remove them from the content"),
+    _row("TEMPLATE_REFUSED", "INVALID_ARGUMENT", "the chat template refused the conversation", "the message has the template's own words, if it gave some"),
+    _row("TOO_LARGE", "INVALID_ARGUMENT", "texts are too long together", _LESS),
+    _row("TOO_MANY", "INVALID_ARGUMENT", "a list has too many entries", _LESS),
+    _row("MODEL_NOT_FOUND", "NOT_FOUND", "no model of this name is served", "leave `model` out, or take a name that ListModels gives"),
+    _row("ADAPTER_NOT_FOUND", "NOT_FOUND", "no adapter of this name is loaded", "leave `adapter` out"),
+    _row("ASSISTANT_NOT_FOUND", "NOT_FOUND", "no draft model of this name is served", "start the service with `--assistant-model`, or leave the option out"),
+    _row("NO_CHAT_TEMPLATE", "FAILED_PRECONDITION", "the model has no chat template", "use Generate with a text, or start the tokenizer with a template"),
+    _row("NO_TOKENIZER", "FAILED_PRECONDITION", "the model's folder has no tokenizer.json that can be split by token", "serve the folder with its tokenizer.json"),
+    _row("TOKENIZER_MISMATCH", "FAILED_PRECONDITION", "tokenizer and model do not belong together", "serve both from the same folder"),
+    _row("BUSY", "FAILED_PRECONDITION", "the operation needs an idle engine", "drain the process first"),
+    _row("UNAUTHENTICATED", "UNAUTHENTICATED", "the bearer token is missing or wrong", "send `authorization: Bearer …` with a token of the server's file"),
+    _row("NO_TOKEN", "UNAUTHENTICATED", "a token file is empty", "write a token into the file that the flag names"),
+    _row("QUEUE_FULL", "RESOURCE_EXHAUSTED", "as much waits as may wait", "wait as long as RetryInfo says; add backends or raise the queue's bound"),
+    _row("TOO_MANY_RPCS", "RESOURCE_EXHAUSTED", "as many calls are open as may be", "close some, or raise `--max-concurrent-rpcs`"),
+    _row("TOO_MANY_SEQUENCES", "RESOURCE_EXHAUSTED", "the tokenizer decodes as many sequences as it may", "raise the tokenizer's `--max-sequences`"),
+    _row("EXCEEDS_KV_POOL", "RESOURCE_EXHAUSTED", "an empty KV pool could not hold the request", "ask for fewer tokens or sequences, or raise `--kv-memory`"),
+    _row("RESPONSE_TOO_LARGE", "RESOURCE_EXHAUSTED", "the answer does not fit one message", "ask for less at once"),
+    _row("SLOW_READER", "RESOURCE_EXHAUSTED", "the client does not take its stream's messages", "read faster, or raise `--max-buffered-bytes`"),
+    _row("TEMPLATE_TIME_LIMIT", "RESOURCE_EXHAUSTED", "a chat template took too long", "shorten the conversation, or raise `--template-timeout-seconds`"),
+    _row("TEMPLATE_MEMORY_LIMIT", "RESOURCE_EXHAUSTED", "a chat template took too much memory", "shorten the conversation, or raise `--template-memory-bytes`"),
+    _row("UNIMPLEMENTED", "UNIMPLEMENTED", "the release does not have this call", "compare the client's protos with the server's"),
+    _row("STARTING", "UNAVAILABLE", "the service is loading", _AGAIN),
+    _row("DRAINING", "UNAVAILABLE", "the service is going down", "send the request elsewhere, or again when it is back"),
+    _row("DRAIN_GRACE_OVER", "UNAVAILABLE ABORTED", "the service went down before the stream's end", "resume from the tokens received; UNAVAILABLE: try again"),
+    _row("NO_BACKEND", "UNAVAILABLE", "no generation service is ready", "start one, or wait"),
+    _row("BACKEND_LOST", "UNAVAILABLE ABORTED", "a generation service died, and no other took the stream over", "UNAVAILABLE: try again; ABORTED: resume after `last_seq`"),
+    _row("TOKENIZER_UNAVAILABLE", "UNAVAILABLE", "the tokenizer is not there", "start it, or wait"),
+    _row("TOKENIZER_OVERLOADED", "UNAVAILABLE", "the tokenizer does not keep up", "add tokenizer processes (`--processes`)"),
+    _row("ENGINE_STOPPED", "UNAVAILABLE ABORTED", "the generation service is stopping", _AGAIN),
+    _row("ENGINE_FAILED", "INTERNAL UNAVAILABLE", "a step of the engine broke; the process ends", "its log has the cause and the engine's state"),
+    _row("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the caller's deadline passed", "give more time"),
+    _row("ABORTED", "CANCELLED", "an operator aborted the request", "ask the operator"),
+    _row("CLIENT_GONE", "CANCELLED", "the client hung up", "nothing: nobody reads this"),
+    _row("POISON", "INTERNAL", "every backend that ran the request died", "do not send it again; the backends' logs say why they died"),
+    _row("MODEL_OUTPUT_NAN", "INTERNAL", "the model's output is not a number", "set `remove_invalid_values`, or look at the weights and `--dtype`"),
+    _row("DECODING_FAILED", "INTERNAL", "a decoding mode broke on this request", _SAY),
+    _row("CONSTRAINT_FAILED", "INTERNAL", "the output left its constraint", _SAY),
+    _row("COMPILER_FAILED", "INTERNAL", "the process that compiles constraints did not start", _SAY),
+    _row("TEMPLATE_PROCESS_DIED", "INTERNAL", "the process that renders the chat template died", _SAY),
+    _row("DETOKENIZE_FAILED", "INTERNAL", "the answer could not be turned into text", _SAY),
+    _row("BACKEND_PROTOCOL", "INTERNAL", "a generation service broke the protocol", "compare the versions of router and backend"),
+    _row("TOKENIZER_PROTOCOL", "INTERNAL", "the tokenizer broke the protocol", "compare the versions of router and tokenizer"),
+    _row("INTERNAL", "INTERNAL", "anything else; our fault", _SAY),
+)  # fmt: skip
+
+
+def errors_markdown() -> str:
+    """docs/reference/errors.md."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Errors\n"
+    yield (
+        "Every error has a gRPC status and `google.rpc` details: `ErrorInfo` with a reason and the domain `penstock`, `BadRequest`\n"
+        "with the field's path where a field is wrong, `RetryInfo` where waiting helps. Reasons are stable; messages are for people.\n"
+        "Generated from `services/penstock/common/error_reasons.py` by `make docs`.\n"
+    )
+    yield "| reason | status | cause | what to do |"
+    yield "|---|---|---|---|"
+    for row in sorted(ERROR_REASONS, key=lambda row: row.name):
+        yield f"| `{row.name}` | {', '.join(row.codes)} | {row.cause} | {row.remedy} |"
