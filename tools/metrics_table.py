@@ -27,7 +27,7 @@ meaning is the same. Labels come from closed sets; no text, id, key or client st
 the unit that their name ends in. The stage times are the same numbers as `Finished.timings` of each answer.
 
 This page is written by `python tools/metrics_table.py` from the registries of the services; a test compares them, and
-checks that every query of the [Grafana dashboard](../deploy/grafana/dashboards/penstock.json) names metrics of it.
+checks that every query of the Grafana dashboard (`deploy/grafana/dashboards/penstock.json`) names metrics of it.
 Besides these, every process has the standard `process_*` metrics (CPU, memory, file descriptors).
 """
 
