@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,14 @@ class Call:
     async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
         self.written.append(request)
 
-    async def read(self) -> object:
-        return await asyncio.Future()
+    async def write_all(self, requests: Iterable[Any]) -> None:
+        self.written += requests
+
+    async def run(self, take: Callable[[Any], None]) -> None:
+        await asyncio.Future()
+
+    def cancel(self) -> None:
+        pass
 
     def open_sequences(self) -> set[int]:
         """What the tokenizer would keep after all of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -43,14 +43,18 @@ class Line:
     """A stream whose other end is the test."""
 
     def __init__(self) -> None:
-        self.coming: asyncio.Queue[object] = asyncio.Queue()
+        self.coming: asyncio.Queue[Any] = asyncio.Queue()
         self.written: list[Any] = []
 
-    async def read(self) -> object:
-        return await self.coming.get()
+    async def run(self, take: Callable[[Any], None]) -> None:
+        while True:
+            take(await self.coming.get())
 
     async def write(self, request: Any) -> None:
         self.written.append(request)
+
+    async def write_all(self, requests: Iterable[Any]) -> None:
+        self.written += requests
 
     def cancel(self) -> None:
         pass
@@ -63,6 +67,11 @@ class Reader:
         self.messages: list[text_pb2.ChatResponse] = []
         self.is_reading = asyncio.Event()
 
+    writes_at_once = False
+
+    def try_write(self, message: text_pb2.ChatResponse) -> bool:
+        return False
+
     async def write(self, message: text_pb2.ChatResponse) -> None:
         await self.is_reading.wait()
         self.messages.append(message)
@@ -70,6 +79,8 @@ class Reader:
 
 class DirectReader(Reader):
     """The same on a transport that can write without a task, when it has room."""
+
+    writes_at_once = True
 
     def __init__(self, room: list[bool]) -> None:
         super().__init__()

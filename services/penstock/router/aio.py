@@ -1,15 +1,9 @@
-"""The end of a connection: the marker that grpc.aio reads there, the first of several streams to end, or silence."""
+"""The end of a connection: the first of several streams to end, or silence."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
-
-import grpc
-
-# Its type stubs do not know it.
-END: object = cast("Any", grpc.aio).EOF
 
 # A timeout is counted in this many looks, so that a stop of this process itself is not taken for the peer's silence.
 _LOOKS = 8

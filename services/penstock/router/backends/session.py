@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -23,25 +22,12 @@ from penstock.common.errors import (
     Unavailable,
     from_status,
 )
-from penstock.router.aio import END
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import LiveRequest, Loss
 from penstock.router.requests.wakeup import Wakeup
 from penstock.router.tokenizer.detokenize import Batch, Detokenizer
+from penstock.serving.transport import StreamCall
 from penstock.v1 import generation_pb2
-
-
-class SessionCall(Protocol):
-    """What is used of a grpc.aio stream-stream call."""
-
-    async def read(self) -> object:
-        """The next message, or grpc.aio.EOF."""
-
-    async def write(self, request: generation_pb2.SessionRequest) -> None:
-        """Send a command."""
-
-    def cancel(self) -> object:
-        """End it."""
 
 
 class Attempt:
@@ -71,7 +57,7 @@ class BackendSession:
 
     def __init__(
         self,
-        call: SessionCall,
+        call: StreamCall[generation_pb2.SessionResponse],
         backend: str,
         detokenizer: Detokenizer,
         metrics: RouterMetrics,
@@ -126,31 +112,17 @@ class BackendSession:
 
     async def run_writer(self) -> None:
         """Send commands until the stream breaks."""
-        write_all: Callable[[Sequence[Any]], Awaitable[None]] | None = getattr(self._call, "write_all", None)
         while True:
             while self._commands:
-                if write_all is None:
-                    await self._call.write(self._commands.popleft())
-                    continue
                 # Of requests that came together: one system call.
                 commands = list(self._commands)
                 self._commands.clear()
-                await write_all(commands)
+                await self._call.write_all(commands)
             await self._wakeup.wait()
 
     async def run_reader(self) -> None:
         """Take messages until the stream ends, which with a live backend it never does."""
-        run: Callable[[Callable[[Any], None]], Awaitable[None]] | None = getattr(self._call, "run", None)
-        if run is not None:
-            # Of a transport that need not wake this task for a message.
-            await run(self._take)
-            return
-        while True:
-            message = await self._call.read()
-            # None: grpc could not parse it, and said so in the log.
-            if message is END or message is None:
-                return
-            self._take(cast("generation_pb2.SessionResponse", message))
+        await self._call.run(self._take)
 
     def _take(self, message: generation_pb2.SessionResponse) -> None:
         self._on_frame()

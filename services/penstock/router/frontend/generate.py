@@ -39,9 +39,9 @@ from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline, Prompt
 from penstock.router.tokenizer.token_text import TokenTexts
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.serving.transport import ServerCall
 from penstock.v1 import model_pb2, text_pb2
 
-Context = grpc.aio.ServicerContext[Any, Any]
 _log = get_logger("penstock.router")
 
 
@@ -84,7 +84,7 @@ class TextFlow:
         self._parts = parts
         self._live_ids: set[str] = set()
 
-    async def run(self, request: convert.PublicRequest, kind: StreamKind, context: Context) -> None:
+    async def run(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall) -> None:
         """Serve one stream. Raises PenstockError for the interceptor to map."""
         call = _Call(request, kind, context, self._parts)
         status = "INTERNAL"
@@ -122,7 +122,7 @@ class TextFlow:
 class _Call:
     """One stream's way through the stages."""
 
-    def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: Context, parts: Parts) -> None:
+    def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall, parts: Parts) -> None:
         self._request = request
         self._kind = kind
         self._context = context
@@ -261,7 +261,7 @@ class _Call:
         return await self._parts.pipeline.echo_text(prompt, self._left(), skip_special_tokens=skip)
 
 
-async def _abort(context: Context, error: PenstockError) -> None:
+async def _abort(context: ServerCall, error: PenstockError) -> None:
     # InternalError: the connection is gone, which is as good.
     with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
         await context.abort(error.code, error.message, trailing_metadata(error))

@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc
-
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import block_hashes
@@ -24,9 +22,9 @@ from penstock.router.frontend.target import choose_model, tenant_of
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.unary_attempts import UnaryAttempts
 from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
-Context = grpc.aio.ServicerContext[Any, Any]
 AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextResponse)
 
 
@@ -56,7 +54,7 @@ class GivenFlow:
     token_texts: TokenTexts
     metrics: RouterMetrics
 
-    async def score(self, request: text_pb2.ScoreTextRequest, context: Context) -> text_pb2.ScoreTextResponse:
+    async def score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:
         """Raises PenstockError; fields are named as in the request."""
         async with self._admitted("Score", request.model, context) as call:
             self._check_count("items", len(request.items))
@@ -70,7 +68,7 @@ class GivenFlow:
             self._count(answer.usage)
             return _checked(text_pb2.ScoreTextResponse(results=answer.results, usage=answer.usage), "items")
 
-    async def embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> text_pb2.EmbedTextResponse:
+    async def embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:
         """Raises PenstockError; fields are named as in the request."""
         async with self._admitted("Embed", request.model, context) as call:
             self._check_count("texts", len(request.texts))
@@ -88,7 +86,7 @@ class GivenFlow:
             return _checked(text_pb2.EmbedTextResponse(embeddings=answer.embeddings, usage=answer.usage), "texts")
 
     @asynccontextmanager
-    async def _admitted(self, method: str, model: str, context: Context) -> AsyncIterator[_Call]:
+    async def _admitted(self, method: str, model: str, context: ServerCall) -> AsyncIterator[_Call]:
         """A place from admission for the block, and the count of how it ended."""
         remaining = context.time_remaining()
         begin = time.monotonic()

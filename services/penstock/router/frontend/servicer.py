@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import grpc
-
 from penstock.common.errors import NotFound
 from penstock.router.backends.pool import BackendPool
 from penstock.router.frontend import convert
 from penstock.router.frontend.generate import CHAT, GENERATE, TextFlow
 from penstock.router.frontend.score_embed import GivenFlow
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.serving.transport import ServerCall
 from penstock.v1 import text_pb2, text_pb2_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TextServicer(text_pb2_grpc.TextServiceServicer):
@@ -26,27 +21,27 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self._pool = pool
         self._link = link
 
-    async def Generate(self, request: text_pb2.GenerateTextRequest, context: Context) -> None:  # type: ignore[override]
+    async def Generate(self, request: text_pb2.GenerateTextRequest, context: ServerCall) -> None:  # type: ignore[override]
         """Completes text or ids."""
         await self._flow.run(request, GENERATE, context)
 
-    async def Chat(self, request: text_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
+    async def Chat(self, request: text_pb2.ChatRequest, context: ServerCall) -> None:  # type: ignore[override]
         """Answers a conversation."""
         await self._flow.run(request, CHAT, context)
 
-    async def Embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> text_pb2.EmbedTextResponse:
+    async def Embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:  # type: ignore[override]
         """Means of the final hidden states of texts."""
         return await self._given.embed(request, context)
 
-    async def Score(self, request: text_pb2.ScoreTextRequest, context: Context) -> text_pb2.ScoreTextResponse:
+    async def Score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:  # type: ignore[override]
         """Log-probabilities of given continuations."""
         return await self._given.score(request, context)
 
-    async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:
+    async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]
         """Every model that a backend serves or served, each followed by its adapters."""
         return text_pb2.ListModelsResponse(models=self._models())
 
-    async def GetModel(self, request: text_pb2.GetModelRequest, context: Context) -> text_pb2.GetModelResponse:
+    async def GetModel(self, request: text_pb2.GetModelRequest, context: ServerCall) -> text_pb2.GetModelResponse:  # type: ignore[override]
         """One model or adapter; the first when `name` is empty."""
         for model in self._models():
             if request.name in ("", model.name):

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,6 +16,7 @@ from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.requests.request_state import LiveRequest, results_of
 from penstock.router.requests.returned_sequence import ReturnedSequence
 from penstock.router.tokenizer.pipeline import Prompt
+from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class StreamWriter:
         response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse],
         make_delta: Callable[[int, PendingDelta], convert.PublicResponse],
         parts: Parts,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: ServerCall,
         time_left: Callable[[], float | None],
     ) -> None:
         self._live = live
@@ -49,8 +50,8 @@ class StreamWriter:
         self._make_delta = make_delta
         self._parts = parts
         self._write = context.write
-        # Of a transport that can write without a task: the next delta of a reader that keeps up wakes no handler.
-        self._try_write: Callable[[Any], bool] | None = getattr(context, "try_write", None)
+        # Where the transport can write without a task the next delta of a reader that keeps up wakes no handler.
+        self._writes_at_once, self._try_write = context.writes_at_once, context.try_write
         self._time_left = time_left
         self._next_seq = 0
         # For `_write_now`, filled again for every token: making one takes longer than the rest of it.
@@ -133,7 +134,7 @@ class StreamWriter:
 
     async def _wait(self) -> None:
         live = self._live
-        if self._has_started and self._try_write is not None:
+        if self._has_started and self._writes_at_once:
             live.write_now = self._write_now
         try:
             await live.outbox.wakeup.wait()
@@ -142,7 +143,7 @@ class StreamWriter:
 
     def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
         """Write a delta while the handler waits, unless others wait before it. The per-token path."""
-        if self._try_write is None or self._live.outbox.has_deltas:
+        if self._live.outbox.has_deltas:
             return False
         delta = self._reused_delta
         delta.seq, delta.index, delta.text = self._next_seq, index, text

@@ -12,16 +12,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import TypeAlias
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
-from penstock.router.aio import END
 from penstock.router.requests.returned_sequence import ReturnedSequence
 from penstock.router.requests.wakeup import Wakeup
+from penstock.serving.transport import StreamCall
 from penstock.text.detokenizer import DecodeTable
 from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, tokenizer_pb2
 
+DecodeCall: TypeAlias = StreamCall[tokenizer_pb2.DecodeStreamResponse]
 # Messages on their way to the tokenizer: one that it works on, one that it finds next.
 _MAX_IN_FLIGHT = 2
 # Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
@@ -75,19 +76,6 @@ class Batch:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.steps = 1
-
-
-class DecodeCall(Protocol):
-    """What is used of a grpc.aio stream-stream call."""
-
-    async def read(self) -> object:
-        """The next response, or grpc.aio.EOF."""
-
-    async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
-        """Send a message."""
-
-    def cancel(self) -> object:
-        """End it."""
 
 
 class Detokenizer:
@@ -247,12 +235,7 @@ class Detokenizer:
 
     async def run_reader(self, call: DecodeCall) -> None:
         """Take answers until the stream ends, which it never should."""
-        while True:
-            response = await call.read()
-            # None: grpc could not parse it, and said so in the log.
-            if response is END or response is None:
-                return
-            self._take(cast("tokenizer_pb2.DecodeStreamResponse", response))
+        await call.run(self._take)
 
     def _take(self, response: tokenizer_pb2.DecodeStreamResponse) -> None:
         if not self._outstanding:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import grpc
 
@@ -15,9 +15,10 @@ from penstock.common.logging import get_logger
 from penstock.router.aio import until_first, until_silent
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.peers import channel_to, until_serving, watch_health
 from penstock.router.tokenizer import decode_table
-from penstock.router.tokenizer.detokenize import DecodeCall, Detokenizer
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.serving.channels import until_serving, watch_health
+from penstock.serving.transport import Channel, make_transport
 from penstock.text.detokenizer import DecodeTable
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -41,6 +42,7 @@ class TokenizerLink:
         self.info: tokenizer_pb2.GetTokenizerResponse | None = None
         self.last_problem = "no answer"
         self._config = config
+        self._transport = make_transport(config)
         self._detokenizer = detokenizer
         self._metrics = metrics
         self._on_change = on_change
@@ -121,18 +123,18 @@ class TokenizerLink:
             self._detokenizer.fail_outstanding(_away())
 
     async def _connect_and_serve(self, address: str) -> None:
-        async with channel_to(address, self._config) as channel:
-            await self._serve(channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel), address)
+        timeout = self._config.connect_timeout_seconds
+        async with self._transport.open_channel(address, self._config, connect_timeout_seconds=timeout) as channel:
+            await self._serve(channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel.for_stubs), address)
 
-    async def _serve(
-        self, channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str
-    ) -> None:
+    async def _serve(self, channel: Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> None:
         await self._wait_until_serving(channel)
         request = tokenizer_pb2.GetTokenizerRequest()
         info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
         self._check(info, address)
         table = await self._decode_table(stub)
-        call = await self._open_decode_stream(stub, address)
+        parse = tokenizer_pb2.DecodeStreamResponse.FromString
+        call = await channel.open_stream(f"/{HEALTH_NAME}/DecodeStream", parse)
         self.info, self._stub = info, stub
         self._settle_decoding(table)
         self._detokenizer.connected()
@@ -163,17 +165,6 @@ class TokenizerLink:
             self._detokenizer.use_table(table)
         self._is_decoding_settled = True
 
-    async def _open_decode_stream(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> DecodeCall:
-        config = self._config
-        if not config.is_asyncio:
-            return cast("DecodeCall", stub.DecodeStream(None))
-        from penstock.http2.channel import open_stream
-
-        parse = tokenizer_pb2.DecodeStreamResponse.FromString
-        return await open_stream(
-            address, f"/{HEALTH_NAME}/DecodeStream", parse, config, timeout=config.connect_timeout_seconds
-        )
-
     def _check(self, info: tokenizer_pb2.GetTokenizerResponse, address: str) -> None:
         """A tokenizer that comes back must be the same one: live streams hold its ids."""
         known = self.fingerprint
@@ -181,17 +172,17 @@ class TokenizerLink:
             _log.error("tokenizer not used: it is not the one this router started with", tokenizer=address)
             raise _Lost("another tokenizer than before")
 
-    async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
+    async def _wait_until_serving(self, channel: Channel) -> None:
         """While it loads, and for as long as one connection attempt may take, wait rather than come back later."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_seconds):
-                await until_serving(channel, HEALTH_NAME)
+                await until_serving(channel.for_stubs, HEALTH_NAME)
         except TimeoutError:
             raise _Lost("it does not serve yet") from None
 
-    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+    async def _watch_health(self, channel: Channel) -> None:
         """Ends when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
-        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+        async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
             async for _ in updates:
                 pass
 
