@@ -14,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.router.backends.session import BackendSession
 from penstock.router.chat.chat_output import ChatParser
-from penstock.router.frontend import convert
-from penstock.router.frontend.stream_writer import StreamWriter
-from penstock.router.frontend.turn_limiter import Turnstile
+from penstock.router.frontend.stream_writer import CHAT, StreamWriter
+from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.request_state import LiveRequest, RequestSpec, Timings
+from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
@@ -135,16 +134,16 @@ async def answer_of(
         assert FACTORY.table is not None
         detokenizer.use_table(FACTORY.table)
     decoding = DecodeSession(FACTORY, DecodeLimits(), serves=lambda model: model == "", id_limit=DEMO.bundle.id_limit)
-    live = LiveRequest(spec, Timings(0.0), detokenizer, metrics, 1 << 30)
+    state = RequestState(spec, Timings(0.0), detokenizer.drop, metrics, 1 << 30)
     session = BackendSession(backend, "backend", detokenizer, metrics, lambda: None)
     submit = generation_pb2.GenerateRequest(request_id="r")
-    session.submit(live, generation_pb2.SessionRequest(submit=submit))
+    session.submit(state, generation_pb2.SessionRequest(submit=submit))
 
     texts = SimpleNamespace(fill_known=lambda _: True)
-    parts: Any = SimpleNamespace(turnstile=Turnstile(4), metrics=metrics, token_texts=texts)
+    parts: Any = SimpleNamespace(turn_limiter=TurnLimiter(4), metrics=metrics, token_texts=texts)
     prompt = Prompt([1])
     context: Any = reader
-    writer = StreamWriter(live, prompt, text_pb2.ChatResponse, convert.chat_delta, parts, context, lambda: None)
+    writer = StreamWriter(state, prompt, CHAT, parts, context, lambda: None)
     tasks = [
         asyncio.ensure_future(work)
         for work in (session.run_reader(), detokenizer.run_writer(tokenizer), detokenizer.run_reader(tokenizer))

@@ -49,4 +49,4 @@ async def test_the_table_of_a_tokenizer_that_was_lost_at_once_is_not_used_with_t
     # The next one may have another fingerprint.
     assert not link.fingerprint
     assert detokenizer._table is None
-    assert not link._is_decoding_settled
+    assert not link._is_decoding_chosen

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -20,6 +20,9 @@ from penstock.router.aio import until_first, until_silent
 from penstock.router.backends.prefix_index import PrefixIndex
 from penstock.router.backends.session import BackendSession
 from penstock.router.config import RouterConfig, is_address, split_target
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.request_state import RequestState
+from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.serving.channels import until_serving, watch_health
 from penstock.serving.transport import Channel, StreamCall, make_transport
 from penstock.v1 import (
@@ -31,11 +34,6 @@ from penstock.v1 import (
     model_pb2,
     model_pb2_grpc,
 )
-
-if TYPE_CHECKING:
-    from penstock.router.metrics import RouterMetrics
-    from penstock.router.requests.request_state import LiveRequest
-    from penstock.router.tokenizer.detokenize import Detokenizer
 
 GenerationStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 AnswerT = TypeVar("AnswerT")
@@ -154,13 +152,13 @@ class Backend:
         """Leading blocks it probably has cached."""
         return self._prefixes.match(hashes)
 
-    def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
+    def submit(self, state: RequestState, command: generation_pb2.SessionRequest) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
         if self._session is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
-        self._prefixes.add(live.spec.prefix_hashes)
+        self._prefixes.add(state.spec.prefix_hashes)
         self._metrics.backend_requests(self.where.target).inc()
-        self._session.submit(live, command)
+        self._session.submit(state, command)
 
     async def call(
         self,

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import block_hashes
+from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
-from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.admission import Admission, tenant_of
 from penstock.router.frontend.convert import MAX_RESPONSE_BYTES, cache_salt
-from penstock.router.frontend.drain import Farewell
-from penstock.router.frontend.score_embed_text import GivenTexts, ScoredIds
-from penstock.router.frontend.target import choose_model, tenant_of
+from penstock.router.frontend.drain import Drain
+from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.unary_attempts import UnaryAttempts
 from penstock.router.tokenizer.token_text import TokenTexts
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
@@ -42,15 +41,15 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenFlow:
+class ScoreEmbedFlow:
     """Runs in the handlers' tasks. Calls count against the same admission as streams."""
 
     config: RouterConfig
-    texts: GivenTexts
+    texts: ScoreEmbedTexts
     pool: BackendPool
     attempts: UnaryAttempts
     admission: Admission
-    farewell: Farewell
+    drain: Drain
     token_texts: TokenTexts
     metrics: RouterMetrics
 
@@ -94,14 +93,14 @@ class GivenFlow:
         status = "INTERNAL"
         try:
             tenant = tenant_of(self.config, context.invocation_metadata())
-            call = _Call(choose_model(self.pool, model), tenant, deadline)
+            call = _Call(self.pool.choose_model(model), tenant, deadline)
             self.attempts.check_capacity(call.model)
-            async with self.farewell.attended():
+            async with self.drain.attended():
                 await self.admission.enter(tenant, call.left)
                 with self.admission.leaving():
                     yield call
             status = "OK"
-            self.metrics.given.observe(time.monotonic() - begin)
+            self.metrics.score_embed.observe(time.monotonic() - begin)
         except asyncio.CancelledError:
             is_late = deadline is not None and time.monotonic() >= deadline
             status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
