@@ -5,6 +5,7 @@ What opens a channel here is grpc.aio, for commands and tests; services go throu
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from types import TracebackType
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import TokenFile, channel_credentials
 from penstock.common.request_context import REQUEST_ID_KEY, current_request_id
+from penstock.http2.client_connection import rpc_error
 from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import channel_options
 
@@ -94,7 +96,14 @@ class GrpcStreamCall(Generic[ResponseT]):
         """Hand every message to `take`. A task is woken for each."""
         read = self._call.read
         while True:
-            message = await read()
+            try:
+                message = await read()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The call was given up, not the task that runs it.
+                raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here") from None
             # None: grpc could not parse it, and said so in the log.
             if message is _END or message is None:
                 return
