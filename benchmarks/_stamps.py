@@ -95,23 +95,25 @@ def stamp_router() -> None:
     from penstock.router.backends.session import BackendSession
     from penstock.router.frontend.generate import TextFlow
     from penstock.router.frontend.stream_writer import StreamWriter
-    from penstock.router.requests.request_state import LiveRequest
+    from penstock.router.requests.request_state import RequestState
     from penstock.router.tokenizer.detokenize import Detokenizer
     from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 
     wrap_async(TextFlow, "run", _of_messages, before="router: handler")
     wrap_async(TokenizerLink, "apply_chat_template", _of_messages, "router: template asked", "router: prompt")
-    wrap(BackendSession, "submit", lambda _, live, __: _of_id(live.spec.request_id), after="router: submitted")
+    wrap(BackendSession, "submit", lambda _, state, __: _of_id(state.spec.request_id), after="router: submitted")
     first = _once()
-    wrap(BackendSession, "_on_delta", lambda _, one, *__: first(_of_id(one.live.spec.request_id)), "router: token read")
-    wrap(Detokenizer, "_open", lambda _, __, piece: _of_id(piece.sequence.live.spec.request_id), after="router: decode")
+    wrap(
+        BackendSession, "_on_delta", lambda _, one, *__: first(_of_id(one.state.spec.request_id)), "router: token read"
+    )
+    wrap(Detokenizer, "_open", lambda _, __, piece: _of_id(piece.sequence.sink.spec.request_id), after="router: decode")
     text = _once()
-    wrap(LiveRequest, "on_text", lambda live, *_: text(_of_id(live.spec.request_id)), before="router: text")
+    wrap(RequestState, "on_text", lambda state, *_: text(_of_id(state.spec.request_id)), before="router: text")
     begun, ended = _once(), _once()
     inner = StreamWriter._write_delta
 
     async def write_delta(writer: Any, delta: Any) -> None:
-        key = _of_id(writer._live.spec.request_id)
+        key = _of_id(writer._state.spec.request_id)
         note("router: delta made", begun(key))
         await inner(writer, delta)
         note("router: delta written", ended(key))

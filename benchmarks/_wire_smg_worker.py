@@ -23,9 +23,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("."
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
-from penstock.http2.limits import Limits
 from penstock.http2.server import Http2Server
 from penstock.http2.server_call import Call
+from penstock.serving.transport import http2_limits
 
 from benchmarks._processes import end_with_parent
 from benchmarks._wire_pace import Pace, add_backend_flags
@@ -151,19 +151,10 @@ def methods(emitter: Emitter, model: str, tokenizer: str) -> Mapping[str, grpc.R
     return handlers
 
 
-class _Straight:
-    """No interceptor."""
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        return await continuation(details)
-
-
 async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-    straight: Any = _Straight()
-    limits = Limits.of(ServerConfig(), max_streams=_MAX_CALLS)
-    server = Http2Server(limits, interceptor=straight, max_calls=_MAX_CALLS)
+    server = Http2Server(http2_limits(ServerConfig(), max_streams=_MAX_CALLS), max_calls=_MAX_CALLS)
     emitter = Emitter(arguments.ids, received, Pace.of(arguments))
     handlers = methods(emitter, arguments.model, arguments.tokenizer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, dict(handlers)),))

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-_COUNTED = ("Call", "Connection", "StreamCall", "CallsConnection", "LiveRequest", "Attempt")
+_COUNTED = ("Call", "Connection", "StreamCall", "CallsConnection", "RequestState", "Attempt")
 
 
 def snapshot() -> dict[str, Any]:

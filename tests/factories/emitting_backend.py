@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from factories.plain_server import listen, plain_server
+from factories.plain_server import plain_server
 from factories.token_rows import in_rows
 from factories.watched_health import WatchedHealth
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -112,7 +112,7 @@ class EmittingBackend:
     async def start(self) -> EmittingBackend:
         """Listen; a port that was given or had before is used again."""
         self._frozen = False
-        self._server = plain_server(self.transport)
+        self._server = plain_server(self.transport, self.port)
         self.health = WatchedHealth(self._watched)
         await self.set_serving(self.serving)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
@@ -120,7 +120,7 @@ class EmittingBackend:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self._server)
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(servicer, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(servicer, self._server)
-        self.port = await listen(self._server, self.port)
+        self.port = await self._server.open_port()
         await self._server.start()
         return self
 

@@ -14,8 +14,8 @@ import pytest
 from factories.tiny_service import FixedConfig, TinyService, tiny
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
-from penstock.http2.channel import Http2Channel
 from penstock.serving.server import RunningServer
+from penstock.serving.transport import Http2Transport
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 
@@ -23,18 +23,17 @@ TRANSPORTS: Any = pytest.mark.parametrize("transport", ["grpc", "asyncio"])
 
 
 @contextlib.asynccontextmanager
-async def channel_to(address: str, config: ChannelConfig | None = None) -> AsyncIterator[tuple[Any, Http2Channel]]:
+async def channel_to(address: str, config: ChannelConfig | None = None) -> AsyncIterator[tuple[Any, Any]]:
     """A stub and the channel that it calls by."""
-    config = config or ChannelConfig()
-    channel: Any = Http2Channel(address, config, timeout=10.0)
-    yield tokenizer_pb2_grpc.TokenizerServiceStub(channel), channel
-    channel.close()
+    opened = Http2Transport().open_channel(address, config or ChannelConfig(), connect_timeout_seconds=10.0)
+    async with opened as channel:
+        yield tokenizer_pb2_grpc.TokenizerServiceStub(channel.for_stubs), channel
 
 
 @contextlib.asynccontextmanager
 async def served(
     config: ServerConfig, channel: ChannelConfig | None = None
-) -> AsyncIterator[tuple[TinyService, RunningServer, Any, Http2Channel]]:
+) -> AsyncIterator[tuple[TinyService, RunningServer, Any, Any]]:
     async with tiny(config) as (service, running, _), channel_to(running.address, channel) as (stub, opened):
         yield service, running, stub, opened
 

@@ -13,8 +13,8 @@ import pytest
 from factories.tiny_service import FixedConfig, tiny
 from penstock.common.config import ChannelConfig
 from penstock.common.errors import StartupError, from_rpc_error
-from penstock.http2.channel import open_stream
 from penstock.http2.client_stream import StreamCall
+from penstock.serving.transport import Http2Transport
 from penstock.v1.tokenizer_pb2 import DecodeStreamItem, DecodeStreamRequest, DecodeStreamResponse
 
 FILES = Path(factories.tiny_service.__file__).parent / "tls"
@@ -23,11 +23,16 @@ CLIENT = {"channel_tls_cert": str(FILES / "client.pem"), "channel_tls_key": str(
 TRANSPORTS: Any = pytest.mark.parametrize("transport", ["grpc", "asyncio"])
 
 
+DECODE_STREAM = "/penstock.v1.TokenizerService/DecodeStream"
+
+
 async def dial(
-    address: str, config: ChannelConfig | None = None, timeout: float = 10.0
-) -> StreamCall[DecodeStreamRequest, DecodeStreamResponse]:
-    path = "/penstock.v1.TokenizerService/DecodeStream"
-    return await open_stream(address, path, DecodeStreamResponse.FromString, config or ChannelConfig(), timeout=timeout)
+    address: str, config: ChannelConfig | None = None, method: str = DECODE_STREAM
+) -> StreamCall[DecodeStreamResponse]:
+    opened = Http2Transport().open_channel(address, config or ChannelConfig(), connect_timeout_seconds=10.0)
+    async with opened as channel:
+        call: Any = await channel.open_stream(method, DecodeStreamResponse.FromString)
+    return call
 
 
 def items(count: int, stream_id: int = 1) -> DecodeStreamRequest:
@@ -167,9 +172,7 @@ async def test_files_that_are_not_there_are_named(field: str) -> None:
 @TRANSPORTS
 async def test_an_unknown_method_is_unimplemented(transport: Any) -> None:
     async with tiny(FixedConfig(transport=transport)) as (_, running, _):
-        call: Any = await open_stream(
-            running.address, "/nobody/knows", DecodeStreamResponse.FromString, ChannelConfig(), timeout=10.0
-        )
+        call = await dial(running.address, method="/nobody/knows")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

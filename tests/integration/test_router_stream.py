@@ -13,7 +13,7 @@ import pytest
 from factories.emitting_backend import count_up
 from factories.router import Answer, backend, chat, collect, generate, running_router, until
 from penstock.common.errors import InvalidArgument
-from penstock.router.requests.request_state import LiveRequest
+from penstock.router.requests.request_state import RequestState
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
 
 IDS = count_up(8)(None)  # type: ignore[arg-type]
@@ -227,14 +227,14 @@ async def test_backends_are_told_how_much_time_is_left() -> None:
 
 
 async def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -> None:
-    seen: list[weakref.ref[LiveRequest]] = []
+    seen: list[weakref.ref[RequestState]] = []
     async with backend(allowance=4) as one, running_router(one) as router:
         gc.collect()
         gc.disable()
         try:
             async for message in router.stub.Chat(chat("Hi")):
                 if message.HasField("started"):
-                    seen = [weakref.ref(found) for found in gc.get_objects() if type(found) is LiveRequest]
+                    seen = [weakref.ref(found) for found in gc.get_objects() if type(found) is RequestState]
                     await one.allow(None)
             assert seen
             await until(lambda: all(request() is None for request in seen))
@@ -243,14 +243,14 @@ async def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -
 
 
 async def test_a_request_that_failed_is_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[weakref.ref[LiveRequest]] = []
-    begin = LiveRequest.__init__
+    seen: list[weakref.ref[RequestState]] = []
+    begin = RequestState.__init__
 
-    def remember(self: LiveRequest, *args: Any, **options: Any) -> None:
+    def remember(self: RequestState, *args: Any, **options: Any) -> None:
         seen.append(weakref.ref(self))
         begin(self, *args, **options)
 
-    monkeypatch.setattr(LiveRequest, "__init__", remember)
+    monkeypatch.setattr(RequestState, "__init__", remember)
     async with backend(refuse=InvalidArgument("config.seed", "is refused")) as one, running_router(one) as router:
         gc.collect()
         gc.disable()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from factories.tokenizer_folders import bundle_of, conformance_data, detokenizers_of
 from penstock.common.errors import InvalidArgument
-from penstock.router.tokenizer import decode_table
+from penstock.router.tokenizer.tokenizer_link import fetch_decode_table
 from penstock.tokenizer import convert
 from penstock.tokenizer.chat_template import ChatTemplates, Conversation
 from penstock.tokenizer.template_process import Renderer, answer_to
@@ -122,7 +122,7 @@ async def test_the_routers_table_is_the_tokenizers(name: str) -> None:
         for part in convert.decode_table(sent):
             yield part
 
-    came = await decode_table.fetch(parts())
+    came = await fetch_decode_table(parts())
     assert came is not None
     assert came.kind == sent.kind
     for skip in (True, False):

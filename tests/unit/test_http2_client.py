@@ -26,7 +26,7 @@ class Peer:
     def __init__(self, *, joins: bool = False) -> None:
         self.socket = Socket()
         config = ChannelConfig(max_message_bytes=LIMIT)
-        self.call: StreamCall[SessionRequest, SessionResponse] = StreamCall(
+        self.call: StreamCall[SessionResponse] = StreamCall(
             frames.request_headers([(":path", "/a/b")]), SessionResponse.FromString, config, joins=joins
         )
         self.call.connection_made(self.socket)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from penstock.common.config import ChannelConfig
 from penstock.http2.channel import Peer
 
 
@@ -38,7 +37,7 @@ async def test_a_silent_address_of_a_name_does_not_keep_the_next_one_from_being_
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             made.append(transport)
 
-    await Peer(f"tokenizer.example:{silent}", ChannelConfig()).connect(Taken, 60.0)
+    await Peer(f"tokenizer.example:{silent}").connect(Taken, 60.0)
     assert [one.get_extra_info("peername") for one in made] == [("127.0.0.1", silent)]
     made[0].close()
     server.close()
@@ -47,6 +46,6 @@ async def test_a_silent_address_of_a_name_does_not_keep_the_next_one_from_being_
 
 async def test_a_peer_that_does_not_answer_in_time_is_said_so(silent: int) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await Peer(f"127.0.0.2:{silent}", ChannelConfig()).connect(asyncio.Protocol, 0.05)
+        await Peer(f"127.0.0.2:{silent}").connect(asyncio.Protocol, 0.05)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
     assert raised.value.details() == "no connection: no answer within 0.05 s"

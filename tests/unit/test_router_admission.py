@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from penstock.router.backends.attempts import RetryBudget
 from penstock.router.frontend.admission import Admission
-from penstock.router.requests.retry_budget import RetryBudget
 
 
 def admission(max_live: int = 1, max_waiting: int = 2) -> Admission:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import ResourceExhausted
+from penstock.router.backends.attempts import Attempts
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.attempts import Attempts
 from prometheus_client import CollectorRegistry
 
 

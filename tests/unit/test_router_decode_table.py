@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import Internal
 from penstock.router.requests.returned_sequence import ReturnedSequence
-from penstock.router.tokenizer import decode_table
 from penstock.router.tokenizer.detokenize import Batch, Detokenizer
+from penstock.router.tokenizer.tokenizer_link import fetch_decode_table
 from penstock.text.detokenizer import DecodeTable
 from penstock.tokenizer import convert
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
@@ -35,7 +35,7 @@ async def fetched(table: DecodeTable | None) -> DecodeTable | None:
         for part in convert.decode_table(table):
             yield pb.GetDecodeTableResponse.FromString(part.SerializeToString())
 
-    return await decode_table.fetch(parts())
+    return await fetch_decode_table(parts())
 
 
 @pytest.mark.parametrize("kind", VOCABULARIES)
@@ -61,9 +61,9 @@ async def test_a_tokenizer_that_does_not_know_the_call_has_none_and_other_errors
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
         yield
 
-    assert await decode_table.fetch(failing(grpc.StatusCode.UNIMPLEMENTED)) is None
+    assert await fetch_decode_table(failing(grpc.StatusCode.UNIMPLEMENTED)) is None
     with pytest.raises(grpc.aio.AioRpcError):
-        await decode_table.fetch(failing(grpc.StatusCode.UNAVAILABLE))
+        await fetch_decode_table(failing(grpc.StatusCode.UNAVAILABLE))
 
 
 async def test_a_table_with_ids_outside_of_it_is_refused() -> None:
@@ -71,7 +71,7 @@ async def test_a_table_with_ids_outside_of_it_is_refused() -> None:
         yield pb.GetDecodeTableResponse(kind=pb.DECODE_TABLE_KIND_BYTE_LEVEL, special_token_ids=[7], pieces=[b"a"])
 
     with pytest.raises(Internal):
-        await decode_table.fetch(wrong())
+        await fetch_decode_table(wrong())
 
 
 def texts_here(kind: str, options: pb.DecodeStreamOpen, portions: list[list[int]], matched: str | None) -> list[str]:
@@ -79,14 +79,14 @@ def texts_here(kind: str, options: pb.DecodeStreamOpen, portions: list[list[int]
     table = FACTORIES[kind].table
     assert table is not None
     texts: list[str] = []
-    live: Any = SimpleNamespace(
+    state: Any = SimpleNamespace(
         undecoded=0,
         decode_options=options,
         last_batch=None,
-        timings=SimpleNamespace(detokenize=0.0),
+        detokenize_seconds=0.0,
         on_text=lambda _, text, __: texts.append(text),
     )
-    sequence, detokenizer = ReturnedSequence(live, 0, None), Detokenizer(max_outstanding=1)
+    sequence, detokenizer = ReturnedSequence(state, 0, None), Detokenizer(max_outstanding=1)
     detokenizer.use_table(table)
     for place, ids in enumerate(portions, 1):
         result = common_pb2.SequenceResult(stop_string=matched) if place == len(portions) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,14 @@ class Call:
     async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
         self.written.append(request)
 
-    async def read(self) -> object:
-        return await asyncio.Future()
+    async def write_all(self, requests: Iterable[Any]) -> None:
+        self.written += requests
+
+    async def run(self, take: Callable[[Any], None]) -> None:
+        await asyncio.Future()
+
+    def cancel(self) -> None:
+        pass
 
     def open_sequences(self) -> set[int]:
         """What the tokenizer would keep after all of it."""
@@ -35,18 +42,18 @@ class Call:
 
 
 def new_sequence() -> ReturnedSequence:
-    live: Any = SimpleNamespace(
+    state: Any = SimpleNamespace(
         closed=False,
         failed=False,
         undecoded=0,
         decode_options=tokenizer_pb2.DecodeStreamOpen(),
-        outbox=SimpleNamespace(coalesced=0),
+        buffer=SimpleNamespace(coalesced=0),
         last_batch=None,
-        timings=SimpleNamespace(detokenize=0.0),
+        detokenize_seconds=0.0,
         on_text=lambda *_: None,
     )
-    live.fail = lambda _: setattr(live, "failed", True)
-    return ReturnedSequence(live, 0, None)
+    state.fail = lambda _: setattr(state, "failed", True)
+    return ReturnedSequence(state, 0, None)
 
 
 def sent(call: Call) -> list[list[int]]:
@@ -73,7 +80,7 @@ async def test_cancelled_sequence_is_not_left_at_the_tokenizer() -> None:
     add(detokenizer, late, 2)
     # One is known to the tokenizer, the other waits in a message that has not left yet.
     for sequence in (early, late):
-        sequence.live.closed = True
+        sequence.sink.closed = True
         detokenizer.drop([sequence])
     await asyncio.sleep(0)
     writer.cancel()
@@ -95,7 +102,7 @@ async def test_steps_that_wait_become_one_message_and_ids_of_a_sequence_one_item
     writer.cancel()
     assert sent(call)[2:] == [[3, 4, 5, 6, 7, 30, 40, 50, 60, 70]]
     assert detokenizer.outstanding == 2
-    assert one.live.outbox.coalesced == 4
+    assert one.sink.buffer.coalesced == 4
 
 
 async def test_what_was_not_answered_is_sent_again_to_the_next_tokenizer() -> None:
@@ -122,4 +129,4 @@ async def test_steps_beyond_the_bound_fail_however_few_messages_they_are() -> No
     sequences = [new_sequence() for _ in range(6)]
     for sequence in sequences:
         add(detokenizer, sequence, 1)
-    assert [sequence.live.failed for sequence in sequences] == [False] * 4 + [True] * 2
+    assert [sequence.sink.failed for sequence in sequences] == [False] * 4 + [True] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,11 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.router.backends.session import BackendSession
 from penstock.router.chat.chat_output import ChatParser
-from penstock.router.frontend import convert
-from penstock.router.frontend.stream_writer import StreamWriter
-from penstock.router.frontend.turn_limiter import Turnstile
+from penstock.router.frontend.stream_writer import CHAT, StreamWriter
+from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.request_state import LiveRequest, RequestSpec, Timings
+from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
@@ -43,14 +42,18 @@ class Line:
     """A stream whose other end is the test."""
 
     def __init__(self) -> None:
-        self.coming: asyncio.Queue[object] = asyncio.Queue()
+        self.coming: asyncio.Queue[Any] = asyncio.Queue()
         self.written: list[Any] = []
 
-    async def read(self) -> object:
-        return await self.coming.get()
+    async def run(self, take: Callable[[Any], None]) -> None:
+        while True:
+            take(await self.coming.get())
 
     async def write(self, request: Any) -> None:
         self.written.append(request)
+
+    async def write_all(self, requests: Iterable[Any]) -> None:
+        self.written += requests
 
     def cancel(self) -> None:
         pass
@@ -63,6 +66,11 @@ class Reader:
         self.messages: list[text_pb2.ChatResponse] = []
         self.is_reading = asyncio.Event()
 
+    writes_at_once = False
+
+    def try_write(self, message: text_pb2.ChatResponse) -> bool:
+        return False
+
     async def write(self, message: text_pb2.ChatResponse) -> None:
         await self.is_reading.wait()
         self.messages.append(message)
@@ -70,6 +78,8 @@ class Reader:
 
 class DirectReader(Reader):
     """The same on a transport that can write without a task, when it has room."""
+
+    writes_at_once = True
 
     def __init__(self, room: list[bool]) -> None:
         super().__init__()
@@ -124,16 +134,16 @@ async def answer_of(
         assert FACTORY.table is not None
         detokenizer.use_table(FACTORY.table)
     decoding = DecodeSession(FACTORY, DecodeLimits(), serves=lambda model: model == "", id_limit=DEMO.bundle.id_limit)
-    live = LiveRequest(spec, Timings(0.0), detokenizer, metrics, 1 << 30)
+    state = RequestState(spec, Timings(0.0), detokenizer.drop, metrics, 1 << 30)
     session = BackendSession(backend, "backend", detokenizer, metrics, lambda: None)
     submit = generation_pb2.GenerateRequest(request_id="r")
-    session.submit(live, generation_pb2.SessionRequest(submit=submit))
+    session.submit(state, generation_pb2.SessionRequest(submit=submit))
 
     texts = SimpleNamespace(fill_known=lambda _: True)
-    parts: Any = SimpleNamespace(turnstile=Turnstile(4), metrics=metrics, token_texts=texts)
+    parts: Any = SimpleNamespace(turn_limiter=TurnLimiter(4), metrics=metrics, token_texts=texts)
     prompt = Prompt([1])
     context: Any = reader
-    writer = StreamWriter(live, prompt, text_pb2.ChatResponse, convert.chat_delta, parts, context, lambda: None)
+    writer = StreamWriter(state, prompt, CHAT, parts, context, lambda: None)
     tasks = [
         asyncio.ensure_future(work)
         for work in (session.run_reader(), detokenizer.run_writer(tokenizer), detokenizer.run_reader(tokenizer))

@@ -28,7 +28,11 @@ class Stub:
         for part in convert.decode_table(detokenizers_of(demo_vocabulary()).table):
             yield part
 
-    def DecodeStream(self, _: Any) -> Any:
+
+class Channel:
+    """To it."""
+
+    async def open_stream(self, _: str, __: Any) -> Any:
         raise rpc_error(grpc.StatusCode.UNAVAILABLE, "gone")
 
 
@@ -41,8 +45,8 @@ async def test_the_table_of_a_tokenizer_that_was_lost_at_once_is_not_used_with_t
 
     link._wait_until_serving = serving
     with pytest.raises(grpc.aio.AioRpcError):
-        await link._serve(None, Stub(), "a:1")
+        await link._serve(Channel(), Stub(), "a:1")
     # The next one may have another fingerprint.
     assert not link.fingerprint
     assert detokenizer._table is None
-    assert not link._is_decoding_settled
+    assert not link._is_decoding_chosen

@@ -142,11 +142,6 @@ class ServerConfig(TransportConfig):
         return self.max_message_bytes
 
     @property
-    def is_asyncio(self) -> bool:
-        """Whether common.http2 serves instead of grpc.aio."""
-        return self.transport == "asyncio"
-
-    @property
     def is_tls(self) -> bool:
         return self.tls_cert is not None
 

@@ -1,26 +1,26 @@
-"""Opens the connections of common.http2.client and common.http2.calls."""
+"""A client's way to one address: opens the connections of client_calls and client_stream, and what stubs call by."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from penstock.common.config import ChannelConfig
-from penstock.common.credentials import channel_tls_context
 from penstock.http2 import frames
 from penstock.http2.client_calls import AnswerStream, CallsConnection
 from penstock.http2.client_connection import rpc_error
-from penstock.http2.client_stream import RequestT, ResponseT, StreamCall
+from penstock.http2.client_stream import ResponseT, StreamCall
+from penstock.http2.limits import ChannelLimits
 from penstock.http2.metadata import Metadata
-from penstock.serving.channels import added_metadata, call_metadata
 
 ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
 AnswerT = TypeVar("AnswerT")
+# What a channel makes of a call's metadata before it leaves.
+Decorate = Callable[[Metadata], Metadata]
 
 # Until a name's next address is tried beside one that is silent (RFC 8305, section 5).
 _NEXT_ADDRESS_SECONDS = 0.25
@@ -29,12 +29,12 @@ _NEXT_ADDRESS_SECONDS = 0.25
 class Peer:
     """An address with what is needed to call it."""
 
-    def __init__(self, address: str, config: ChannelConfig) -> None:
-        """`address`: host:port. Raises StartupError when a TLS file cannot be read."""
+    def __init__(self, address: str, tls: ssl.SSLContext | None = None, server_name: str | None = None) -> None:
+        """`address`: host:port. `server_name`: the one in its certificate, where that is not the host."""
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
-        self._tls: ssl.SSLContext | None = channel_tls_context(config)
-        self._name = config.channel_tls_server_name or self._host if self._tls is not None else None
+        self._tls = tls
+        self._name = server_name or self._host if tls is not None else None
         self._authority = address if self._name in (None, self._host) else str(self._name)
         self._heads: dict[str, bytes] = {}
 
@@ -73,25 +73,6 @@ class Peer:
             reason = str(error) or f"no answer within {timeout:g} s"
             raise rpc_error(grpc.StatusCode.UNAVAILABLE, f"no connection: {reason}") from error
         return protocol
-
-
-async def open_stream(
-    address: str,
-    method: str,
-    parse: Callable[[bytes], ResponseT],
-    config: ChannelConfig,
-    *,
-    timeout: float,
-    joins: bool = False,
-) -> StreamCall[RequestT, ResponseT]:
-    """Call the bidirectional `method` ("/package.Service/Name") at `address` (host:port), on a connection of its own.
-
-    `parse` and `joins` as in StreamCall. Raises grpc.aio.AioRpcError (UNAVAILABLE) when nobody answers within `timeout`
-    seconds, StartupError when a TLS or token file cannot be read.
-    """
-    peer = Peer(address, config)
-    head = peer.head(method, call_metadata(config))
-    return await peer.connect(lambda: StreamCall[RequestT, ResponseT](head, parse, config, joins=joins), timeout)
 
 
 class Answers(Generic[AnswerT]):
@@ -148,18 +129,43 @@ class Http2Channel:
     Connects when first used, and again when the connection was lost. Used on one event loop.
     """
 
-    def __init__(self, address: str, config: ChannelConfig, *, timeout: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        limits: ChannelLimits,
+        *,
+        timeout: float,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+        decorate: Decorate | None = None,
+    ) -> None:
         """`address`: host:port. A call waits for a connection `timeout` seconds, or until its own deadline.
 
-        Raises StartupError when a TLS or token file cannot be read.
+        `tls` and `server_name` as in Peer. `decorate` is asked for the metadata of every call.
         """
-        self._config = config
+        self._limits = limits
         self._timeout = timeout
-        self._peer = Peer(address, config)
-        self._added = added_metadata(config)
+        self._peer = Peer(address, tls, server_name)
+        self._decorate = decorate if decorate is not None else tuple
         self._connection: CallsConnection | None = None
         self._is_closed = False
         self._dialing: asyncio.Task[CallsConnection] | None = None
+
+    @property
+    def for_stubs(self) -> grpc.aio.Channel:
+        """Itself, as generated stubs are typed to take it."""
+        return cast("grpc.aio.Channel", self)
+
+    async def open_stream(
+        self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
+    ) -> StreamCall[ResponseT]:
+        """Call the bidirectional `method` ("/package.Service/Name") on a connection of its own.
+
+        `parse` and `joins` as in StreamCall. The stream outlives this channel. Raises grpc.aio.AioRpcError
+        (UNAVAILABLE) when nobody answers in time.
+        """
+        limits, head = self._limits, self._peer.head(method, self._decorate(()))
+        return await self._peer.connect(lambda: StreamCall[ResponseT](head, parse, limits, joins=joins), self._timeout)
 
     def unary_unary(
         self,
@@ -173,7 +179,7 @@ class Http2Channel:
         async def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Any:
             data = request_serializer(request)
             if timeout is None:
-                answer = await self._call(method, data, self._added(metadata))
+                answer = await self._call(method, data, self._decorate(metadata))
             else:
                 answer = await self._call_within(timeout, method, data, metadata)
             try:
@@ -193,7 +199,7 @@ class Http2Channel:
         """See grpc.aio.Channel."""
 
         def call(request: Any, *, timeout: float | None = None, metadata: Metadata = ()) -> Answers[Any]:
-            data, added = request_serializer(request), self._added(metadata)
+            data, added = request_serializer(request), self._decorate(metadata)
             deadline = None
             if timeout is not None:
                 deadline = asyncio.get_running_loop().time() + timeout
@@ -230,7 +236,7 @@ class Http2Channel:
     async def _call_within(self, timeout: float, method: str, data: bytes, metadata: Metadata) -> bytes:
         if timeout <= 0:
             raise _late()
-        added = (("grpc-timeout", frames.timeout(timeout)), *self._added(metadata))
+        added = (("grpc-timeout", frames.timeout(timeout)), *self._decorate(metadata))
         try:
             async with asyncio.timeout(timeout):
                 return await self._call(method, data, added)
@@ -264,8 +270,8 @@ class Http2Channel:
             raise _closed() from None
 
     async def _dial(self) -> CallsConnection:
-        old, config = self._connection, self._config
-        self._connection = await self._peer.connect(lambda: CallsConnection(config), self._timeout)
+        old, limits = self._connection, self._limits
+        self._connection = await self._peer.connect(lambda: CallsConnection(limits), self._timeout)
         if old is not None:
             old.leave()
         return self._connection

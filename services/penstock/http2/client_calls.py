@@ -11,9 +11,9 @@ from collections import deque
 
 import grpc
 
-from penstock.common.config import ChannelConfig
 from penstock.http2 import frames
 from penstock.http2.client_connection import ClientConnection, rpc_error, wake
+from penstock.http2.limits import ChannelLimits
 
 # Of what may be received, the connection's and each stream's: owed to the peer before it is given back.
 _OWED = frames.STREAM_WINDOW // 4
@@ -148,8 +148,8 @@ class AnswerStream(_Call):
 class CallsConnection(ClientConnection):
     """Used on one event loop."""
 
-    def __init__(self, config: ChannelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, limits: ChannelLimits) -> None:
+        super().__init__(limits)
         self._calls: dict[int, _Call] = {}
         self._next_stream = 1
         self._max_calls = _MAX_CALLS
@@ -268,7 +268,7 @@ class CallsConnection(ClientConnection):
             raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the window")
         call.body += frames.content(flags, payload, prioritised=False)
         try:
-            call.take(self._config.max_message_bytes)
+            call.take(self._max_message_bytes)
         except grpc.aio.AioRpcError as error:
             self._end_call(stream, error)
             self._reset(stream)

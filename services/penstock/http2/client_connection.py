@@ -12,15 +12,13 @@ from urllib.parse import unquote
 import grpc
 from hpack import HPACKError
 
-from penstock.common.config import ChannelConfig
-from penstock.common.errors import CODE_BY_NUMBER
 from penstock.http2 import frames
 from penstock.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
 from penstock.http2.keepalive import KeepAlive
-from penstock.http2.metadata import parse_metadata
-from penstock.serving.grpc_options import MAX_METADATA_BYTES
+from penstock.http2.limits import ChannelLimits
+from penstock.http2.metadata import MAX_METADATA_BYTES, parse_metadata
 
-_CODES = {str(number): code for number, code in CODE_BY_NUMBER.items()}
+_CODES = {str(code.value[0]): code for code in grpc.StatusCode}
 # How an answer that is none of gRPC's reads (gRPC, "HTTP to gRPC Status Code Mapping"); all others are UNKNOWN.
 _HTTP_ERRORS = {
     "400": grpc.StatusCode.INTERNAL,
@@ -52,8 +50,8 @@ _OK = rpc_error(grpc.StatusCode.OK, "")
 class ClientConnection(asyncio.Protocol, ABC):
     """Subclasses say what becomes of the frames of a stream. Used on one event loop."""
 
-    def __init__(self, config: ChannelConfig) -> None:
-        self._config = config
+    def __init__(self, limits: ChannelLimits) -> None:
+        self._max_message_bytes = limits.max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._decoder = HeaderDecoder(MAX_METADATA_BYTES)
@@ -66,7 +64,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._goodbye = ""
         # Set once nothing can be sent any more.
         self.is_over = False
-        wait, patience = config.keepalive_seconds, config.keepalive_timeout_seconds
+        wait, patience = limits.keepalive_seconds, limits.keepalive_timeout_seconds
         self._keepalive = KeepAlive(wait, patience, self._ping, self._give_up)
 
     # What subclasses do.

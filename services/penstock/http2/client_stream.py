@@ -13,12 +13,11 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from penstock.common.config import ChannelConfig
 from penstock.http2 import frames
 from penstock.http2.client_connection import ClientConnection, rpc_error, wake
+from penstock.http2.limits import ChannelLimits
 
-RequestT = TypeVar("RequestT", bound=Message)
-ResponseT = TypeVar("ResponseT", bound=Message)
+ResponseT = TypeVar("ResponseT")
 END: object = cast("Any", grpc.aio).EOF
 _STREAM = 1
 # Of both windows, the connection's as large as the stream's: what may be owed to the peer.
@@ -27,15 +26,15 @@ _OWED = frames.STREAM_WINDOW // 4
 _JOINED_BYTES = 64 << 10
 
 
-class StreamCall(ClientConnection, Generic[RequestT, ResponseT]):
+class StreamCall(ClientConnection, Generic[ResponseT]):
     """What is used of a grpc.aio.StreamStreamCall. Used on one event loop; one task reads and one writes."""
 
     def __init__(
-        self, head: bytes, parse: Callable[[bytes], ResponseT], config: ChannelConfig, *, joins: bool = False
+        self, head: bytes, parse: Callable[[bytes], ResponseT], limits: ChannelLimits, *, joins: bool = False
     ) -> None:
         """`head`: the header block of the request. `joins`: messages that wait are read as one, merged as protobuf
         merges a message with the bytes of another one behind it."""
-        super().__init__(config)
+        super().__init__(limits)
         self._head = head
         self._parse = parse
         self._joins = joins
@@ -93,14 +92,14 @@ class StreamCall(ClientConnection, Generic[RequestT, ResponseT]):
         if has_ended:
             self._end()
 
-    async def write(self, request: RequestT) -> None:
+    async def write(self, request: Message) -> None:
         """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over.
 
         Cancelled amid a message it cancels the call: nothing could follow half of one.
         """
         await self.write_all((request,))
 
-    async def write_all(self, requests: Iterable[RequestT]) -> None:
+    async def write_all(self, requests: Iterable[Message]) -> None:
         """The same for several, which leave together as far as there is room."""
         out: list[bytes] = []
         for request in requests:
@@ -137,8 +136,8 @@ class StreamCall(ClientConnection, Generic[RequestT, ResponseT]):
         at = 0
         while at + frames.MESSAGE_HEAD <= len(body):
             length = int.from_bytes(body[at + 1 : at + frames.MESSAGE_HEAD], "big")
-            if length > self._config.max_message_bytes:
-                what = f"Received message larger than max ({length} vs. {self._config.max_message_bytes})"
+            if length > self._max_message_bytes:
+                what = f"Received message larger than max ({length} vs. {self._max_message_bytes})"
                 self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
                 return
             if body[at]:

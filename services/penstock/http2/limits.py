@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
-from penstock.common.config import ServerConfig
 from penstock.http2 import frames
-from penstock.serving.grpc_options import MAX_METADATA_BYTES
 
 _PING_STRIKES = 3
 
@@ -33,24 +32,21 @@ class Limits:
     # A reset is one of them while its call is younger than this and has no answer.
     early_reset_seconds: float
 
-    @classmethod
-    def of(cls, config: ServerConfig, *, max_streams: int) -> Limits:
-        """As configured."""
-        return cls(
-            max_message_bytes=config.receive_limit_bytes,
-            max_header_list_bytes=MAX_METADATA_BYTES,
-            max_streams=max_streams,
-            keepalive_seconds=config.keepalive_seconds,
-            keepalive_timeout_seconds=config.keepalive_timeout_seconds,
-            min_ping_interval_seconds=config.min_ping_interval_seconds,
-            stream_window_bytes=config.stream_window_bytes,
-            connection_window_bytes=config.connection_window_bytes,
-            write_buffer_bytes=config.write_buffer_bytes,
-            # Whatever a connection has in flight it may cancel at once.
-            idle_frames=max(config.idle_frames, max_streams),
-            idle_frames_per_second=config.idle_frames_per_second,
-            early_reset_seconds=config.early_reset_seconds,
-        )
+
+class ChannelLimits(Protocol):
+    """Of a client's connections; any object with these three will do."""
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message received."""
+
+    @property
+    def keepalive_seconds(self) -> float:
+        """Silence before a ping."""
+
+    @property
+    def keepalive_timeout_seconds(self) -> float:
+        """Time for its answer."""
 
 
 class IdleFrames:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator
 
-from penstock.serving.grpc_options import MAX_METADATA_BYTES
-
 Metadata = tuple[tuple[str, str | bytes], ...]
+# Of one call, either way, counted as SETTINGS_MAX_HEADER_LIST_SIZE counts.
+MAX_METADATA_BYTES = 16 << 10
 # Of a header field, besides its name and value (RFC 9113, section 6.5.2).
 _FIELD_BYTES = 32
 # Headers that are the transport's own.

@@ -1,12 +1,12 @@
-"""What is used of grpc.aio.Server, on asyncio."""
+"""A gRPC server on asyncio: finds the handler of each call and runs it."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import ssl
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -14,15 +14,15 @@ from penstock.common.logging import get_logger
 from penstock.http2.limits import Limits
 from penstock.http2.server_call import Call, Refused
 from penstock.http2.server_connection import Connection
-from penstock.serving.interceptors import CallInterceptor
 
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
 # Connections that came together and wait to be taken; beyond asyncio's 100 they would come a second later.
 _BACKLOG = 1024
 _log = get_logger("penstock.http2")
 
 
 class _Details(grpc.HandlerCallDetails):
-    """What interceptors look a method up by."""
+    """What generic handlers look a method up by."""
 
     def __init__(self, call: Call) -> None:
         self.method = call.method
@@ -30,14 +30,26 @@ class _Details(grpc.HandlerCallDetails):
 
 
 class Http2Server:
-    """Used on one event loop."""
+    """Takes the handlers that generated code adds to a grpc.aio.Server, coroutines only. Used on one event loop.
 
-    def __init__(self, limits: Limits, *, interceptor: CallInterceptor, max_calls: int) -> None:
-        """More than `max_calls` at once are refused with RESOURCE_EXHAUSTED."""
+    A handler gets its request, or an async iterator of them, and its `Call`. It writes to the call by itself, or
+    returns the only answer; async generators are for `wrap` to run.
+    """
+
+    def __init__(
+        self, limits: Limits, *, max_calls: int, wrap: Callable[[str, Handler], Handler] | None = None
+    ) -> None:
+        """More than `max_calls` at once are refused with RESOURCE_EXHAUSTED.
+
+        `wrap` is given each method that is called ("/package.Service/Name") and its handler, once, and returns the
+        handler to use.
+        """
         self._limits = limits
-        self._interceptor = interceptor
         self._max_calls = max_calls
+        self._wrap = wrap
         self._generic: list[Any] = []
+        # By method, as wrapped; only methods that exist.
+        self._handlers: dict[str, Handler] = {}
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -109,9 +121,7 @@ class Http2Server:
             call.finish(grpc.StatusCode.UNKNOWN, "")
 
     async def _handle(self, call: Call) -> None:
-        handler: Any = await self._interceptor.intercept_service(self._find, _Details(call))
-        if handler is None:
-            raise Refused(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        handler: Any = self._handlers.get(call.method) or self._find(call)
         call.serializer = handler.response_serializer
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if handler.request_streaming:
@@ -124,6 +134,14 @@ class Http2Server:
             await call.write(answer)
         call.finish(call.code(), call.details())
 
-    async def _find(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+    def _find(self, call: Call) -> Handler:
+        """The handler of a method that is called for the first time. Raises Refused when there is none."""
+        details = _Details(call)
         found = (generic.service(details) for generic in self._generic)
-        return cast("grpc.RpcMethodHandler[Any, Any]", next((one for one in found if one is not None), None))
+        handler: Handler | None = next((one for one in found if one is not None), None)
+        if handler is None:
+            raise Refused(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        if self._wrap is not None:
+            handler = self._wrap(call.method, handler)
+        self._handlers[call.method] = handler
+        return handler

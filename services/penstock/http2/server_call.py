@@ -6,17 +6,14 @@ import asyncio
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import grpc
 
 from penstock.http2 import frames
+from penstock.http2.headers import Headers
+from penstock.http2.limits import Limits
 from penstock.http2.metadata import Metadata, parse_metadata
-
-if TYPE_CHECKING:
-    from penstock.http2.headers import Headers
-    from penstock.http2.limits import Limits
-    from penstock.http2.server_connection import Connection
 
 # Messages that a handler takes in one turn of the event loop, if it does not wait by itself.
 _MESSAGES_PER_TURN = 256
@@ -36,11 +33,38 @@ class Refused(Exception):
         self.details = details
 
 
+class CallConnection(Protocol):
+    """What a call needs of its connection."""
+
+    # What the client lets us send on the connection, and on a new stream.
+    window: int
+    initial_window: int
+    # Whether the connection is not read fast enough.
+    is_paused: bool
+    # Calls that wait for room, by stream.
+    blocked: dict[int, Call]
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes; what is queued in one turn of the event loop leaves together."""
+
+    def give_back(self, stream: int, size: int) -> None:
+        """Let the client send `size` more bytes on `stream`."""
+
+    def answered(self) -> None:
+        """A call was answered."""
+
+    def forget(self, call: Call) -> None:
+        """A call is over."""
+
+
 class Call:
     """Used on the event loop of its connection. Writes wait while the client's window or the connection is full."""
 
+    # Whether `try_write` may ever succeed.
+    writes_at_once: ClassVar[bool] = True
+
     def __init__(
-        self, connection: Connection, stream: int, headers: dict[str, str], fields: Headers, limits: Limits
+        self, connection: CallConnection, stream: int, headers: dict[str, str], fields: Headers, limits: Limits
     ) -> None:
         """`headers` are `fields` without the repeated ones. Raises Refused for headers that make no call."""
         self.stream = stream

@@ -1,15 +1,9 @@
-"""The end of a connection: the marker that grpc.aio reads there, the first of several streams to end, or silence."""
+"""Waits: for the first of several streams to end, for silence, and to be woken by a callback."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
-
-import grpc
-
-# Its type stubs do not know it.
-END: object = cast("Any", grpc.aio).EOF
 
 # A timeout is counted in this many looks, so that a stop of this process itself is not taken for the peer's silence.
 _LOOKS = 8
@@ -35,3 +29,36 @@ async def until_silent(seconds: float, signs: Callable[[], int], is_due: Callabl
         before = signs()
         await asyncio.sleep(seconds / _LOOKS)
         quiet = quiet + 1 if is_due() and signs() == before else 0
+
+
+class Wakeup:
+    """A wake-up call for one waiting coroutine: cheaper than asyncio.Event, which the per-token path would feel.
+
+    `set` from the event loop; one coroutine waits at a time.
+    """
+
+    __slots__ = ("_is_set", "_loop", "_waiter")
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        """Wake the waiter, or let the next `wait` return at once."""
+        self._is_set = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return once `set` was called since the last `wait` returned."""
+        if not self._is_set:
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False

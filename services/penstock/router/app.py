@@ -12,22 +12,23 @@ from prometheus_client import CollectorRegistry
 
 from penstock.common.credentials import check_channel_files
 from penstock.common.errors import StartupError
+from penstock.router.aio import Wakeup
+from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend, BackendState
 from penstock.router.backends.discovery import resolve
 from penstock.router.backends.policy import Policy, PolicyConfig
 from penstock.router.backends.pool import BackendPool, Resolver
+from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission
-from penstock.router.frontend.drain import Farewell
-from penstock.router.frontend.generate import Parts, TextFlow
-from penstock.router.frontend.score_embed import GivenFlow
-from penstock.router.frontend.score_embed_text import GivenTexts
+from penstock.router.frontend.drain import Drain
+from penstock.router.frontend.generate import TextFlow
+from penstock.router.frontend.parts import Parts
+from penstock.router.frontend.score_embed import ScoreEmbedFlow
+from penstock.router.frontend.score_embed_text import ScoreEmbedTexts
 from penstock.router.frontend.servicer import TextServicer
-from penstock.router.frontend.turn_limiter import Turnstile
+from penstock.router.frontend.turn_limiter import TurnLimiter
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.attempts import Attempts
-from penstock.router.requests.unary_attempts import UnaryAttempts
-from penstock.router.requests.wakeup import Wakeup
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
 from penstock.router.tokenizer.token_text import TokenTexts
@@ -72,14 +73,14 @@ class RouterApp:
         )
         attempts = Attempts(self._pool, policy, config, metrics)
         token_texts = TokenTexts(self._link, config.max_token_texts)
-        self._farewell = Farewell()
-        self._given = GivenFlow(
+        self._drain = Drain()
+        self._score_embed = ScoreEmbedFlow(
             config,
-            GivenTexts(self._link, config),
+            ScoreEmbedTexts(self._link, config),
             self._pool,
             UnaryAttempts(self._pool, policy, attempts, config, metrics),
             self._admission,
-            self._farewell,
+            self._drain,
             token_texts,
             metrics,
         )
@@ -90,11 +91,11 @@ class RouterApp:
             pool=self._pool,
             attempts=attempts,
             admission=self._admission,
-            farewell=self._farewell,
+            drain=self._drain,
             detokenizer=detokenizer,
             token_texts=token_texts,
             metrics=metrics,
-            turnstile=Turnstile(config.writes_per_turn),
+            turn_limiter=TurnLimiter(config.writes_per_turn),
         )
         metrics.live.set_function(lambda: self._admission.live)
         metrics.waiting.set_function(lambda: self._admission.waiting)
@@ -105,7 +106,7 @@ class RouterApp:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add TextService."""
-        servicer = TextServicer(TextFlow(self._parts), self._given, self._pool, self._link)
+        servicer = TextServicer(TextFlow(self._parts), self._score_embed, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
@@ -146,7 +147,7 @@ class RouterApp:
             await self._admission.wait_until_empty()
         finally:
             # The grace is over; or nobody is left but readers that were cut off and do not take their status.
-            self._farewell.say()
+            self._drain.end_grace()
 
     async def close(self) -> None:
         """Disconnect."""

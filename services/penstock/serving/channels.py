@@ -1,23 +1,34 @@
-"""Channels to other services: TLS, bearer token, keepalive, and the request id of the call being handled."""
+"""Channels to other services: TLS, bearer token, keepalive, the request id of the call being handled; their health.
+
+What opens a channel here is grpc.aio, for commands and tests; services go through serving.transport.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import TokenFile, channel_credentials
 from penstock.common.request_context import REQUEST_ID_KEY, current_request_id
+from penstock.http2.client_connection import rpc_error
+from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import channel_options
 
-Metadata = tuple[tuple[str, str | bytes], ...]
+ResponseT = TypeVar("ResponseT")
+# Its type stubs do not know it.
+_END: object = cast("Any", grpc.aio).EOF
 _LOCAL = ChannelConfig()
 
 
-def open_channel(address: str, config: ChannelConfig = _LOCAL) -> grpc.aio.Channel:
+def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
     """A channel to `address` (host:port or a gRPC target). It connects when first used.
 
     Raises StartupError when a TLS or token file cannot be read.
@@ -30,44 +41,101 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> grpc.aio.Chann
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    return _Channel(channel, _tokens(config))
+    return GrpcChannel(channel, decorator(config))
 
 
-def call_metadata(config: ChannelConfig) -> Metadata:
-    """What a channel adds to every call. Raises StartupError when the token file cannot be read."""
-    return _added((), _tokens(config))
+def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
+    """A function that adds request id and bearer token to metadata. Raises StartupError for a file it cannot read."""
+    path = config.channel_token_file
+    tokens = TokenFile(path, "--channel-token-file") if path else None
+
+    def decorate(metadata: Metadata) -> Metadata:
+        added: list[tuple[str, str | bytes]] = list(metadata)
+        request_id = current_request_id.get()
+        if request_id is not None and all(key != REQUEST_ID_KEY for key, _ in added):
+            added.append((REQUEST_ID_KEY, request_id))
+        if tokens is not None:
+            added.append(("authorization", tokens.authorization()))
+        return tuple(added)
+
+    return decorate
 
 
-def added_metadata(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
-    """Puts to a call's metadata what a channel adds. Raises StartupError when the token file cannot be read."""
-    tokens = _tokens(config)
-    return lambda given: _added(given, tokens)
+async def watch_health(channel: grpc.aio.Channel, service: str) -> AsyncGenerator[bool, None]:
+    """Whether it serves, now and whenever that changes; close it when it is not read to its end."""
+    call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
+    try:
+        async for update in call:
+            yield update.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        call.cancel()
 
 
-def _tokens(config: ChannelConfig) -> TokenFile | None:
-    return TokenFile(config.channel_token_file, "--channel-token-file") if config.channel_token_file else None
+async def until_serving(channel: grpc.aio.Channel, service: str) -> bool:
+    """Return True once it serves; False when its health ends."""
+    async with contextlib.aclosing(watch_health(channel, service)) as updates:
+        async for is_serving in updates:
+            if is_serving:
+                return True
+    return False
 
 
-def _added(given: Iterable[tuple[str, str | bytes]], tokens: TokenFile | None) -> Metadata:
-    added: list[tuple[str, str | bytes]] = list(given)
-    request_id = current_request_id.get()
-    if request_id is not None and all(key != REQUEST_ID_KEY for key, _ in added):
-        added.append((REQUEST_ID_KEY, request_id))
-    if tokens is not None:
-        added.append(("authorization", tokens.authorization()))
-    return tuple(added)
+class GrpcStreamCall(Generic[ResponseT]):
+    """A call of grpc.aio as the seam's StreamCall."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.write: Callable[[Message], Awaitable[None]] = call.write
+
+    async def write_all(self, requests: Iterable[Message]) -> None:
+        """One after the other."""
+        for request in requests:
+            await self.write(request)
+
+    async def run(self, take: Callable[[ResponseT], None]) -> None:
+        """Hand every message to `take`. A task is woken for each."""
+        read = self._call.read
+        while True:
+            try:
+                message = await read()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The call was given up, not the task that runs it.
+                raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here") from None
+            # None: grpc could not parse it, and said so in the log.
+            if message is _END or message is None:
+                return
+            take(message)
+
+    def cancel(self) -> object:
+        """Give the call up."""
+        return self._call.cancel()
 
 
-class _Channel(grpc.aio.Channel):
+class GrpcChannel(grpc.aio.Channel):
     """Adds metadata to every call. Not a client interceptor: those put a task and a queue between caller and stream."""
 
-    def __init__(self, inner: grpc.aio.Channel, tokens: TokenFile | None) -> None:
+    def __init__(self, inner: grpc.aio.Channel, decorate: Callable[[Metadata], Metadata]) -> None:
         self._inner = inner
-        self._tokens = tokens
+        self._decorate = decorate
+
+    @property
+    def for_stubs(self) -> grpc.aio.Channel:
+        """Itself."""
+        return self
+
+    async def open_stream(
+        self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
+    ) -> GrpcStreamCall[ResponseT]:
+        """Call the bidirectional `method` ("/package.Service/Name"); messages are never joined."""
+        start = self.stream_stream(method, request_serializer=_serialized, response_deserializer=parse)
+        return GrpcStreamCall(start())
 
     def _with_metadata(self, start: Callable[..., Any]) -> Any:
         def call(*requests: Any, metadata: Any = None, **options: Any) -> Any:
-            return start(*requests, metadata=_added(metadata or (), self._tokens), **options)
+            return start(*requests, metadata=self._decorate(metadata or ()), **options)
 
         return call
 
@@ -83,7 +151,7 @@ class _Channel(grpc.aio.Channel):
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         return self._with_metadata(cast("Any", self._inner.stream_stream(*args, **kwargs)))
 
-    async def __aenter__(self) -> grpc.aio.Channel:
+    async def __aenter__(self) -> GrpcChannel:
         await self._inner.__aenter__()
         return self
 
@@ -103,3 +171,7 @@ class _Channel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         await self._inner.channel_ready()
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()

@@ -6,9 +6,9 @@ grpc ignores a misspelt name silently, so tests show that they act.
 from __future__ import annotations
 
 from penstock.common.config import ServerConfig, TransportConfig
+from penstock.http2.metadata import MAX_METADATA_BYTES
 
 Options = list[tuple[str, int | str]]
-MAX_METADATA_BYTES = 16 << 10
 
 
 def _common(config: TransportConfig, receive_bytes: int) -> Options:

@@ -12,14 +12,13 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from penstock.common.credentials import TokenFile
 from penstock.common.errors import (
-    CODE_BY_NUMBER,
     Internal,
     InvalidArgument,
     PenstockError,
@@ -31,8 +30,12 @@ from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id
 
-Context = grpc.aio.ServicerContext[Any, Any]
+# A serving.transport.ServerCall; handlers of generated code take it for a grpc.aio.ServicerContext.
+Context = Any
 Behavior = Callable[[Any, Context], Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
+# Of a method's name and its handler the handler to use.
+Wrap = Callable[[str, Handler], Handler]
 # Answered without credentials and whatever the load: a probe must tell "busy" from "broken".
 EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
 OVERLOAD_RETRY_SECONDS = 0.5
@@ -57,14 +60,13 @@ class _Malformed:
 _MALFORMED = _Malformed()
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+class CallInterceptor:
     """See the module's docstring. Used on the server's event loop only."""
 
     def __init__(self, metrics: GrpcServerMetrics, *, tokens: TokenFile | None, max_concurrent_rpcs: int) -> None:
         self._metrics = metrics
         self._tokens = tokens
         self._max_concurrent_rpcs = max_concurrent_rpcs
-        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -78,41 +80,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         """Return once no call is in flight."""
         await self._idle.wait()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The wrapped handler of a known method; unknown methods stay UNIMPLEMENTED and get no labels."""
-        name = handler_call_details.method
-        known = self._handlers.get(name)
-        if known is None:
-            inner: grpc.RpcMethodHandler[Any, Any] | None = await continuation(handler_call_details)
-            if inner is None:
-                return cast("grpc.RpcMethodHandler[Any, Any]", None)
-            known = self._handlers[name] = self._wrap(name, inner)
-        return known
-
-    def _wrap(self, name: str, inner: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    def wrap(self, name: str, inner: Handler) -> Handler:
+        """The handler of the method `name` ("/package.Service/Name") with all of it around; a coroutine of any kind."""
         method = self._method(name, inner)
-        handlers = (inner.unary_unary, inner.unary_stream, inner.stream_unary, inner.stream_stream)
-        behavior = cast("Behavior", next(handler for handler in handlers if handler is not None))
+        behavior = behavior_of(inner)
         run = _answer_stream if inner.response_streaming else _answer_once
 
         async def handle(request: Any, context: Context) -> Any:
             return await self._around(method, lambda: run(behavior, request, context), context)
 
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[bool(inner.request_streaming), bool(inner.response_streaming)]
         deserializer = inner.request_deserializer if inner.request_streaming else _lenient(inner.request_deserializer)
-        build = cast("Callable[..., grpc.RpcMethodHandler[Any, Any]]", make)
-        return build(handle, request_deserializer=deserializer, response_serializer=inner.response_serializer)
+        return handler_like(inner, handle, deserializer)
 
-    def _method(self, name: str, handler: grpc.RpcMethodHandler[Any, Any]) -> _Method:
+    def _method(self, name: str, handler: Handler) -> _Method:
         kinds = ("unary", "client_stream", "server_stream", "bidi_stream")
         kind = kinds[bool(handler.request_streaming) + 2 * bool(handler.response_streaming)]
         _, service, method = name.split("/")
@@ -141,13 +121,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 self._admit(metadata)
             context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
             answer = await run()
-            code = _set_code(context)
+            code = context.code()
             return answer
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
             raise
         except grpc.aio.AbortError:
-            code = _set_code(context)
+            code = context.code()
             raise
         except Exception as raised:
             error = _as_penstock_error(raised, request_id)
@@ -180,6 +160,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             )
 
 
+def behavior_of(handler: Handler) -> Behavior:
+    """The function of a handler of any kind."""
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    return cast("Behavior", next(kind for kind in kinds if kind is not None))
+
+
+def handler_like(handler: Handler, behavior: Behavior, deserializer: Callable[[bytes], Any] | None) -> Handler:
+    """A handler of the same kind, with the same serializer."""
+    make: Any = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[bool(handler.request_streaming), bool(handler.response_streaming)]
+    made: Handler = make(behavior, request_deserializer=deserializer, response_serializer=handler.response_serializer)
+    return made
+
+
 def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     if deserializer is None:
         return None
@@ -209,15 +207,6 @@ async def _answer_stream(behavior: Behavior, request: Any, context: Context) -> 
     async with contextlib.aclosing(cast("Any", answer)) as messages:
         async for message in messages:
             await context.write(message)
-
-
-def _set_code(context: Context) -> grpc.StatusCode:
-    """The status a handler set by itself, OK when it did not."""
-    code: Any = context.code()
-    if isinstance(code, grpc.StatusCode):
-        return code
-    # grpc.aio tells a status by its number.
-    return CODE_BY_NUMBER.get(code, grpc.StatusCode.OK)
 
 
 def _as_penstock_error(raised: Exception, request_id: str) -> PenstockError:

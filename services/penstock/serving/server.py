@@ -21,18 +21,19 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.common.config import ServerConfig
-from penstock.common.credentials import TokenFile, server_credentials, tls_context
+from penstock.common.credentials import TokenFile
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import BoundMetrics, GrpcServerMetrics, add_process_metrics, start_metrics_server
-from penstock.serving.grpc_options import server_options
+from penstock.common.ports import join_address
 from penstock.serving.health import Health, add_reflection
 from penstock.serving.interceptors import CallInterceptor
+from penstock.serving.transport import make_transport
 
 # After the drain: time for last messages to leave before streams that never end by themselves (health watches,
 # sessions) are cancelled.
 STOP_GRACE_SECONDS = 0.5
-# grpc's own limit is a backstop behind max_concurrent_rpcs: it cannot tell health checks from work.
+# The transport's own limit is a backstop behind max_concurrent_rpcs: it cannot tell health checks from work.
 PROBE_HEADROOM = 256
 # Where workers serve metrics to their parent.
 LOOPBACK = "127.0.0.1"
@@ -104,7 +105,12 @@ class RunningServer:
         self.calls = CallInterceptor(
             GrpcServerMetrics(self.registry), tokens=tokens, max_concurrent_rpcs=config.max_concurrent_rpcs
         )
-        self._server = _make_server(config, self.calls, shares_port=is_worker)
+        self._server = make_transport(config).make_server(
+            config,
+            max_calls=config.max_concurrent_rpcs + PROBE_HEADROOM,
+            wrap=self.calls.wrap,
+            shares_port=is_worker,
+        )
         self._metrics: BoundMetrics | None = None
         self._addresses: BoundAddresses | None = None
 
@@ -127,48 +133,29 @@ class RunningServer:
 
     async def register(self) -> None:
         """Add everything that is served; the first half of `listen`."""
-        await self.health.add_to(self._server)
+        # Generated code is typed for grpc.aio's.
+        server = cast("grpc.aio.Server", self._server)
+        await self.health.add_to(server)
         if isinstance(self.service, ControlsHealth):
             self.service.bind_health(self.health.set_wanted)
-        self.service.register(self._server)
-        add_reflection(self._server, self.service.grpc_services)
+        self.service.register(server)
+        add_reflection(server, self.service.grpc_services)
 
     async def bind(self) -> BoundAddresses:
         """Open the ports; the second half of `listen`."""
-        port = await self._bind()
+        try:
+            port = await self._server.open_port()
+        except OSError as error:
+            raise _bind_error(self.config) from error
         host, tls = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
         if self.config.metrics_port >= 0:
             add_process_metrics(self.registry)
             self._metrics = start_metrics_server(self.registry, host, self.config.metrics_port, tls=tls)
         await self._server.start()
-        metrics = _join(host, self._metrics.port) if self._metrics else None
-        self._addresses = BoundAddresses(_join(self.config.host, port), metrics)
+        metrics = join_address(host, self._metrics.port) if self._metrics else None
+        self._addresses = BoundAddresses(join_address(self.config.host, port), metrics)
         _log.info("listening", grpc=self._addresses.grpc, metrics=metrics)
         return self._addresses
-
-    async def _bind(self) -> int:
-        if self.config.is_asyncio:
-            return await self._bind_asyncio()
-        wanted = _join(self.config.host, self.config.port)
-        credentials = server_credentials(self.config)
-        try:
-            if credentials is None:
-                port = self._server.add_insecure_port(wanted)
-            else:
-                port = self._server.add_secure_port(wanted, credentials)
-        except RuntimeError as error:
-            raise _bind_error(self.config) from error
-        if port == 0:
-            raise _bind_error(self.config)
-        return port
-
-    async def _bind_asyncio(self) -> int:
-        server: Any = self._server
-        try:
-            tls = tls_context(self.config) if self.config.is_tls else None
-            return int(await server.listen(self.config.host, self.config.port, tls, shares_port=self._is_worker))
-        except OSError as error:
-            raise _bind_error(self.config) from error
 
     async def start(self) -> None:
         """Load the service, then show SERVING."""
@@ -201,21 +188,6 @@ class RunningServer:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.calls.wait_idle(), STOP_GRACE_SECONDS)
-
-
-def _make_server(config: ServerConfig, calls: CallInterceptor, *, shares_port: bool) -> grpc.aio.Server:
-    max_calls = config.max_concurrent_rpcs + PROBE_HEADROOM
-    if not config.is_asyncio:
-        return grpc.aio.server(
-            interceptors=(calls,),
-            options=server_options(config, shares_port=shares_port),
-            maximum_concurrent_rpcs=max_calls,
-        )
-    from penstock.http2.limits import Limits
-    from penstock.http2.server import Http2Server
-
-    limits = Limits.of(config, max_streams=max_calls)
-    return cast("grpc.aio.Server", Http2Server(limits, interceptor=calls, max_calls=max_calls))
 
 
 async def run_until_stopped(
@@ -320,10 +292,6 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) ->
     _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
 
 
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 def require_free_port(host: str, port: int, flag: str) -> None:
     """Raises StartupError naming `flag` (or --host) when nothing can listen there. Port 0 is always free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -335,15 +303,15 @@ def require_free_port(host: str, port: int, flag: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"port {port} on {host} is taken", flag=flag) from error
         wrong = flag if error.errno == errno.EACCES else "--host"
-        raise StartupError(f"cannot listen on {_join(host, port)}: {error.strerror}", flag=wrong) from error
+        raise StartupError(f"cannot listen on {join_address(host, port)}: {error.strerror}", flag=wrong) from error
 
 
 def _bind_error(config: ServerConfig) -> StartupError:
-    """Why the port could not be opened: grpc does not say, a plain socket does."""
+    """The reason why the port could not be opened: grpc does not say, a plain socket does."""
     try:
         require_free_port(config.host, config.port, "--port")
     except StartupError as error:
         return error
     if config.is_tls:
         return StartupError("--tls-cert and --tls-key are not a certificate chain and its key (PEM)", flag="--tls-cert")
-    return StartupError(f"cannot listen on {_join(config.host, config.port)}", flag="--port")
+    return StartupError(f"cannot listen on {join_address(config.host, config.port)}", flag="--port")

@@ -35,8 +35,6 @@ STUB_IMPORTERS = {
         "backends/discovery",
         "backends/policy",
         "backends/prefix_index",
-        "requests/retry_budget",
-        "requests/wakeup",
     },
     "cli": {path.relative_to(PACKAGE / "cli").with_suffix("").as_posix() for path in (PACKAGE / "cli").rglob("*.py")},
 }

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -18,9 +18,13 @@ from penstock.common.errors import PenstockError, StartupError, Unavailable, fro
 from penstock.common.logging import get_logger
 from penstock.router.aio import until_first, until_silent
 from penstock.router.backends.prefix_index import PrefixIndex
-from penstock.router.backends.session import BackendSession, SessionCall
+from penstock.router.backends.session import BackendSession
 from penstock.router.config import RouterConfig, is_address, split_target
-from penstock.router.peers import channel_to, until_serving, watch_health
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.request_state import RequestState
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.serving.channels import until_serving, watch_health
+from penstock.serving.transport import Channel, StreamCall, make_transport
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -30,11 +34,6 @@ from penstock.v1 import (
     model_pb2,
     model_pb2_grpc,
 )
-
-if TYPE_CHECKING:
-    from penstock.router.metrics import RouterMetrics
-    from penstock.router.requests.request_state import LiveRequest
-    from penstock.router.tokenizer.detokenize import Detokenizer
 
 GenerationStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 AnswerT = TypeVar("AnswerT")
@@ -92,6 +91,7 @@ class Backend:
         self.info: model_pb2.GetModelInfoResponse | None = None
         self._config = config
         self._channel_config = _named(config, where.target)
+        self._transport = make_transport(config)
         self._detokenizer = detokenizer
         self._metrics = metrics
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -152,13 +152,13 @@ class Backend:
         """Leading blocks it probably has cached."""
         return self._prefixes.match(hashes)
 
-    def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
+    def submit(self, state: RequestState, command: generation_pb2.SessionRequest) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
         if self._session is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
-        self._prefixes.add(live.spec.prefix_hashes)
+        self._prefixes.add(state.spec.prefix_hashes)
         self._metrics.backend_requests(self.where.target).inc()
-        self._session.submit(live, command)
+        self._session.submit(state, command)
 
     async def call(
         self,
@@ -212,13 +212,16 @@ class Backend:
             wait = min(2 * wait, self._config.reconnect_max_seconds)
 
     async def _connect_and_serve(self) -> None:
-        async with channel_to(self.key, self._channel_config) as channel:
+        timeout = self._config.connect_timeout_seconds
+        async with self._transport.open_channel(
+            self.key, self._channel_config, connect_timeout_seconds=timeout
+        ) as channel:
             # A model that is still loading has no limits and no fingerprint yet.
-            if not await until_serving(channel, HEALTH_NAME):
+            if not await until_serving(channel.for_stubs, HEALTH_NAME):
                 raise _Lost("health ended")
-            stub = model_pb2_grpc.ModelServiceStub(channel)
+            stub = model_pb2_grpc.ModelServiceStub(channel.for_stubs)
             request = model_pb2.GetModelInfoRequest()
-            self.info = await stub.GetModelInfo(request, timeout=self._config.connect_timeout_seconds)
+            self.info = await stub.GetModelInfo(request, timeout=timeout)
             if not self._belongs_here(self.info):
                 self._set_state(BackendState.MISMATCH)
                 return
@@ -241,9 +244,13 @@ class Backend:
             _log.warning("backend has no tokenizer fingerprint to compare", backend=self.key)
         return True
 
-    async def _serve(self, channel: grpc.aio.Channel) -> None:
-        stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = await self._open_session(stub)
+    async def _serve(self, channel: Channel) -> None:
+        stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel.for_stubs)
+        parse = generation_pb2.SessionResponse.FromString
+        # What waits is read as one: a step's message is its events, and several are those of all of them.
+        call: StreamCall[generation_pb2.SessionResponse] = await channel.open_stream(
+            f"/{HEALTH_NAME}/Session", parse, joins=True
+        )
         session = BackendSession(call, self.key, self._detokenizer, self._metrics, self._heard)
         self._session, self._stub = session, stub
         self._report, self._reported_in_flight = admin_pb2.Load(), 0
@@ -262,17 +269,6 @@ class Backend:
             self._end_session(session)
             call.cancel()
 
-    async def _open_session(self, stub: GenerationStub) -> SessionCall:
-        config = self._channel_config
-        if not config.is_asyncio:
-            return cast("SessionCall", stub.Session(None))
-        from penstock.http2.channel import open_stream
-
-        parse = generation_pb2.SessionResponse.FromString
-        timeout = config.connect_timeout_seconds
-        # What waits is read as one: a step's message is its events, and several are those of all of them.
-        return await open_stream(self.key, f"/{HEALTH_NAME}/Session", parse, config, timeout=timeout, joins=True)
-
     def _end_session(self, session: BackendSession) -> None:
         was_usable = self.state in (BackendState.READY, BackendState.DRAINING)
         # A backend that stops while it has work of ours died; one that had none may have been told to. So was one that
@@ -285,8 +281,8 @@ class Backend:
             self._metrics.backend_losses.labels(self.where.target).inc()
         session.lose(None, death)
 
-    async def _watch_load(self, channel: grpc.aio.Channel) -> None:
-        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel)
+    async def _watch_load(self, channel: Channel) -> None:
+        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
         request = admin_pb2.WatchLoadRequest(min_interval_seconds=self._config.load_interval_seconds)
         reports = stub.WatchLoad(request)
         try:
@@ -305,8 +301,8 @@ class Backend:
             # Streams that lost their backend may wait for the room.
             self._on_change()
 
-    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
-        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+    async def _watch_health(self, channel: Channel) -> None:
+        async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
             async for is_serving in updates:
                 self._serving = is_serving
                 self._refresh_state()

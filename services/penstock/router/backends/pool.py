@@ -8,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
+from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
 from penstock.router.backends.backend import Backend, BackendAddress, BackendState
 from penstock.router.backends.discovery import resolve
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.request_state import LiveRequest
+from penstock.router.requests.request_state import RequestState
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.v1 import model_pb2
 
@@ -92,6 +93,15 @@ class BackendPool:
         states = {backend.state for backend in self._backends.values()}
         return states == {BackendState.MISMATCH}
 
+    def choose_model(self, asked: str) -> str:
+        """The model's name; empty while none is known. Raises NotFound, InvalidArgument when several are served."""
+        if asked and self._models and asked not in self._models:
+            raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
+        served = [asked] if asked else [name for name in self._models if self.ready(name)] or list(self._models)
+        if len(served) > 1:
+            raise InvalidArgument("model", "must be set: several models are served (ListModels names them)")
+        return next(iter(served), "")
+
     async def changed(self, timeout: float) -> bool:
         """Wait until any backend changes state; False after `timeout` seconds."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,11 +115,11 @@ class BackendPool:
             self._waiters.discard(waiter)
         return True
 
-    def is_poison(self, live: LiveRequest) -> bool:
+    def is_poison(self, state: RequestState) -> bool:
         """Whether the request was running on every backend that died since it came, and these were two or more."""
-        since = live.timings.received_at
+        since = state.timings.received_at
         recent = {number for at, number in self._deaths if at >= since}
-        return len(live.deaths) >= 2 and recent <= live.deaths
+        return len(state.deaths) >= 2 and recent <= state.deaths
 
     async def _follow_names(self) -> None:
         while True:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -23,35 +22,22 @@ from penstock.common.errors import (
     Unavailable,
     from_status,
 )
-from penstock.router.aio import END
+from penstock.router.aio import Wakeup
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.request_state import LiveRequest, Loss
-from penstock.router.requests.wakeup import Wakeup
+from penstock.router.requests.request_state import Loss, RequestState
 from penstock.router.tokenizer.detokenize import Batch, Detokenizer
+from penstock.serving.transport import StreamCall
 from penstock.v1 import generation_pb2
-
-
-class SessionCall(Protocol):
-    """What is used of a grpc.aio stream-stream call."""
-
-    async def read(self) -> object:
-        """The next message, or grpc.aio.EOF."""
-
-    async def write(self, request: generation_pb2.SessionRequest) -> None:
-        """Send a command."""
-
-    def cancel(self) -> object:
-        """End it."""
 
 
 class Attempt:
     """One try of a request at one backend. Frames carry its id and epoch back."""
 
-    __slots__ = ("_session", "epoch", "expected_seq", "handle", "live", "repeats_ended", "wire_id")
+    __slots__ = ("_session", "epoch", "expected_seq", "handle", "repeats_ended", "state", "wire_id")
 
-    def __init__(self, session: BackendSession, live: LiveRequest, wire_id: str, epoch: int, handle: int) -> None:
+    def __init__(self, session: BackendSession, state: RequestState, wire_id: str, epoch: int, handle: int) -> None:
         self._session = session
-        self.live = live
+        self.state = state
         self.wire_id = wire_id
         self.epoch = epoch
         # By which its plain tokens are told.
@@ -59,7 +45,7 @@ class Attempt:
         # None: take what comes first, since a resumed attempt may go on counting or begin again.
         self.expected_seq: int | None = 0 if epoch == 0 else None
         # Some sequence had ended before: the backend was given it again and may go on with it.
-        self.repeats_ended = any(sequence.result is not None for sequence in live.sequences.values())
+        self.repeats_ended = any(sequence.result is not None for sequence in state.sequences.values())
 
     def abort(self) -> None:
         """Tell the backend to stop, and forget the try."""
@@ -71,7 +57,7 @@ class BackendSession:
 
     def __init__(
         self,
-        call: SessionCall,
+        call: StreamCall[generation_pb2.SessionResponse],
         backend: str,
         detokenizer: Detokenizer,
         metrics: RouterMetrics,
@@ -95,17 +81,17 @@ class BackendSession:
         """Requests at this backend."""
         return len(self._attempts)
 
-    def submit(self, live: LiveRequest, command: generation_pb2.SessionRequest) -> None:
+    def submit(self, state: RequestState, command: generation_pb2.SessionRequest) -> None:
         """Start an attempt: `command`, from now on the session's own, carries its id and epoch."""
         request = command.submit
         # Who wants more than ids gets deltas, and rows of nobody.
-        if not live.spec.wants_logprobs and not live.spec.wants_tensors:
+        if not state.spec.wants_logprobs and not state.spec.wants_tensors:
             self._last_handle = command.handle = self._last_handle + 1
-        attempt = Attempt(self, live, request.request_id, request.attempt_epoch, command.handle)
+        attempt = Attempt(self, state, request.request_id, request.attempt_epoch, command.handle)
         self._attempts[attempt.wire_id] = attempt
         if attempt.handle:
             self._by_handle[attempt.handle] = attempt
-        live.attempt = attempt
+        state.attempt = attempt
         self._commands.append(command)
         self._wakeup.set()
 
@@ -122,35 +108,21 @@ class BackendSession:
         attempts, self._attempts = self._attempts, {}
         self._by_handle.clear()
         for attempt in attempts.values():
-            attempt.live.on_lost(Loss(error, death, self._backend))
+            attempt.state.on_lost(Loss(error, death, self._backend))
 
     async def run_writer(self) -> None:
         """Send commands until the stream breaks."""
-        write_all: Callable[[Sequence[Any]], Awaitable[None]] | None = getattr(self._call, "write_all", None)
         while True:
             while self._commands:
-                if write_all is None:
-                    await self._call.write(self._commands.popleft())
-                    continue
                 # Of requests that came together: one system call.
                 commands = list(self._commands)
                 self._commands.clear()
-                await write_all(commands)
+                await self._call.write_all(commands)
             await self._wakeup.wait()
 
     async def run_reader(self) -> None:
         """Take messages until the stream ends, which with a live backend it never does."""
-        run: Callable[[Callable[[Any], None]], Awaitable[None]] | None = getattr(self._call, "run", None)
-        if run is not None:
-            # Of a transport that need not wake this task for a message.
-            await run(self._take)
-            return
-        while True:
-            message = await self._call.read()
-            # None: grpc could not parse it, and said so in the log.
-            if message is END or message is None:
-                return
-            self._take(cast("generation_pb2.SessionResponse", message))
+        await self._call.run(self._take)
 
     def _take(self, message: generation_pb2.SessionResponse) -> None:
         self._on_frame()
@@ -178,7 +150,7 @@ class BackendSession:
         elif kind == "delta":
             return self._on_delta(attempt, event.delta, batch)
         elif kind == "started":
-            attempt.live.on_started(event.started, now)
+            attempt.state.on_started(event.started, now)
         elif kind == "finished":
             self._on_finished(attempt, event.finished, batch)
         elif kind == "error":
@@ -199,8 +171,8 @@ class BackendSession:
             if seq != attempt.expected_seq and not self._may_follow(attempt, seq):
                 continue
             attempt.expected_seq = seq + 1
-            live = attempt.live
-            sequence = live.sequences.get(0) or live.sequence(0)
+            state = attempt.state
+            sequence = state.sequences.get(0) or state.sequence(0)
             if sequence.result is None:
                 sequence.token_ids.append(token_id)
                 add(batch, sequence, [token_id])
@@ -218,15 +190,15 @@ class BackendSession:
         return False
 
     def _on_delta(self, attempt: Attempt, delta: generation_pb2.TokenDelta, batch: Batch) -> int:
-        live, seq = attempt.live, delta.seq
+        state, seq = attempt.state, delta.seq
         if seq != attempt.expected_seq and not self._may_follow(attempt, seq):
             return 0
         attempt.expected_seq = seq + 1
         index = delta.index
-        if index >= live.spec.num_sequences:
+        if index >= state.spec.num_sequences:
             self._break_off(attempt, "a sequence that nobody asked for")
             return 0
-        sequence = live.sequences.get(index) or live.sequence(index)
+        sequence = state.sequences.get(index) or state.sequence(index)
         if sequence.result is not None:
             # It ended in an earlier attempt; the backend was asked again for its sisters only.
             return 0
@@ -236,30 +208,30 @@ class BackendSession:
         if delta.HasField("finished"):
             self._detokenizer.add(batch, sequence, ids, delta.logprobs, delta.finished, delta.tensors)
             sequence.result = delta.finished
-            if attempt.repeats_ended and live.all_sequences_ended:
+            if attempt.repeats_ended and state.all_sequences_ended:
                 self.abort(attempt)
-                live.on_backend_finished(None)
+                state.on_backend_finished(None)
         else:
-            logprobs = delta.logprobs if live.spec.wants_logprobs else ()
-            tensors = delta.tensors if live.spec.wants_tensors else ()
+            logprobs = delta.logprobs if state.spec.wants_logprobs else ()
+            tensors = delta.tensors if state.spec.wants_tensors else ()
             self._detokenizer.add(batch, sequence, ids, logprobs, None, tensors)
         return len(ids)
 
     def _on_finished(self, attempt: Attempt, finished: generation_pb2.Finished, batch: Batch) -> None:
-        live = attempt.live
+        state = attempt.state
         for result in finished.sequences:
-            if result.index >= live.spec.num_sequences:
+            if result.index >= state.spec.num_sequences:
                 break
-            sequence = live.sequence(result.index)
+            sequence = state.sequence(result.index)
             if sequence.result is None:
                 # The last delta did not say so (an abort between steps): flush what the tokenizer holds back.
                 self._detokenizer.add(batch, sequence, [], (), result)
                 sequence.result = result
-        if not live.all_sequences_ended:
+        if not state.all_sequences_ended:
             self._break_off(attempt, "finished before its sequences were")
             return
         self._forget(attempt)
-        live.on_backend_finished(finished)
+        state.on_backend_finished(finished)
 
     def _on_error(self, attempt: Attempt, error: generation_pb2.RequestError) -> None:
         self._forget(attempt)
@@ -268,19 +240,19 @@ class BackendSession:
             try:
                 status = status_pb2.Status.FromString(error.status_details)
             except DecodeError:
-                attempt.live.on_lost(Loss(_broken("a status that is none"), None, self._backend))
+                attempt.state.on_lost(Loss(_broken("a status that is none"), None, self._backend))
                 return
         failure = from_status(status)
         # A stream that has begun cannot be shed: a backend without room for it is one that it cannot be moved to.
-        is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.live.has_tokens
+        is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.state.has_tokens
         if isinstance(failure, Unavailable) or is_elsewhere:
-            attempt.live.on_lost(Loss(failure, None, self._backend))
+            attempt.state.on_lost(Loss(failure, None, self._backend))
         elif isinstance(failure, InvalidArgument) and failure.field == "resumed_token_ids":
             # The router's field, not the client's.
             why = "the backend was lost after tokens were sent and no other can go on after them"
-            attempt.live.fail(Aborted(why, reason="BACKEND_LOST"))
+            attempt.state.fail(Aborted(why, reason="BACKEND_LOST"))
         else:
-            attempt.live.fail(failure)
+            attempt.state.fail(failure)
 
     def _forget(self, attempt: Attempt) -> bool:
         """What still comes of it is stale; False when it is forgotten already."""
@@ -290,7 +262,7 @@ class BackendSession:
     def _break_off(self, attempt: Attempt, what: str) -> None:
         """The backend does not keep to the protocol: this attempt cannot be trusted any further."""
         self.abort(attempt)
-        attempt.live.on_lost(Loss(_broken(what), None, self._backend))
+        attempt.state.on_lost(Loss(_broken(what), None, self._backend))
 
 
 def _broken(what: str) -> Internal:

@@ -7,11 +7,22 @@ loses its newest one, so that one tenant's flood cannot shut out another.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from penstock.router.config import RouterConfig
+
+DEFAULT_TENANT = "default"
+
+
+def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Who asks, as a hash of the credentials; a constant while nobody has to authenticate."""
+    if config.auth_token_file is None:
+        return DEFAULT_TENANT
+    return hashlib.sha256(str(dict(metadata or ()).get("authorization", "")).encode()).hexdigest()
 
 
 class Admission:

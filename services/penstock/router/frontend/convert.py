@@ -11,12 +11,11 @@ from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.router.config import RouterConfig
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.tokenizer.pipeline import Prompt
-from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
 PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
 PublicResponse = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
 MAX_SEED = 2**63 - 1
-DEFAULT_TENANT = "default"
 # Prompt ids that the detokenizer sees as context of a completion: enough for a character split over byte tokens.
 CONTEXT_IDS = 4
 # Clients receive at most 4 MiB by default.
@@ -201,19 +200,3 @@ def check_size(event: EventT) -> EventT:
             metadata={"field": "output.prompt_logprobs", "bytes": str(size)},
         )
     return event
-
-
-def to_model(
-    info: model_pb2.GetModelInfoResponse, *, ready_backends: int, tokenizer_fingerprint: str
-) -> text_pb2.Model:
-    """A model as clients see it."""
-    ready = ready_backends > 0
-    return text_pb2.Model(
-        name=info.model,
-        state=common_pb2.MODEL_STATE_READY if ready else common_pb2.MODEL_STATE_UNAVAILABLE,
-        percent_loaded=info.percent_loaded if info.percent_loaded else 100.0,
-        max_context_tokens=info.limits.max_context_tokens,
-        vocab_size=info.vocab_size,
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        backends=ready_backends,
-    )

@@ -1,4 +1,4 @@
-"""What calls hear that still live when the drain's grace is over: their own last word, before the server cuts them."""
+"""The end of a drain's grace: calls that still run end by themselves, with a last word, before the server cuts them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.common.errors import Aborted, PenstockError, Unavailable
-from penstock.router.requests.request_state import LiveRequest
+from penstock.router.requests.request_state import RequestState
 from penstock.serving.server import STOP_GRACE_SECONDS
 
 # What readers have to take their Finished. The status of those who do not has the rest of the server's own grace.
@@ -22,48 +22,48 @@ def grace_over(kind: type[PenstockError] = Aborted) -> PenstockError:
 
 
 @dataclass(slots=True, eq=False)
-class Leave:
-    """One call's."""
+class GraceEnd:
+    """How one call ends then."""
 
     limit: asyncio.Timeout
     # Set once it is a stream that can end by itself.
-    live: LiveRequest | None = None
-    # What it hears when its handler is cut off.
+    state: RequestState | None = None
+    # Raised where its handler is cut off.
     error: Callable[[], PenstockError] = field(default=partial(grace_over, Unavailable))
 
-    def take(self) -> None:
+    def come(self) -> None:
         """End the call: a stream by Finished, unless its reader is stuck, anything else at once."""
         now = asyncio.get_running_loop().time()
-        if self.live is None:
+        if self.state is None:
             self.limit.reschedule(now)
             return
-        self.live.fail(grace_over())
+        self.state.fail(grace_over())
         self.limit.reschedule(now + LAST_WORD_SECONDS)
 
 
-class Farewell:
-    """Used from one event loop."""
+class Drain:
+    """The calls that run now. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._leaves: set[Leave] = set()
+        self._calls: set[GraceEnd] = set()
 
     @asynccontextmanager
-    async def attended(self) -> AsyncIterator[Leave]:
-        """Around a call's work. Raises the leave's error when the work was cut off."""
-        leave = Leave(asyncio.timeout(None))
-        self._leaves.add(leave)
+    async def attended(self) -> AsyncIterator[GraceEnd]:
+        """Around a call's work. Raises the error of its GraceEnd when the work was cut off."""
+        grace_end = GraceEnd(asyncio.timeout(None))
+        self._calls.add(grace_end)
         try:
-            async with leave.limit:
-                yield leave
+            async with grace_end.limit:
+                yield grace_end
         except TimeoutError:
-            if leave.limit.expired():
-                raise leave.error() from None
+            if grace_end.limit.expired():
+                raise grace_end.error() from None
             raise
         finally:
-            self._leaves.discard(leave)
+            self._calls.discard(grace_end)
 
-    def say(self) -> None:
+    def end_grace(self) -> None:
         """The grace is over."""
-        leaves, self._leaves = self._leaves, set()
-        for leave in leaves:
-            leave.take()
+        calls, self._calls = self._calls, set()
+        for call in calls:
+            call.come()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,60 +20,19 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id, new_request_id
-from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import block_hashes
 from penstock.router.chat.chat_output import ChatParser
-from penstock.router.config import RouterConfig
 from penstock.router.frontend import convert
-from penstock.router.frontend.admission import Admission
-from penstock.router.frontend.drain import Farewell, Leave, grace_over
-from penstock.router.frontend.stream_writer import StreamWriter
-from penstock.router.frontend.target import choose_model, tenant_of
-from penstock.router.frontend.turn_limiter import Turnstile
-from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.attempts import Attempts
-from penstock.router.requests.delta_buffer import PendingDelta
-from penstock.router.requests.request_state import LiveRequest, RequestSpec, Timings
-from penstock.router.tokenizer.detokenize import Detokenizer
-from penstock.router.tokenizer.pipeline import Pipeline, Prompt
-from penstock.router.tokenizer.token_text import TokenTexts
-from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+from penstock.router.frontend.admission import tenant_of
+from penstock.router.frontend.drain import GraceEnd, grace_over
+from penstock.router.frontend.parts import Parts
+from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
+from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
+from penstock.router.tokenizer.pipeline import Prompt
+from penstock.serving.transport import ServerCall
 from penstock.v1 import model_pb2, text_pb2
 
-Context = grpc.aio.ServicerContext[Any, Any]
 _log = get_logger("penstock.router")
-
-
-@dataclass(frozen=True, slots=True)
-class StreamKind:
-    """What differs between Generate and Chat."""
-
-    name: str
-    response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
-    delta: Callable[[int, PendingDelta], convert.PublicResponse]
-
-
-GENERATE = StreamKind("Generate", text_pb2.GenerateTextResponse, convert.text_delta)
-CHAT = StreamKind("Chat", text_pb2.ChatResponse, convert.chat_delta)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What streams are made with; one of each per process."""
-
-    config: RouterConfig
-    link: TokenizerLink
-    pipeline: Pipeline
-    pool: BackendPool
-    attempts: Attempts
-    admission: Admission
-    farewell: Farewell
-    detokenizer: Detokenizer
-    token_texts: TokenTexts
-    metrics: RouterMetrics
-    turnstile: Turnstile
-    # Statuses on their way to readers that were cut off: the event loop itself would not keep these tasks.
-    hanging_up: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class TextFlow:
@@ -84,7 +42,7 @@ class TextFlow:
         self._parts = parts
         self._live_ids: set[str] = set()
 
-    async def run(self, request: convert.PublicRequest, kind: StreamKind, context: Context) -> None:
+    async def run(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall) -> None:
         """Serve one stream. Raises PenstockError for the interceptor to map."""
         call = _Call(request, kind, context, self._parts)
         status = "INTERNAL"
@@ -92,8 +50,8 @@ class TextFlow:
             convert.check(request, self._parts.config)
             request_id = self._claim(request)
             try:
-                async with self._parts.farewell.attended() as leave:
-                    await call.serve(request_id, leave)
+                async with self._parts.drain.attended() as grace_end:
+                    await call.serve(request_id, grace_end)
             finally:
                 self._live_ids.discard(request_id)
             status = "OK"
@@ -122,7 +80,7 @@ class TextFlow:
 class _Call:
     """One stream's way through the stages."""
 
-    def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: Context, parts: Parts) -> None:
+    def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall, parts: Parts) -> None:
         self._request = request
         self._kind = kind
         self._context = context
@@ -141,11 +99,11 @@ class _Call:
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
-    async def serve(self, request_id: str, leave: Leave) -> None:
+    async def serve(self, request_id: str, grace_end: GraceEnd) -> None:
         """Admission, then the stream."""
         parts = self._parts
         # Settled once: a stream must not be moved to another model.
-        self._model = choose_model(parts.pool, self._request.model)
+        self._model = parts.pool.choose_model(self._request.model)
         parts.attempts.check_capacity(self._model)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
         await parts.admission.enter(tenant, self._left())
@@ -154,8 +112,8 @@ class _Call:
             room = _Place(parts.attempts.prepare(self._model))
             self._timings.route = time.monotonic() - self._timings.received_at
             prompt = await self._prompt()
-            live = self._live(request_id, tenant, prompt)
-            await self._stream(live, prompt, place, room, leave)
+            state = self._make_state(request_id, tenant, prompt)
+            await self._stream(state, prompt, place, room, grace_end)
         finally:
             if room is not None:
                 room.leave()
@@ -174,7 +132,7 @@ class _Call:
         self._timings.template, self._timings.tokenize = prompt.template_seconds, prompt.tokenize_seconds
         return prompt
 
-    def _live(self, request_id: str, tenant: str, prompt: Prompt) -> LiveRequest:
+    def _make_state(self, request_id: str, tenant: str, prompt: Prompt) -> RequestState:
         request, parts = self._request, self._parts
         info = self._info()
         salt = convert.cache_salt(tenant, request.cache_salt)
@@ -200,7 +158,7 @@ class _Call:
         config = parts.config
         is_large = spec.wants_tensors or (spec.wants_logprobs and convert.comes_in_bursts(request, info))
         bound = config.max_buffered_tensor_bytes if is_large else config.max_buffered_bytes
-        return LiveRequest(spec, self._timings, parts.detokenizer, parts.metrics, bound)
+        return RequestState(spec, self._timings, parts.detokenizer.drop, parts.metrics, bound)
 
     def _parser(self, prompt: Prompt) -> Callable[[], ChatParser] | None:
         request = self._request
@@ -208,38 +166,40 @@ class _Call:
             return None
         return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
 
-    async def _stream(self, live: LiveRequest, prompt: Prompt, place: _Place, room: _Place, leave: Leave) -> None:
+    async def _stream(
+        self, state: RequestState, prompt: Prompt, place: _Place, room: _Place, grace_end: GraceEnd
+    ) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
-        await parts.pipeline.negative_prompt(live.spec.template.config, self._left())
+        await parts.pipeline.negative_prompt(state.spec.template.config, self._left())
         echo = await self._echo(prompt)
         left = self._left()
-        timer = None if left is None else loop.call_later(left, live.fail, _late())
-        writer = StreamWriter(live, prompt, self._kind.response, self._kind.delta, parts, self._context, self._left)
-        last_wait = _LastWait(live, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
+        timer = None if left is None else loop.call_later(left, state.fail, _late())
+        writer = StreamWriter(state, prompt, self._kind, parts, self._context, self._left)
+        last_wait = _LastWait(state, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
 
         def on_close() -> None:
             # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile.
-            if live.error is not None:
+            if state.error is not None:
                 place.leave()
                 writer.stop_waiting()
             last_wait.begin()
 
-        live.on_close = on_close
-        leave.live, leave.error = live, lambda: writer.as_seen(grace_over())
+        state.on_close = on_close
+        grace_end.state, grace_end.error = state, lambda: writer.as_seen(grace_over())
         try:
             begin = time.monotonic()
             # Placed or not, from here on the backends' own figures count it.
             room.leave()
-            parts.attempts.place(live)
+            parts.attempts.place(state)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
         except InvalidArgument as error:
             # Not from it, which it may be, and in no variable: circles that hold the request until a collection.
             raise convert.public_error(error, self._request) from None
         finally:
-            live.close()
+            state.close()
             last_wait.end()
-            live.release()
+            state.release()
             if timer is not None:
                 timer.cancel()
 
@@ -261,7 +221,7 @@ class _Call:
         return await self._parts.pipeline.echo_text(prompt, self._left(), skip_special_tokens=skip)
 
 
-async def _abort(context: Context, error: PenstockError) -> None:
+async def _abort(context: ServerCall, error: PenstockError) -> None:
     # InternalError: the connection is gone, which is as good.
     with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
         await context.abort(error.code, error.message, trailing_metadata(error))
@@ -287,12 +247,12 @@ class _LastWait:
 
     def __init__(
         self,
-        live: LiveRequest,
+        state: RequestState,
         writer: StreamWriter,
         grace_seconds: float,
         hang_up: Callable[[PenstockError | None, asyncio.Task[Any]], None],
     ) -> None:
-        self._live = live
+        self._state = state
         self._writer = writer
         self._grace_seconds = grace_seconds
         self._hang_up = hang_up
@@ -310,10 +270,10 @@ class _LastWait:
             self._timer.cancel()
 
     def _look(self, num_written: int) -> None:
-        if self._live.error is None and self._writer.num_written > num_written:
+        if self._state.error is None and self._writer.num_written > num_written:
             self.begin()
         elif self._handler is not None:
-            self._hang_up(self._live.error, self._handler)
+            self._hang_up(self._state.error, self._handler)
 
 
 def _late() -> DeadlineExceeded:

@@ -10,23 +10,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grpc
-
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import block_hashes
+from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
-from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.admission import Admission, tenant_of
 from penstock.router.frontend.convert import MAX_RESPONSE_BYTES, cache_salt
-from penstock.router.frontend.drain import Farewell
-from penstock.router.frontend.score_embed_text import GivenTexts, ScoredIds
-from penstock.router.frontend.target import choose_model, tenant_of
+from penstock.router.frontend.drain import Drain
+from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.unary_attempts import UnaryAttempts
 from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
-Context = grpc.aio.ServicerContext[Any, Any]
 AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextResponse)
 
 
@@ -44,19 +41,19 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenFlow:
+class ScoreEmbedFlow:
     """Runs in the handlers' tasks. Calls count against the same admission as streams."""
 
     config: RouterConfig
-    texts: GivenTexts
+    texts: ScoreEmbedTexts
     pool: BackendPool
     attempts: UnaryAttempts
     admission: Admission
-    farewell: Farewell
+    drain: Drain
     token_texts: TokenTexts
     metrics: RouterMetrics
 
-    async def score(self, request: text_pb2.ScoreTextRequest, context: Context) -> text_pb2.ScoreTextResponse:
+    async def score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:
         """Raises PenstockError; fields are named as in the request."""
         async with self._admitted("Score", request.model, context) as call:
             self._check_count("items", len(request.items))
@@ -70,7 +67,7 @@ class GivenFlow:
             self._count(answer.usage)
             return _checked(text_pb2.ScoreTextResponse(results=answer.results, usage=answer.usage), "items")
 
-    async def embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> text_pb2.EmbedTextResponse:
+    async def embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:
         """Raises PenstockError; fields are named as in the request."""
         async with self._admitted("Embed", request.model, context) as call:
             self._check_count("texts", len(request.texts))
@@ -88,7 +85,7 @@ class GivenFlow:
             return _checked(text_pb2.EmbedTextResponse(embeddings=answer.embeddings, usage=answer.usage), "texts")
 
     @asynccontextmanager
-    async def _admitted(self, method: str, model: str, context: Context) -> AsyncIterator[_Call]:
+    async def _admitted(self, method: str, model: str, context: ServerCall) -> AsyncIterator[_Call]:
         """A place from admission for the block, and the count of how it ended."""
         remaining = context.time_remaining()
         begin = time.monotonic()
@@ -96,14 +93,14 @@ class GivenFlow:
         status = "INTERNAL"
         try:
             tenant = tenant_of(self.config, context.invocation_metadata())
-            call = _Call(choose_model(self.pool, model), tenant, deadline)
+            call = _Call(self.pool.choose_model(model), tenant, deadline)
             self.attempts.check_capacity(call.model)
-            async with self.farewell.attended():
+            async with self.drain.attended():
                 await self.admission.enter(tenant, call.left)
                 with self.admission.leaving():
                     yield call
             status = "OK"
-            self.metrics.given.observe(time.monotonic() - begin)
+            self.metrics.score_embed.observe(time.monotonic() - begin)
         except asyncio.CancelledError:
             is_late = deadline is not None and time.monotonic() >= deadline
             status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"

@@ -32,7 +32,7 @@ class ScoredIds:
     continuation: list[int]
 
 
-class GivenTexts:
+class ScoreEmbedTexts:
     """Shared by all handlers."""
 
     def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:

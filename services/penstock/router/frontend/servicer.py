@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import grpc
-
 from penstock.common.errors import NotFound
 from penstock.router.backends.pool import BackendPool
-from penstock.router.frontend import convert
-from penstock.router.frontend.generate import CHAT, GENERATE, TextFlow
-from penstock.router.frontend.score_embed import GivenFlow
+from penstock.router.frontend.generate import TextFlow
+from penstock.router.frontend.score_embed import ScoreEmbedFlow
+from penstock.router.frontend.stream_writer import CHAT, GENERATE
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
-from penstock.v1 import text_pb2, text_pb2_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from penstock.serving.transport import ServerCall
+from penstock.v1 import common_pb2, model_pb2, text_pb2, text_pb2_grpc
 
 
 class TextServicer(text_pb2_grpc.TextServiceServicer):
     """Streams are written by the handler itself: an async generator would cost a switch per message."""
 
-    def __init__(self, flow: TextFlow, given: GivenFlow, pool: BackendPool, link: TokenizerLink) -> None:
+    def __init__(self, flow: TextFlow, score_embed: ScoreEmbedFlow, pool: BackendPool, link: TokenizerLink) -> None:
         self._flow = flow
-        self._given = given
+        self._score_embed = score_embed
         self._pool = pool
         self._link = link
 
-    async def Generate(self, request: text_pb2.GenerateTextRequest, context: Context) -> None:  # type: ignore[override]
+    async def Generate(self, request: text_pb2.GenerateTextRequest, context: ServerCall) -> None:  # type: ignore[override]
         """Completes text or ids."""
         await self._flow.run(request, GENERATE, context)
 
-    async def Chat(self, request: text_pb2.ChatRequest, context: Context) -> None:  # type: ignore[override]
+    async def Chat(self, request: text_pb2.ChatRequest, context: ServerCall) -> None:  # type: ignore[override]
         """Answers a conversation."""
         await self._flow.run(request, CHAT, context)
 
-    async def Embed(self, request: text_pb2.EmbedTextRequest, context: Context) -> text_pb2.EmbedTextResponse:
+    async def Embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:  # type: ignore[override]
         """Means of the final hidden states of texts."""
-        return await self._given.embed(request, context)
+        return await self._score_embed.embed(request, context)
 
-    async def Score(self, request: text_pb2.ScoreTextRequest, context: Context) -> text_pb2.ScoreTextResponse:
+    async def Score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:  # type: ignore[override]
         """Log-probabilities of given continuations."""
-        return await self._given.score(request, context)
+        return await self._score_embed.score(request, context)
 
-    async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:
+    async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]
         """Every model that a backend serves or served, each followed by its adapters."""
         return text_pb2.ListModelsResponse(models=self._models())
 
-    async def GetModel(self, request: text_pb2.GetModelRequest, context: Context) -> text_pb2.GetModelResponse:
+    async def GetModel(self, request: text_pb2.GetModelRequest, context: ServerCall) -> text_pb2.GetModelResponse:  # type: ignore[override]
         """One model or adapter; the first when `name` is empty."""
         for model in self._models():
             if request.name in ("", model.name):
@@ -57,7 +52,7 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         models = []
         for name, info in self._pool.models.items():
             ready = len(self._pool.ready(name))
-            model = convert.to_model(info, ready_backends=ready, tokenizer_fingerprint=self._link.fingerprint)
+            model = _model(info, ready_backends=ready, tokenizer_fingerprint=self._link.fingerprint)
             models.append(model)
             for adapter in info.adapters:
                 part = text_pb2.Model()
@@ -65,3 +60,17 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
                 part.name, part.parent = adapter, name
                 models.append(part)
         return models
+
+
+def _model(info: model_pb2.GetModelInfoResponse, *, ready_backends: int, tokenizer_fingerprint: str) -> text_pb2.Model:
+    """A model as clients see it."""
+    ready = ready_backends > 0
+    return text_pb2.Model(
+        name=info.model,
+        state=common_pb2.MODEL_STATE_READY if ready else common_pb2.MODEL_STATE_UNAVAILABLE,
+        percent_loaded=info.percent_loaded if info.percent_loaded else 100.0,
+        max_context_tokens=info.limits.max_context_tokens,
+        vocab_size=info.vocab_size,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        backends=ready_backends,
+    )

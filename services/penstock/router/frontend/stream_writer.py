@@ -6,20 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import grpc
 
 from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailable
 from penstock.router.frontend import convert
+from penstock.router.frontend.parts import Parts
 from penstock.router.requests.delta_buffer import PendingDelta
-from penstock.router.requests.request_state import LiveRequest, results_of
+from penstock.router.requests.request_state import RequestState, results_of
 from penstock.router.requests.returned_sequence import ReturnedSequence
 from penstock.router.tokenizer.pipeline import Prompt
+from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
-
-if TYPE_CHECKING:
-    from penstock.router.frontend.generate import Parts
 
 # Text of one echo delta: stays far below what clients receive by default.
 _ECHO_CHARS = 256 << 10
@@ -30,31 +29,43 @@ _ENDED_BY_MODEL = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StreamKind:
+    """What differs between Generate and Chat."""
+
+    name: str
+    response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
+    delta: Callable[[int, PendingDelta], convert.PublicResponse]
+
+
+GENERATE = StreamKind("Generate", text_pb2.GenerateTextResponse, convert.text_delta)
+CHAT = StreamKind("Chat", text_pb2.ChatResponse, convert.chat_delta)
+
+
 class StreamWriter:
     """Lives in the stream's handler."""
 
     def __init__(
         self,
-        live: LiveRequest,
+        state: RequestState,
         prompt: Prompt,
-        response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse],
-        make_delta: Callable[[int, PendingDelta], convert.PublicResponse],
+        kind: StreamKind,
         parts: Parts,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: ServerCall,
         time_left: Callable[[], float | None],
     ) -> None:
-        self._live = live
+        self._state = state
         self._prompt = prompt
-        self._response = response
-        self._make_delta = make_delta
+        self._response = kind.response
+        self._make_delta = kind.delta
         self._parts = parts
         self._write = context.write
-        # Of a transport that can write without a task: the next delta of a reader that keeps up wakes no handler.
-        self._try_write: Callable[[Any], bool] | None = getattr(context, "try_write", None)
+        # Where the transport can write without a task the next delta of a reader that keeps up wakes no handler.
+        self._writes_at_once, self._try_write = context.writes_at_once, context.try_write
         self._time_left = time_left
         self._next_seq = 0
         # For `_write_now`, filled again for every token: making one takes longer than the rest of it.
-        self._reused = response()
+        self._reused = kind.response()
         self._reused_delta = self._reused.delta
         # Messages that the reader took.
         self.num_written = 0
@@ -76,8 +87,8 @@ class StreamWriter:
             # A write failed: grpc noticed that the client is gone before it cancelled this handler.
             raise Cancelled("the client is gone", reason="CLIENT_GONE") from None
         finally:
-            if self._live.outbox.coalesced:
-                self._parts.metrics.coalesced.inc(self._live.outbox.coalesced)
+            if self._state.buffer.coalesced:
+                self._parts.metrics.coalesced.inc(self._state.buffer.coalesced)
 
     def stop_waiting(self) -> None:
         """The request has failed: nothing that another service says changes that."""
@@ -85,42 +96,42 @@ class StreamWriter:
             self._wait_limit.reschedule(asyncio.get_running_loop().time())
 
     async def _run(self, echo: str) -> None:
-        live, outbox = self._live, self._live.outbox
+        state, buffer = self._state, self._state.buffer
         while True:
-            if not self._has_started and (live.started is not None or live.finished is not None):
+            if not self._has_started and (state.started is not None or state.finished is not None):
                 await self._write_started()
                 await self._write_echo(echo)
-            if self._has_started and outbox.has_deltas:
-                await self._parts.turnstile.enter()
-            deltas = outbox.take() if self._has_started else ()
+            if self._has_started and buffer.has_deltas:
+                await self._parts.turn_limiter.enter()
+            deltas = buffer.take() if self._has_started else ()
             for merged in deltas:
                 for delta in merged.messages():
                     await self._write_delta(delta)
             if deltas:
                 continue
-            if live.error is not None:
-                raise live.error
-            if live.finished is not None:
-                await self._write_finished(live.finished)
+            if state.error is not None:
+                raise state.error
+            if state.finished is not None:
+                await self._write_finished(state.finished)
                 return
-            if live.loss is not None:
-                async with self._while_live():
-                    await self._parts.attempts.recover(live)
+            if state.loss is not None:
+                async with self._unless_failed():
+                    await self._parts.attempts.recover(state)
             else:
                 await self._wait()
 
     @asynccontextmanager
-    async def _while_live(self) -> AsyncIterator[None]:
+    async def _unless_failed(self) -> AsyncIterator[None]:
         """Around a wait for another service. Raises how the request failed before or meanwhile."""
-        live = self._live
-        if live.error is not None:
-            raise live.error
+        state = self._state
+        if state.error is not None:
+            raise state.error
         try:
             async with asyncio.timeout(None) as self._wait_limit:
                 yield
         except TimeoutError:
-            if live.error is not None:
-                raise live.error from None
+            if state.error is not None:
+                raise state.error from None
             raise
         finally:
             self._wait_limit = None
@@ -128,25 +139,25 @@ class StreamWriter:
     async def _fill(self, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
         if self._parts.token_texts.fill_known(logprobs):
             return
-        async with self._while_live():
+        async with self._unless_failed():
             await self._parts.token_texts.fill(logprobs, self._time_left())
 
     async def _wait(self) -> None:
-        live = self._live
-        if self._has_started and self._try_write is not None:
-            live.write_now = self._write_now
+        state = self._state
+        if self._has_started and self._writes_at_once:
+            state.write_now = self._write_now
         try:
-            await live.outbox.wakeup.wait()
+            await state.buffer.wakeup.wait()
         finally:
-            live.write_now = None
+            state.write_now = None
 
     def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
         """Write a delta while the handler waits, unless others wait before it. The per-token path."""
-        if self._try_write is None or self._live.outbox.has_deltas:
+        if self._state.buffer.has_deltas:
             return False
         delta = self._reused_delta
         delta.seq, delta.index, delta.text = self._next_seq, index, text
-        if self._live.spec.wants_token_ids:
+        if self._state.spec.wants_token_ids:
             delta.token_ids[:] = token_ids
         if not self._try_write(self._reused):
             return False
@@ -163,10 +174,10 @@ class StreamWriter:
         self.num_written += 1
 
     async def _write_started(self) -> None:
-        spec = self._live.spec
+        spec = self._state.spec
         started = generation_pb2.Started()
-        if self._live.started is not None:
-            started.CopyFrom(self._live.started)
+        if self._state.started is not None:
+            started.CopyFrom(self._state.started)
         started.request_id = spec.request_id
         started.seed = spec.template.seed
         started.prompt_tokens = len(self._prompt.token_ids)
@@ -180,21 +191,21 @@ class StreamWriter:
     async def _write_echo(self, echo: str) -> None:
         if not echo:
             return
-        for index in range(self._live.spec.num_sequences):
+        for index in range(self._state.spec.num_sequences):
             for begin in range(0, len(echo), _ECHO_CHARS):
                 delta = PendingDelta(index, echo[begin : begin + _ECHO_CHARS])
-                if self._live.spec.wants_token_ids and begin == 0:
+                if self._state.spec.wants_token_ids and begin == 0:
                     delta.token_ids = self._prompt.token_ids
                 await self._write_delta(delta)
 
     async def _write_finished(self, backend: generation_pb2.Finished) -> None:
-        finished = self._finished(backend, results_of(self._live))
+        finished = self._finished(backend, results_of(self._state))
         self._observe(finished)
         await self._write(self._response(finished=convert.check_size(finished)))
 
     async def _write_failed(self) -> None:
         """Finished of a stream that ends by an error; the figures of its backend are not known."""
-        sequences = [self._live.sequence(index) for index in range(self._live.spec.num_sequences)]
+        sequences = [self._state.sequence(index) for index in range(self._state.spec.num_sequences)]
         results = [sequence.result or _failed(sequence) for sequence in sequences]
         message = self._response(finished=self._finished(generation_pb2.Finished(), results))
         # The client may be gone, which is no other failure.
@@ -208,17 +219,17 @@ class StreamWriter:
             sequences=[self._result(result) for result in results],
             usage=self._usage(backend),
             timings=self._timings(backend),
-            attempts=self._live.attempts,
+            attempts=self._state.attempts,
         )
         if self._next_seq:
             finished.last_seq = self._next_seq - 1
         return finished
 
     def _result(self, result: common_pb2.SequenceResult) -> common_pb2.SequenceResult:
-        sequence = self._live.sequences[result.index]
+        sequence = self._state.sequences[result.index]
         copy = common_pb2.SequenceResult()
         copy.CopyFrom(result)
-        if self._live.moves:
+        if self._state.moves:
             copy.token_count = len(sequence.token_ids)
             # The last backend knows only the end of the sum.
             copy.ClearField("cumulative_logprob")
@@ -227,22 +238,22 @@ class StreamWriter:
         return copy
 
     def _usage(self, backend: generation_pb2.Finished) -> common_pb2.Usage:
-        live = self._live
+        state = self._state
         usage = common_pb2.Usage()
         usage.CopyFrom(backend.usage)
         usage.prompt_tokens = len(self._prompt.token_ids)
-        if live.moves or not usage.completion_tokens:
-            usage.completion_tokens = sum(len(sequence.token_ids) for sequence in live.sequences.values())
-        if live.started is not None:
-            usage.cached_tokens = live.started.cached_tokens
-        usage.reasoning_tokens = live.reasoning_tokens
+        if state.moves or not usage.completion_tokens:
+            usage.completion_tokens = sum(len(sequence.token_ids) for sequence in state.sequences.values())
+        if state.started is not None:
+            usage.cached_tokens = state.started.cached_tokens
+        usage.reasoning_tokens = state.reasoning_tokens
         return usage
 
     def _timings(self, backend: generation_pb2.Finished) -> common_pb2.StageTimings:
-        times = self._live.timings
+        times = self._state.timings
         timings = common_pb2.StageTimings(
             route_seconds=times.route,
-            detokenize_seconds=times.detokenize,
+            detokenize_seconds=self._state.detokenize_seconds,
             total_seconds=time.monotonic() - times.received_at,
         )
         if times.template is not None:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
+class TurnLimiter:
     """Lets at most `per_turn` coroutines pass in one turn of the event loop, first come first served.
 
     Without it, a step of many streams fills whole turns with writes, one step is read per turn, and under load the

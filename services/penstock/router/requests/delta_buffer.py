@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from penstock.router.aio import Wakeup
 from penstock.router.chat.tool_calls import ToolCallPiece
-from penstock.router.requests.wakeup import Wakeup
 from penstock.v1 import common_pb2
 
 # Estimates of what a part of a delta takes on the wire, generously.
@@ -81,7 +81,7 @@ class PendingDelta:
         return part
 
 
-class Outbox:
+class DeltaBuffer:
     """Deltas in order, at most one per sequence waiting. The reader is the stream's handler."""
 
     __slots__ = ("_bytes", "_max_bytes", "_waiting", "coalesced", "wakeup")

@@ -1,24 +1,21 @@
-"""One live request: what was asked, what backends emitted, what waits for its reader, and how it ended.
+"""One request: what was asked, what backends emitted, what waits for its reader, and how it ended.
 
 Everything happens on the event loop. Backends and the tokenizer call `on_*`, which never wait; the stream's handler is
-woken through `outbox.wakeup` and writes, moves the request to another backend, or ends the stream.
+woken through `buffer.wakeup` and writes, moves the request to another backend, or ends the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.common.errors import PenstockError, ResourceExhausted
-from penstock.router.requests.delta_buffer import Outbox, PendingDelta
-from penstock.router.requests.returned_sequence import ReturnedSequence
+from penstock.router.chat.chat_output import ChatParser, ChatPiece
+from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.delta_buffer import DeltaBuffer, PendingDelta
+from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
 from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
-
-if TYPE_CHECKING:
-    from penstock.router.chat.chat_output import ChatParser, ChatPiece
-    from penstock.router.metrics import RouterMetrics
-    from penstock.router.tokenizer.detokenize import Batch, Detokenizer, Piece
 
 
 class AttemptHandle(Protocol):
@@ -47,7 +44,6 @@ class Timings:
     template: float | None = None
     tokenize: float | None = None
     route: float = 0.0
-    detokenize: float = 0.0
     first_token_at: float | None = None
     deadline: float | None = None
     started_at: float | None = None
@@ -73,16 +69,22 @@ class RequestSpec:
     warnings: tuple[str, ...] = ()
 
 
-class LiveRequest:
-    """See the module's docstring."""
+class RequestState:
+    """See the module's docstring. Implements TextSink."""
 
     def __init__(
-        self, spec: RequestSpec, timings: Timings, detokenizer: Detokenizer, metrics: RouterMetrics, max_buffered: int
+        self,
+        spec: RequestSpec,
+        timings: Timings,
+        drop: Callable[[Iterable[ReturnedSequence]], None],
+        metrics: RouterMetrics,
+        max_buffered: int,
     ) -> None:
+        """`drop` is told once which sequences need no more text. At most `max_buffered` bytes wait for the reader."""
         self.spec = spec
         self.timings = timings
         self.decode_options = spec.decode_options
-        self.outbox = Outbox(max_buffered)
+        self.buffer = DeltaBuffer(max_buffered)
         self.sequences: dict[int, ReturnedSequence] = {}
         self.started: generation_pb2.Started | None = None
         self.finished: generation_pb2.Finished | None = None
@@ -96,11 +98,11 @@ class LiveRequest:
         self.lost_on: set[str] = set()
         # Pieces at the tokenizer.
         self.undecoded = 0
-        # The last message of the tokenizer that had text of this request: its time counts once.
-        self.last_batch: Batch | None = None
+        self.last_batch: object | None = None
+        self.detokenize_seconds = 0.0
         self.reasoning_tokens = 0
         self.closed = False
-        self._detokenizer = detokenizer
+        self._drop = drop
         self._metrics = metrics
         self._sends_empty = spec.wants_token_ids or spec.wants_logprobs or spec.wants_tensors
         self._backend_finished: generation_pb2.Finished | None = None
@@ -138,7 +140,7 @@ class LiveRequest:
             self.started = started
             self._healed_text = started.healed_text
             self.timings.started_at = now
-            self.outbox.wakeup.set()
+            self.buffer.wakeup.set()
 
     def on_backend_finished(self, finished: generation_pb2.Finished | None) -> None:
         """The backend's last word (None: lost after the last token). The stream ends when the text is complete."""
@@ -159,7 +161,7 @@ class LiveRequest:
             self.on_backend_finished(None)
             return
         self.loss = loss
-        self.outbox.wakeup.set()
+        self.buffer.wakeup.set()
 
     def on_text(self, piece: Piece, text: str, now: float) -> None:
         """Text of `piece` came back. The per-token path."""
@@ -188,8 +190,8 @@ class LiveRequest:
         if not self.closed:
             self.error = error
             self.close()
-            self.outbox.clear()
-            self.outbox.wakeup.set()
+            self.buffer.clear()
+            self.buffer.wakeup.set()
 
     def close(self) -> None:
         """Nothing more is wanted: free what backend and tokenizer hold."""
@@ -199,7 +201,7 @@ class LiveRequest:
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.abort()
-        self._detokenizer.drop(self.sequences.values())
+        self._drop(self.sequences.values())
         on_close, self.on_close = self.on_close, None
         if on_close is not None:
             on_close()
@@ -253,7 +255,7 @@ class LiveRequest:
             delta.logprobs.extend(piece.logprobs)
         if self.spec.wants_tensors:
             delta.tensors.extend(piece.tensors)
-        if not self.outbox.put(delta):
+        if not self.buffer.put(delta):
             self._metrics.slow_readers.inc()
             self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))
 
@@ -263,10 +265,10 @@ class LiveRequest:
             return
         self.finished = self._backend_finished
         self.close()
-        self.outbox.wakeup.set()
+        self.buffer.wakeup.set()
 
 
-def results_of(live: LiveRequest) -> list[common_pb2.SequenceResult]:
+def results_of(state: RequestState) -> list[common_pb2.SequenceResult]:
     """How each returned sequence ended, in order."""
-    found = sorted(live.sequences.items())
+    found = sorted(state.sequences.items())
     return [sequence.result for _, sequence in found if sequence.result is not None]

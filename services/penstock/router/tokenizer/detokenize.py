@@ -12,59 +12,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import TypeAlias
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted, Unavailable
-from penstock.router.aio import END
-from penstock.router.requests.returned_sequence import ReturnedSequence
-from penstock.router.requests.wakeup import Wakeup
+from penstock.router.aio import Wakeup
+from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
+from penstock.serving.transport import StreamCall
 from penstock.text.detokenizer import DecodeTable
 from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, tokenizer_pb2
 
+DecodeCall: TypeAlias = StreamCall[tokenizer_pb2.DecodeStreamResponse]
 # Messages on their way to the tokenizer: one that it works on, one that it finds next.
 _MAX_IN_FLIGHT = 2
 # Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
 _MAX_STEPS = 32
-
-
-class Piece:
-    """Ids of one sequence on their way through the tokenizer."""
-
-    __slots__ = ("is_sent", "logprobs", "result", "sequence", "tensors", "token_ids")
-
-    def __init__(
-        self,
-        sequence: ReturnedSequence,
-        token_ids: list[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        result: common_pb2.SequenceResult | None,
-        tensors: Sequence[common_pb2.StepTensors],
-    ) -> None:
-        """`token_ids` is the piece's own from now on."""
-        self.sequence = sequence
-        self.token_ids = token_ids
-        self.logprobs = logprobs
-        self.tensors = tensors
-        # Set on the last piece of the sequence.
-        self.result = result
-        # From then on it is what it is.
-        self.is_sent = False
-
-    def extend(
-        self,
-        token_ids: list[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        result: common_pb2.SequenceResult | None,
-        tensors: Sequence[common_pb2.StepTensors],
-    ) -> None:
-        """Take the ids that follow, too."""
-        self.token_ids += token_ids
-        if logprobs:
-            self.logprobs = [*self.logprobs, *logprobs]
-        if tensors:
-            self.tensors = [*self.tensors, *tensors]
-        self.result = result
 
 
 class Batch:
@@ -75,19 +37,6 @@ class Batch:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.steps = 1
-
-
-class DecodeCall(Protocol):
-    """What is used of a grpc.aio stream-stream call."""
-
-    async def read(self) -> object:
-        """The next response, or grpc.aio.EOF."""
-
-    async def write(self, request: tokenizer_pb2.DecodeStreamRequest) -> None:
-        """Send a message."""
-
-    def cancel(self) -> object:
-        """End it."""
 
 
 class Detokenizer:
@@ -126,14 +75,14 @@ class Detokenizer:
 
         The list is kept.
         """
-        live, last = sequence.live, sequence.last_piece
+        sink, last = sequence.sink, sequence.last_piece
         if last is not None and not last.is_sent:
             last.extend(token_ids, logprobs, result, tensors)
-            live.outbox.coalesced += 1
+            sink.buffer.coalesced += 1
             return
         piece = sequence.last_piece = Piece(sequence, token_ids, logprobs, result, tensors)
         batch.pieces.append(piece)
-        live.undecoded += 1
+        sink.undecoded += 1
 
     def send(self, batch: Batch) -> None:
         """Queue a batch, or decode it. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
@@ -188,7 +137,7 @@ class Detokenizer:
         self._epoch += 1
         self._drops.clear()
         for batch in self._outstanding:
-            batch.pieces = [piece for piece in batch.pieces if not piece.sequence.live.closed]
+            batch.pieces = [piece for piece in batch.pieces if not piece.sequence.sink.closed]
         self._unsent = deque(self._outstanding)
         self._wakeup.set()
 
@@ -216,7 +165,7 @@ class Detokenizer:
                 item = add()
                 item.stream_id = sequence.stream_id
                 item.token_ids.extend(piece.token_ids)
-            elif sequence.live.closed:
+            elif sequence.sink.closed:
                 # Cancelled before the tokenizer heard of it.
                 sequence.stream_id, are_all_open = 0, False
                 continue
@@ -241,18 +190,13 @@ class Detokenizer:
         sequence.stream_id, sequence.decoder_epoch = self._next_stream_id, self._epoch
         self._next_stream_id += 1
         item = request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
-        item.open.CopyFrom(sequence.live.decode_options)
+        item.open.CopyFrom(sequence.sink.decode_options)
         item.open.resumed_token_ids.extend(sequence.token_ids[: sequence.decoded])
         return item
 
     async def run_reader(self, call: DecodeCall) -> None:
         """Take answers until the stream ends, which it never should."""
-        while True:
-            response = await call.read()
-            # None: grpc could not parse it, and said so in the log.
-            if response is END or response is None:
-                return
-            self._take(cast("tokenizer_pb2.DecodeStreamResponse", response))
+        await call.run(self._take)
 
     def _take(self, response: tokenizer_pb2.DecodeStreamResponse) -> None:
         if not self._outstanding:
@@ -271,22 +215,22 @@ class Detokenizer:
         """Once a token. `texts` belong to the batch's pieces."""
         for piece, text in zip(batch.pieces, texts, strict=True):
             sequence = piece.sequence
-            live = sequence.live
+            sink = sequence.sink
             if isinstance(text, str):
                 sequence.decoded += len(piece.token_ids)
-                if live.last_batch is not batch:
-                    live.last_batch = batch
-                    live.timings.detokenize += seconds
-                live.on_text(piece, text, now)
+                if sink.last_batch is not batch:
+                    sink.last_batch = batch
+                    sink.detokenize_seconds += seconds
+                sink.on_text(piece, text, now)
             else:
                 sequence.stream_id = 0
-                live.undecoded -= 1
-                live.fail(text)
+                sink.undecoded -= 1
+                sink.fail(text)
 
     def _fail(self, pieces: Iterable[Piece], error: PenstockError) -> None:
         for piece in pieces:
-            piece.sequence.live.undecoded -= 1
-            piece.sequence.live.fail(error)
+            piece.sequence.sink.undecoded -= 1
+            piece.sequence.sink.fail(error)
 
 
 def _refused(error: str) -> PenstockError:
@@ -307,7 +251,7 @@ def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
     try:
         decoder = sequence.decoder
         if decoder is None:
-            decoder = sequence.decoder = _opened(sequence.live.decode_options, table)
+            decoder = sequence.decoder = _opened(sequence.sink.decode_options, table)
         text = decoder.push(piece.token_ids)
     except IndexError:  # of the prompt, or of what was generated: only this sequence ends
         return _refused("ID_OUTSIDE_VOCABULARY")

@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from collections.abc import AsyncIterable, Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 
-from penstock.common.errors import DeadlineExceeded, PenstockError, StartupError, Unavailable, from_rpc_error
+from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.router.aio import until_first, until_silent
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.peers import channel_to, until_serving, watch_health
-from penstock.router.tokenizer import decode_table
-from penstock.router.tokenizer.detokenize import DecodeCall, Detokenizer
-from penstock.text.detokenizer import DecodeTable
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.serving.channels import until_serving, watch_health
+from penstock.serving.transport import Channel, make_transport
+from penstock.text.decode_table import Table
+from penstock.text.detokenizer import DecodeTable, TableKind
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HEALTH_NAME = "penstock.v1.TokenizerService"
 # Tries of one unary call: the tokenizer is asked again only when it was not there.
 MAX_TRIES = 3
 AnswerT = TypeVar("AnswerT")
+_KINDS: dict[int, TableKind] = {
+    tokenizer_pb2.DECODE_TABLE_KIND_BYTE_LEVEL: "byte_level",
+    tokenizer_pb2.DECODE_TABLE_KIND_BYTE_FALLBACK: "byte_fallback",
+}
 _log = get_logger("penstock.router")
 
 
@@ -41,14 +46,15 @@ class TokenizerLink:
         self.info: tokenizer_pb2.GetTokenizerResponse | None = None
         self.last_problem = "no answer"
         self._config = config
+        self._transport = make_transport(config)
         self._detokenizer = detokenizer
         self._metrics = metrics
         self._on_change = on_change
         self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
         self._ready = asyncio.Event()
         self._lost_at = time.monotonic()
-        # Settled by the first tokenizer: live sequences are decoded in one place.
-        self._is_decoding_settled = config.detokenize == "tokenizer"
+        # Chosen by the first tokenizer: live sequences are decoded in one place.
+        self._is_decoding_chosen = config.detokenize == "tokenizer"
 
     @property
     def is_ready(self) -> bool:
@@ -121,20 +127,20 @@ class TokenizerLink:
             self._detokenizer.fail_outstanding(_away())
 
     async def _connect_and_serve(self, address: str) -> None:
-        async with channel_to(address, self._config) as channel:
-            await self._serve(channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel), address)
+        timeout = self._config.connect_timeout_seconds
+        async with self._transport.open_channel(address, self._config, connect_timeout_seconds=timeout) as channel:
+            await self._serve(channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel.for_stubs), address)
 
-    async def _serve(
-        self, channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str
-    ) -> None:
+    async def _serve(self, channel: Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> None:
         await self._wait_until_serving(channel)
         request = tokenizer_pb2.GetTokenizerRequest()
         info = await stub.GetTokenizer(request, timeout=self._config.connect_timeout_seconds)
         self._check(info, address)
         table = await self._decode_table(stub)
-        call = await self._open_decode_stream(stub, address)
+        parse = tokenizer_pb2.DecodeStreamResponse.FromString
+        call = await channel.open_stream(f"/{HEALTH_NAME}/DecodeStream", parse)
         self.info, self._stub = info, stub
-        self._settle_decoding(table)
+        self._choose_decoding(table)
         self._detokenizer.connected()
         self._ready.set()
         self._metrics.tokenizer_up.set(1)
@@ -152,27 +158,16 @@ class TokenizerLink:
             call.cancel()
 
     async def _decode_table(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> DecodeTable | None:
-        if self._is_decoding_settled:
+        if self._is_decoding_chosen:
             return None
         request = tokenizer_pb2.GetDecodeTableRequest()
-        return await decode_table.fetch(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
+        return await fetch_decode_table(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
 
-    def _settle_decoding(self, table: DecodeTable | None) -> None:
+    def _choose_decoding(self, table: DecodeTable | None) -> None:
         """Once this tokenizer is the one that any later one must equal: not before."""
         if table is not None:
             self._detokenizer.use_table(table)
-        self._is_decoding_settled = True
-
-    async def _open_decode_stream(self, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, address: str) -> DecodeCall:
-        config = self._config
-        if not config.is_asyncio:
-            return cast("DecodeCall", stub.DecodeStream(None))
-        from penstock.http2.channel import open_stream
-
-        parse = tokenizer_pb2.DecodeStreamResponse.FromString
-        return await open_stream(
-            address, f"/{HEALTH_NAME}/DecodeStream", parse, config, timeout=config.connect_timeout_seconds
-        )
+        self._is_decoding_chosen = True
 
     def _check(self, info: tokenizer_pb2.GetTokenizerResponse, address: str) -> None:
         """A tokenizer that comes back must be the same one: live streams hold its ids."""
@@ -181,17 +176,17 @@ class TokenizerLink:
             _log.error("tokenizer not used: it is not the one this router started with", tokenizer=address)
             raise _Lost("another tokenizer than before")
 
-    async def _wait_until_serving(self, channel: grpc.aio.Channel) -> None:
+    async def _wait_until_serving(self, channel: Channel) -> None:
         """While it loads, and for as long as one connection attempt may take, wait rather than come back later."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_seconds):
-                await until_serving(channel, HEALTH_NAME)
+                await until_serving(channel.for_stubs, HEALTH_NAME)
         except TimeoutError:
             raise _Lost("it does not serve yet") from None
 
-    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+    async def _watch_health(self, channel: Channel) -> None:
         """Ends when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
-        async with contextlib.aclosing(watch_health(channel, HEALTH_NAME)) as updates:
+        async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
             async for _ in updates:
                 pass
 
@@ -235,6 +230,32 @@ class TokenizerLink:
         if self._stub is None:
             raise _away()
         return self._stub
+
+
+async def fetch_decode_table(parts: AsyncIterable[tokenizer_pb2.GetDecodeTableResponse]) -> DecodeTable | None:
+    """The tokenizer's decoder as a table, with which the router turns ids into text itself.
+
+    None when its decoder is no table, or when it is too old to know.
+    Raises grpc.aio.AioRpcError, and Internal for a table that contradicts itself.
+    """
+    head: tokenizer_pb2.GetDecodeTableResponse | None = None
+    pieces: list[bytes] = []
+    try:
+        async for part in parts:
+            head = head or part
+            pieces += part.pieces
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return None
+        raise
+    kind = _KINDS.get(head.kind) if head is not None else None
+    if head is None or kind is None:
+        return None
+    try:
+        table = Table.of(pieces, frozenset(head.lone_byte_ids))
+        return DecodeTable(kind, table, list(head.special_token_ids), head.strip, head.strip_count)
+    except IndexError:
+        raise Internal("the tokenizer's table has ids outside of it", reason="TOKENIZER_PROTOCOL") from None
 
 
 def _away() -> Unavailable:

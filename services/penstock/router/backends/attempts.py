@@ -23,11 +23,34 @@ from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.request_state import LiveRequest, Loss
-from penstock.router.requests.retry_budget import RetryBudget
+from penstock.router.requests.request_state import Loss, RequestState
 from penstock.v1 import common_pb2, generation_pb2
 
 _log = get_logger("penstock.router")
+
+
+class RetryBudget:
+    """Keeps retries a small share of requests, so that an overloaded cluster is not hit harder for being overloaded.
+
+    A bucket that starts full with `burst` retries; each request adds `ratio` of one.
+    """
+
+    def __init__(self, ratio: float, burst: int) -> None:
+        self._ratio = ratio
+        self._burst = float(burst)
+        self._left = float(burst)
+
+    def note_request(self) -> None:
+        """A request was placed for the first time."""
+        self._left = min(self._burst, self._left + self._ratio)
+
+    def take(self) -> bool:
+        """Whether one more retry is within the budget; it is then spent."""
+        # Ten times a tenth is not quite one.
+        if self._left < 1.0 - 1e-9:
+            return False
+        self._left -= 1.0
+        return True
 
 
 class Attempts:
@@ -73,77 +96,77 @@ class Attempts:
         """Whether one more retry is within the budget; it is then spent."""
         return self._budget.take()
 
-    def place(self, live: LiveRequest) -> None:
+    def place(self, state: RequestState) -> None:
         """The first try. Raises Unavailable, ResourceExhausted or FailedPrecondition when there is nowhere to go."""
         self.note_request()
-        backend = self._choose(live)
+        backend = self._choose(state)
         if backend is None:
-            raise self.nowhere(live.spec.model)
-        self._submit(live, backend)
+            raise self.nowhere(state.spec.model)
+        self._submit(state, backend)
 
-    async def recover(self, live: LiveRequest) -> None:
+    async def recover(self, state: RequestState) -> None:
         """Try elsewhere after a loss.
 
         Raises Internal (POISON), Unavailable before the first token and Aborted after it when that is not possible.
         """
-        loss, live.loss = live.loss, None
+        loss, state.loss = state.loss, None
         if loss is None:
             return
-        begun = live.has_tokens
-        self._check_limits(live, loss, begun)
-        backend = await self._wait_for_backend(live)
-        if live.closed:
+        begun = state.has_tokens
+        self._check_limits(state, loss, begun)
+        backend = await self._wait_for_backend(state)
+        if state.closed:
             return
         if backend is None:
-            raise _given_up(live, loss, "no other backend is there", begun=begun)
+            raise _given_up(state, loss, "no other backend is there", begun=begun)
         if begun:
-            live.moves += 1
+            state.moves += 1
             self._metrics.moves.inc()
         else:
             self._metrics.retries.inc()
-        _log.info("request moved", request_id=current_request_id.get(), begun=begun, attempt=live.attempts + 1)
-        self._submit(live, backend)
+        _log.info("request moved", request_id=current_request_id.get(), begun=begun, attempt=state.attempts + 1)
+        self._submit(state, backend)
 
-    def _check_limits(self, live: LiveRequest, loss: Loss, begun: bool) -> None:
-        if self._pool.is_poison(live):
+    def _check_limits(self, state: RequestState, loss: Loss, begun: bool) -> None:
+        if self._pool.is_poison(state):
             self._metrics.poisoned.inc()
             raise Internal("every backend that ran this request died", reason="POISON")
-        if begun and live.moves >= self._config.max_moves:
-            raise _given_up(live, loss, "it was moved as often as allowed", begun=begun)
-        if not begun and live.attempts >= self._config.max_attempts:
-            raise _given_up(live, loss, "it was tried as often as allowed", begun=begun)
+        if begun and state.moves >= self._config.max_moves:
+            raise _given_up(state, loss, "it was moved as often as allowed", begun=begun)
+        if not begun and state.attempts >= self._config.max_attempts:
+            raise _given_up(state, loss, "it was tried as often as allowed", begun=begun)
         if not begun and not self.may_retry():
-            raise _given_up(live, loss, "too many requests are being retried", begun=begun)
+            raise _given_up(state, loss, "too many requests are being retried", begun=begun)
 
-    def _choose(self, live: LiveRequest) -> Backend | None:
-        spec = live.spec
+    def _choose(self, state: RequestState) -> Backend | None:
+        spec = state.spec
         return self._policy.choose(
-            self._pool.ready(spec.model), spec.prefix_hashes, session=spec.session, avoid=live.lost_on
+            self._pool.ready(spec.model), spec.prefix_hashes, session=spec.session, avoid=state.lost_on
         )
 
-    async def _wait_for_backend(self, live: LiveRequest) -> Backend | None:
+    async def _wait_for_backend(self, state: RequestState) -> Backend | None:
         until = time.monotonic() + self._config.failover_wait_seconds
-        while not live.closed:
-            backend = self._choose(live)
+        while not state.closed:
+            backend = self._choose(state)
             left = until - time.monotonic()
             if backend is not None or left <= 0 or not await self._pool.changed(left):
                 return backend
         return None
 
-    def _submit(self, live: LiveRequest, backend: Backend) -> None:
+    def _submit(self, state: RequestState, backend: Backend) -> None:
         command = generation_pb2.SessionRequest()
         request = command.submit
-        request.CopyFrom(live.spec.template)
-        epoch = live.attempts
+        request.CopyFrom(state.spec.template)
+        epoch = state.attempts
         # Unique for each try: a backend that comes back may not have forgotten the last one yet.
-        request.request_id = f"{live.spec.request_id}.{self._suffix}.{epoch}"
+        request.request_id = f"{state.spec.request_id}.{self._suffix}.{epoch}"
         request.attempt_epoch = epoch
-        if live.timings.deadline is not None:
-            request.timeout_seconds = max(0.001, live.timings.deadline - time.monotonic())
-        if live.has_tokens:
-            _resume(request, live)
-        live.attempts += 1
-        backend.submit(live, command)
+        if state.timings.deadline is not None:
+            request.timeout_seconds = max(0.001, state.timings.deadline - time.monotonic())
+        if state.has_tokens:
+            _resume(request, state)
+        state.attempts += 1
+        backend.submit(state, command)
 
     def nowhere(self, model: str) -> PenstockError:
         """Why a request cannot be placed."""
@@ -162,17 +185,17 @@ def mismatch() -> FailedPrecondition:
     )
 
 
-def _resume(request: generation_pb2.GenerateRequest, live: LiveRequest) -> None:
+def _resume(request: generation_pb2.GenerateRequest, state: RequestState) -> None:
     """Go on after what was emitted. max_new_tokens counts resumed ids too, so the budget left is right as it is."""
-    for index in range(live.spec.num_sequences):
-        sequence = live.sequences.get(index)
+    for index in range(state.spec.num_sequences):
+        sequence = state.sequences.get(index)
         request.resumed_token_ids.append(common_pb2.TokenIds(ids=sequence.token_ids if sequence else ()))
-    started_at = live.timings.started_at
+    started_at = state.timings.started_at
     if request.config.HasField("max_time") and started_at is not None:
         request.config.max_time = max(0.001, request.config.max_time - (time.monotonic() - started_at))
 
 
-def _given_up(live: LiveRequest, loss: Loss, why: str, *, begun: bool) -> PenstockError:
+def _given_up(state: RequestState, loss: Loss, why: str, *, begun: bool) -> PenstockError:
     if not begun:
         if loss.error is not None and isinstance(loss.error, Internal):
             return loss.error

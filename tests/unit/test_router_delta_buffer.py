@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.router.requests.delta_buffer import Outbox, PendingDelta
+from penstock.router.requests.delta_buffer import DeltaBuffer, PendingDelta
 from penstock.v1 import common_pb2
 
 
@@ -39,6 +39,6 @@ def test_what_fits_is_one_message() -> None:
 
 
 def test_merged_deltas_beyond_the_bound_are_a_slow_readers() -> None:
-    outbox = Outbox(1024)
-    assert outbox.put(PendingDelta(0, "a" * 2000))
-    assert not outbox.put(PendingDelta(0, "a"))
+    buffer = DeltaBuffer(1024)
+    assert buffer.put(PendingDelta(0, "a" * 2000))
+    assert not buffer.put(PendingDelta(0, "a"))

@@ -9,12 +9,12 @@ from typing import TypeVar
 from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
+from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend, GenerationStub
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.attempts import Attempts
 
 AnswerT = TypeVar("AnswerT")
 # (stub, seconds left): the call.

@@ -1,14 +1,14 @@
-"""The turnstile: so many a turn, in order, and nobody is forgotten."""
+"""The limiter: so many a turn, in order, and nobody is forgotten."""
 
 from __future__ import annotations
 
 import asyncio
 
-from penstock.router.frontend.turn_limiter import Turnstile
+from penstock.router.frontend.turn_limiter import TurnLimiter
 
 
 async def test_no_more_than_the_limit_pass_in_one_turn() -> None:
-    gate, passed = Turnstile(3), []
+    gate, passed = TurnLimiter(3), []
 
     async def one(number: int) -> None:
         await gate.enter()
@@ -26,7 +26,7 @@ async def test_no_more_than_the_limit_pass_in_one_turn() -> None:
 
 
 async def test_a_cancelled_waiter_does_not_take_a_place() -> None:
-    gate = Turnstile(1)
+    gate = TurnLimiter(1)
     await gate.enter()
     cancelled = asyncio.ensure_future(gate.enter())
     waiting = asyncio.ensure_future(gate.enter())

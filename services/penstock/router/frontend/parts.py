@@ -1,0 +1,37 @@
+"""What streams are made with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from penstock.router.backends.attempts import Attempts
+from penstock.router.backends.pool import BackendPool
+from penstock.router.config import RouterConfig
+from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.drain import Drain
+from penstock.router.frontend.turn_limiter import TurnLimiter
+from penstock.router.metrics import RouterMetrics
+from penstock.router.tokenizer.detokenize import Detokenizer
+from penstock.router.tokenizer.pipeline import Pipeline
+from penstock.router.tokenizer.token_text import TokenTexts
+from penstock.router.tokenizer.tokenizer_link import TokenizerLink
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One of each per process, shared by all streams."""
+
+    config: RouterConfig
+    link: TokenizerLink
+    pipeline: Pipeline
+    pool: BackendPool
+    attempts: Attempts
+    admission: Admission
+    drain: Drain
+    detokenizer: Detokenizer
+    token_texts: TokenTexts
+    metrics: RouterMetrics
+    turn_limiter: TurnLimiter
+    # Statuses on their way to readers that were cut off: the event loop itself would not keep these tasks.
+    hanging_up: set[asyncio.Task[None]] = field(default_factory=set)

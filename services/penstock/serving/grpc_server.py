@@ -1,0 +1,136 @@
+"""A server of grpc.aio as the seam of serving.transport has it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import grpc
+
+from penstock.common.config import ServerConfig
+from penstock.common.credentials import server_credentials
+from penstock.common.errors import CODE_BY_NUMBER
+from penstock.common.ports import join_address
+from penstock.http2.metadata import Metadata
+from penstock.serving.grpc_options import server_options
+from penstock.serving.interceptors import Handler, Wrap, behavior_of, handler_like
+
+
+class GrpcServer:
+    """Used on one event loop."""
+
+    def __init__(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> None:
+        """More than `max_calls` at once are refused. `wrap` as in Http2Server."""
+        self._config = config
+        self._inner = grpc.aio.server(
+            interceptors=(_Adapter(wrap),),
+            options=server_options(config, shares_port=shares_port),
+            maximum_concurrent_rpcs=max_calls,
+        )
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        """Generated code calls it."""
+        self._inner.add_generic_rpc_handlers(tuple(handlers))
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
+        """Generated code calls it."""
+        inner: Any = self._inner  # its type stubs do not know it
+        inner.add_registered_method_handlers(service_name, dict(method_handlers))
+
+    async def open_port(self) -> int:
+        """The port that is now open. Raises OSError, which does not say why, and StartupError naming a file's flag."""
+        where = join_address(self._config.host, self._config.port)
+        credentials = server_credentials(self._config)
+        try:
+            if credentials is None:
+                port = self._inner.add_insecure_port(where)
+            else:
+                port = self._inner.add_secure_port(where, credentials)
+        except RuntimeError as error:
+            raise OSError(f"grpc cannot listen on {where}") from error
+        if port == 0:
+            raise OSError(f"grpc cannot listen on {where}")
+        return port
+
+    async def start(self) -> None:
+        """Accept connections."""
+        await self._inner.start()
+
+    async def stop(self, grace: float | None) -> None:
+        """Take no new calls, give those that live `grace` seconds, cancel them, hang up."""
+        await self._inner.stop(grace)
+
+
+class GrpcServerCall:
+    """A ServicerContext with the methods of the seam's ServerCall; its own are bound once, so none costs more."""
+
+    writes_at_once: ClassVar[bool] = False
+
+    __slots__ = (
+        "_context",
+        "invocation_metadata",
+        "set_code",
+        "set_details",
+        "set_trailing_metadata",
+        "time_remaining",
+        "write",
+    )
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+        self.invocation_metadata: Callable[[], Metadata] = context.invocation_metadata  # type: ignore[assignment]
+        self.time_remaining: Callable[[], float | None] = context.time_remaining
+        self.set_trailing_metadata: Callable[[Metadata], None] = context.set_trailing_metadata
+        self.set_code: Callable[[grpc.StatusCode], None] = context.set_code
+        self.set_details: Callable[[str], None] = context.set_details
+        self.write: Callable[[Any], Awaitable[None]] = context.write
+
+    def code(self) -> grpc.StatusCode:
+        """The status that the handler has set by itself; OK when it has not."""
+        code: Any = self._context.code()
+        # grpc.aio tells a status by its number.
+        return code if isinstance(code, grpc.StatusCode) else CODE_BY_NUMBER.get(code, grpc.StatusCode.OK)
+
+    def details(self) -> str:
+        """Its explanation."""
+        return str(self._context.details() or "")
+
+    def try_write(self, message: Any) -> bool:
+        """Never: grpc.aio writes in a task only."""
+        return False
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call. Always raises grpc.aio.AbortError."""
+        await self._context.abort(code, details, trailing_metadata)
+
+
+class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
+    """Has handlers wrapped, and gives them a GrpcServerCall."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        self._wrap = wrap
+        # By method; only methods that exist.
+        self._handlers: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        name = handler_call_details.method
+        known = self._handlers.get(name)
+        if known is None:
+            inner: Handler | None = await continuation(handler_call_details)
+            if inner is None:
+                return inner  # type: ignore[return-value]  # UNIMPLEMENTED
+            known = self._handlers[name] = _adapted(self._wrap(name, inner))
+        return known
+
+
+def _adapted(handler: Handler) -> Handler:
+    behavior = behavior_of(handler)
+
+    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await behavior(request, GrpcServerCall(context))
+
+    return handler_like(handler, handle, handler.request_deserializer)

@@ -1,0 +1,218 @@
+"""The seam between what is served and what carries it: grpc.aio, or our own HTTP/2 (`penstock.http2`).
+
+`make_transport` chooses, and nothing else asks which it is. Statuses and errors are grpc's on both: a call that fails
+raises grpc.aio.AioRpcError, a write to a call that is over grpc.aio.InternalError on a server and
+asyncio.InvalidStateError on a client, `abort` grpc.aio.AbortError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from penstock.common.config import ChannelConfig, ServerConfig
+from penstock.common.credentials import channel_tls_context, tls_context
+from penstock.http2.channel import Http2Channel
+from penstock.http2.limits import Limits
+from penstock.http2.metadata import MAX_METADATA_BYTES, Metadata
+from penstock.http2.server import Http2Server
+from penstock.serving.channels import decorator, open_channel
+from penstock.serving.grpc_server import GrpcServer
+from penstock.serving.interceptors import Wrap
+
+ResponseT = TypeVar("ResponseT")
+ResponseT_co = TypeVar("ResponseT_co", covariant=True)
+
+
+class ServerCall(Protocol):
+    """A call as its handler has it. All of it belongs to the event loop of the server."""
+
+    @property
+    def writes_at_once(self) -> bool:
+        """Whether `try_write` may ever succeed: False spares the question for each message."""
+
+    @property
+    def write(self) -> Callable[[Any], Awaitable[None]]:
+        """Send a message; returns when it is on its way. Raises grpc.aio.InternalError when the call is over."""
+
+    def try_write(self, message: Any) -> bool:
+        """Send a message now, from a callback of the loop; False when `write` would wait, or raise.
+
+        The message is the caller's again when this returns. Always False before the first `write`.
+        """
+
+    @property
+    def invocation_metadata(self) -> Callable[[], Metadata]:
+        """What the client sent with the call."""
+
+    @property
+    def time_remaining(self) -> Callable[[], float | None]:
+        """Seconds to the deadline; None without one."""
+
+    @property
+    def set_trailing_metadata(self) -> Callable[[Metadata], None]:
+        """Sent with the status."""
+
+    def code(self) -> grpc.StatusCode:
+        """The status that the handler has set by itself; OK when it has not."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call with a status. Always raises grpc.aio.AbortError."""
+
+
+class StreamCall(Protocol[ResponseT_co]):
+    """A bidirectional call as its client has it: one task writes, one runs."""
+
+    @property
+    def write(self) -> Callable[[Message], Awaitable[None]]:
+        """Send a message. Raises asyncio.InvalidStateError, or grpc.aio.AioRpcError, when the call is over."""
+
+    async def write_all(self, requests: Iterable[Message]) -> None:
+        """Send several in order, together where the transport can. Raises as `write`."""
+
+    async def run(self, take: Callable[[ResponseT_co], None]) -> None:
+        """Hand every message to `take`, which must not wait, until the call ends with OK.
+
+        Returns, too, at a message that cannot be parsed. Raises grpc.aio.AioRpcError, and what `take` raises.
+        """
+
+    def cancel(self) -> object:
+        """Give the call up."""
+
+
+class Channel(Protocol):
+    """A way to call one address. Connects when first used, and again after a loss."""
+
+    @property
+    def for_stubs(self) -> grpc.aio.Channel:
+        """Itself, for generated stubs: calls of one request, whose answer is one message or a stream."""
+
+    async def open_stream(
+        self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
+    ) -> StreamCall[ResponseT]:
+        """Call the bidirectional `method` ("/package.Service/Name"). Raises grpc.aio.AioRpcError.
+
+        With `joins` the transport may hand messages that wait to `parse` as one, their bytes one behind the other:
+        protobuf merges them.
+        """
+
+
+class Server(Protocol):
+    """A server before, in and after its life. Generated code adds handlers by the first two."""
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        """See grpc.aio.Server."""
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
+        """See grpc.aio.Server."""
+
+    async def open_port(self) -> int:
+        """The port that is now open. Raises OSError, and StartupError naming the flag of a file."""
+
+    async def start(self) -> None:
+        """Accept connections."""
+
+    async def stop(self, grace: float | None) -> None:
+        """Take no new calls, give those that live `grace` seconds, cancel them, hang up."""
+
+
+class Transport(ABC):
+    """Makes servers and channels of one kind."""
+
+    @abstractmethod
+    def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
+        """A server that refuses more than `max_calls` at once.
+
+        `wrap` is given the name of each method and its handler, once, and returns the handler to use, which is a
+        coroutine that takes the request (or an async iterator of them) and a ServerCall. `shares_port`: other
+        processes listen there, too.
+        """
+
+    @abstractmethod
+    def open_channel(
+        self, address: str, config: ChannelConfig, *, connect_timeout_seconds: float
+    ) -> contextlib.AbstractAsyncContextManager[Channel]:
+        """A channel to `address` (host:port); its calls of one request end with the block.
+
+        grpc.aio goes by its own time to connect. Raises StartupError when a TLS or token file cannot be read.
+        """
+
+
+def make_transport(config: ServerConfig) -> Transport:
+    """The transport that is configured: it serves, and a service calls others by it."""
+    return Http2Transport() if config.transport == "asyncio" else GrpcTransport()
+
+
+class GrpcTransport(Transport):
+    """grpc.aio."""
+
+    def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
+        return GrpcServer(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port)
+
+    @contextlib.asynccontextmanager
+    async def open_channel(
+        self, address: str, config: ChannelConfig, *, connect_timeout_seconds: float
+    ) -> AsyncIterator[Channel]:
+        async with open_channel(address, config) as channel:
+            yield channel
+
+
+class Http2Transport(Transport):
+    """Our own HTTP/2."""
+
+    def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
+        return _ConfiguredHttp2Server(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port)
+
+    @contextlib.asynccontextmanager
+    async def open_channel(
+        self, address: str, config: ChannelConfig, *, connect_timeout_seconds: float
+    ) -> AsyncIterator[Channel]:
+        channel = Http2Channel(
+            address,
+            config,
+            timeout=connect_timeout_seconds,
+            tls=channel_tls_context(config),
+            server_name=config.channel_tls_server_name,
+            decorate=decorator(config),
+        )
+        try:
+            yield channel
+        finally:
+            channel.close()
+
+
+class _ConfiguredHttp2Server(Http2Server):
+    """Knows where to listen."""
+
+    def __init__(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> None:
+        super().__init__(http2_limits(config, max_streams=max_calls), max_calls=max_calls, wrap=wrap)
+        self._config = config
+        self._shares_port = shares_port
+
+    async def open_port(self) -> int:
+        tls = tls_context(self._config) if self._config.is_tls else None
+        return await self.listen(self._config.host, self._config.port, tls, shares_port=self._shares_port)
+
+
+def http2_limits(config: ServerConfig, *, max_streams: int) -> Limits:
+    """Limits of a connection as configured; `max_streams` calls at once."""
+    return Limits(
+        max_message_bytes=config.receive_limit_bytes,
+        max_header_list_bytes=MAX_METADATA_BYTES,
+        max_streams=max_streams,
+        keepalive_seconds=config.keepalive_seconds,
+        keepalive_timeout_seconds=config.keepalive_timeout_seconds,
+        min_ping_interval_seconds=config.min_ping_interval_seconds,
+        stream_window_bytes=config.stream_window_bytes,
+        connection_window_bytes=config.connection_window_bytes,
+        write_buffer_bytes=config.write_buffer_bytes,
+        # Whatever a connection has in flight it may cancel at once.
+        idle_frames=max(config.idle_frames, max_streams),
+        idle_frames_per_second=config.idle_frames_per_second,
+        early_reset_seconds=config.early_reset_seconds,
+    )
