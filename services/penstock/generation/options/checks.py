@@ -11,7 +11,6 @@ from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.options.request_options import RequestedOptions
 
 MAX_SEED = 2**63 - 1
-UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD"
 # The watermark multiplies its key by token ids in 64 bits; transformers takes any key that torch does.
 MAX_HASHING_KEY = 2**63 - 1
 WATERMARK_SCHEMES = ("lefthash", "selfhash")
@@ -105,11 +104,6 @@ def check_options(options: RequestedOptions, *, prefix: str = "config.") -> None
             raise InvalidArgument(field, str(_DECAY_FACTOR))
     if processors.watermarking_config is not None:
         _check_watermark(processors.watermarking_config, prefix + "watermarking_config.")
-
-
-def unsupported(field: str) -> InvalidArgument:
-    """The answer to a field that this release does not have."""
-    return InvalidArgument(field, "is not available in this release", reason=UNSUPPORTED_FIELD)
 
 
 def check_seed(seed: int, field: str) -> None:
