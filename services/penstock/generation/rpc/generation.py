@@ -141,6 +141,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         results = await core.embed(command, deadline_of(context))
         return convert_given.from_embeddings(results, normalize=command.normalize)
 
+    async def DetectWatermark(
+        self, request: generation_pb2.DetectWatermarkRequest, context: Context
+    ) -> generation_pb2.DetectWatermarkResponse:
+        """Evidence of a watermark in given tokens."""
+        core = self._lifecycle.accepting()
+        command = convert.to_detect_watermark(request, core.limits)
+        evidence = await core.detect_watermark(command, deadline_of(context))
+        return generation_pb2.DetectWatermarkResponse(evidence=convert.from_evidence(evidence))
+
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         """End live requests of any stream; they finish with reason ABORTED."""
         hub = self._lifecycle.loaded().hub

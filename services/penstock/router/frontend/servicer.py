@@ -42,6 +42,12 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         """Log-probabilities of given continuations."""
         return await self._given.score(request, context)
 
+    async def DetectWatermark(
+        self, request: text_pb2.DetectWatermarkTextRequest, context: Context
+    ) -> text_pb2.DetectWatermarkTextResponse:
+        """Evidence of a watermark in a text or ids."""
+        return await self._given.detect_watermark(request, context)
+
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: Context) -> text_pb2.ListModelsResponse:
         """Every model that a backend serves or served, each followed by its adapters."""
         return text_pb2.ListModelsResponse(models=self._models())
