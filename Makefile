@@ -53,8 +53,9 @@ lint: $(VENV)/.dev  ## ruff and buf
 types: $(VENV)/.dev  ## mypy, strict
 	@$(BIN)/mypy
 
-stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
+stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos, the client's sync half that of the async one
 	@$(BIN)/python protos/generate.py --check
+	@$(BIN)/python tools/make_sync_client.py --check
 
 docs: $(VENV)/.dev  ## rewrite from the code: docs/configuration.md, docs/metrics.md, the dashboard
 	@$(BIN)/python -m penstock.cli.reference > docs/configuration.md
