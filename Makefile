@@ -45,10 +45,11 @@ clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transpo
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
 	@$(BIN)/python tools/soak.py $(SOAK)
 
-lint: $(VENV)/.dev  ## ruff and buf
+lint: $(VENV)/.dev  ## ruff and buf; the protos must not break callers of the last release
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/buf lint protos
+	@$(BIN)/buf breaking protos --against protos/release/*.binpb
 
 types: $(VENV)/.dev  ## mypy, strict
 	@$(BIN)/mypy
