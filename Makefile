@@ -45,16 +45,18 @@ clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transpo
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
 	@$(BIN)/python tools/soak.py $(SOAK)
 
-lint: $(VENV)/.dev  ## ruff and buf
+lint: $(VENV)/.dev  ## ruff and buf; the protos must not break callers of the last release
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/buf lint protos
+	@$(BIN)/buf breaking protos --against protos/release/*.binpb
 
 types: $(VENV)/.dev  ## mypy, strict
 	@$(BIN)/mypy
 
-stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
+stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos, the client's sync half that of the async one
 	@$(BIN)/python protos/generate.py --check
+	@$(BIN)/python tools/make_sync_client.py --check
 
 docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the dashboard
 	@$(BIN)/python -m penstock.cli.reference > docs/reference/configuration.md

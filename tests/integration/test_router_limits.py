@@ -118,15 +118,17 @@ async def test_live_request_id_cannot_be_used_twice() -> None:
         assert (await collect(router.stub.Generate(generate(request_id="mine")))).finished
 
 
-@pytest.mark.parametrize("method", ["Embed", "Score"])
+@pytest.mark.parametrize("method", ["Embed", "Score", "DetectWatermark"])
 async def test_methods_that_a_backend_does_not_have_are_unimplemented(method: str) -> None:
     async with backend() as one, running_router(one) as router:
         items = [text_pb2.ScoreTextItem(prompt="Hello", continuation=" world")]
-        message = (
-            text_pb2.EmbedTextRequest(texts=["Hello"]) if method == "Embed" else text_pb2.ScoreTextRequest(items=items)
-        )
+        messages = {
+            "Embed": text_pb2.EmbedTextRequest(texts=["Hello"]),
+            "Score": text_pb2.ScoreTextRequest(items=items),
+            "DetectWatermark": text_pb2.DetectWatermarkTextRequest(text="Hello"),
+        }
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await getattr(router.stub, method)(message)
+            await getattr(router.stub, method)(messages[method])
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert from_rpc_error(caught.value).reason == "UNIMPLEMENTED"
 

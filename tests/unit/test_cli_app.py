@@ -50,7 +50,10 @@ def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
 
 
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
-    epilogs = (app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.BENCH_EPILOG, serve_commands.EPILOG)
+    epilogs = (
+        *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
+        serve_commands.EPILOG,
+    )
     lines = [line for epilog in epilogs for line in epilog.splitlines()]
     commands = [line.strip() for line in lines if line.startswith("  ")]
     assert len(commands) > 12

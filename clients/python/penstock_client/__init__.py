@@ -24,7 +24,17 @@ from penstock_client._exceptions import (
 from penstock_client._options import GenerationOptions, check_options
 from penstock_client._sync import Client, Stream
 from penstock_client._tensors import StepTensors, Tensor
-from penstock_client._types import Choice, Completion, Delta, Embeddings, LogprobEntry, Score, Scores, ToolCall
+from penstock_client._types import (
+    Choice,
+    Completion,
+    Delta,
+    Embeddings,
+    LogprobEntry,
+    Score,
+    Scores,
+    ToolCall,
+    WatermarkEvidence,
+)
 from penstock_client.config import ClientConfig, KeepAliveConfig, RetryConfig, TimeoutConfig, TLSConfig
 
 __all__ = [
@@ -60,5 +70,6 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
+    "WatermarkEvidence",
     "check_options",
 ]

@@ -1,4 +1,4 @@
-"""The asynchronous client."""
+"""The asynchronous client. `_sync.py` is made from this file: run tools/make_sync_client.py after a change."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-from penstock.v1 import text_pb2, text_pb2_grpc
+from penstock.v1 import text_pb2
 
+from penstock_client._channel import END, AsyncChannel
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
-from penstock_client._given import embed_request, embeddings_of, score_request, scores_of
+from penstock_client._given import (
+    embed_request,
+    embeddings_of,
+    evidence_of,
+    score_request,
+    scores_of,
+    watermark_request,
+)
 from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
 from penstock_client._state import StreamState
-from penstock_client._types import Completion, Delta, Embeddings, Scores
+from penstock_client._types import Completion, Delta, Embeddings, Scores, WatermarkEvidence
 from penstock_client.config import ClientConfig
-
-# A call object with read() and cancel(); grpc-stubs knows neither aio's EOF nor asynchronous stubs.
-_Open = Callable[[], Any]
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class AsyncStream(AsyncIterator[Delta]):
     """Deltas of one request, as they come. Iterate it, or await `result()` for the whole answer.
 
-    Leaving the `async with` block or `close()` cancels a stream that has not ended: the server frees its KV blocks
-    within two engine steps.
+    Leaving the `async with` block, `close()` or garbage collection cancels a stream that has not ended: the server
+    frees its KV blocks within two engine steps.
     """
 
-    def __init__(self, open_call: _Open, state: StreamState) -> None:
+    def __init__(self, open_call: Callable[[], Any], state: StreamState) -> None:
+        """`open_call` sends the request and returns gRPC's call; a retry sends it again."""
         self._open, self._state = open_call, state
-        self._call = open_call()
+        self._start()
+
+    def _start(self) -> None:
+        self._call = self._open()
+        self._read = AsyncChannel.reader(self._call)
 
     def __aiter__(self) -> Self:
         return self
@@ -39,15 +48,15 @@ class AsyncStream(AsyncIterator[Delta]):
     async def __anext__(self) -> Delta:
         while True:
             try:
-                event = await self._call.read()
-                if event is _EOF:
+                event = await self._read()
+                if event is END:
                     if self._state.finished is None:
                         raise truncated_stream()
                     raise StopAsyncIteration
                 delta = self._state.feed(event)
             except grpc.RpcError as error:
                 await asyncio.sleep(self._state.retry_delay(error))
-                self._call = self._open()
+                self._start()
                 continue
             except PenstockError:
                 self.close()
@@ -80,18 +89,14 @@ class AsyncStream(AsyncIterator[Delta]):
 
 
 class AsyncClient:
-    """A connection to one Penstock router, for one event loop."""
+    """A connection to one Penstock router. One event loop may use it."""
 
     def __init__(self, address: str, config: ClientConfig | None = None) -> None:
         """`address` is host:port, or what gRPC resolves. Raises ValueError for a token in the clear."""
         self.config = config or ClientConfig()
         self._metadata = self.config.metadata(address)
-        options = self.config.channel_options()
-        if self.config.tls:
-            self._channel = grpc.aio.secure_channel(address, self.config.tls.credentials(), options)
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options)
-        self._stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+        self._channel = AsyncChannel(address, self.config)
+        self._stub = self._channel.stub
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,12 +108,12 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running streams end CANCELLED."""
-        await self._channel.close(None)
+        await self._channel.close()
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until connected. Raises Unavailable after `timeout` (default TimeoutConfig.connect) seconds."""
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), timeout or self.config.timeouts.connect)
+            await self._channel.wait_ready(timeout or self.config.timeouts.connect)
         except TimeoutError:
             raise Unavailable("no connection to the router", reason="NOT_CONNECTED") from None
 
@@ -154,9 +159,28 @@ class AsyncClient:
         """Mean of the final hidden states of each text; of length 1 when `normalize`. `timeout` in seconds."""
         return embeddings_of(await self._unary(self._stub.Embed, embed_request(texts, normalize, model), timeout))
 
+    async def detect_watermark(
+        self,
+        output: str | Sequence[int],
+        *,
+        watermarking_config: Any = None,
+        z_threshold: float | None = None,
+        ignore_repeated_ngrams: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> WatermarkEvidence:
+        """Tell whether text or ids, without their prompt, were generated under a watermark.
+
+        `watermarking_config` is the option of the generation in question: a mapping, transformers' class, or None for
+        the model's own. Ids are exact; text may become other ids than it was. `timeout` in seconds.
+        """
+        request = watermark_request(output, watermarking_config, z_threshold, ignore_repeated_ngrams, model)
+        return evidence_of(await self._unary(self._stub.DetectWatermark, request, timeout))
+
     async def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""
-        return list((await self._unary(self._stub.ListModels, text_pb2.ListModelsRequest())).models)
+        response: text_pb2.ListModelsResponse = await self._unary(self._stub.ListModels, text_pb2.ListModelsRequest())
+        return list(response.models)
 
     async def get_model(self, name: str = "") -> text_pb2.Model:
         """One model; the only one when `name` is empty. Raises NotFound."""

@@ -108,10 +108,9 @@ def _set_layers(config: config_pb2.GenerationConfig, layers: str | Ids) -> None:
         config.dola_layers.indices.SetInParent()
 
 
-def _set_watermark(config: config_pb2.GenerationConfig, watermark: Any) -> None:
-    """A mapping, or transformers' WatermarkingConfig."""
-    values = watermark if isinstance(watermark, Mapping) else watermark.to_dict()
-    config.watermarking_config.CopyFrom(config_pb2.WatermarkingConfig(**values))
+def watermarking_config(watermark: Any) -> config_pb2.WatermarkingConfig:
+    """A mapping, or transformers' WatermarkingConfig. Raises TypeError, ValueError or AttributeError."""
+    return config_pb2.WatermarkingConfig(**(watermark if isinstance(watermark, Mapping) else watermark.to_dict()))
 
 
 def _set_decay(config: config_pb2.GenerationConfig, decay: tuple[int, float]) -> None:
@@ -158,7 +157,9 @@ _SETTERS: dict[str, Callable[[config_pb2.GenerationConfig, Any], Any]] = {
     "suppress_tokens": _ids("suppress_tokens"),
     "begin_suppress_tokens": _ids("begin_suppress_tokens"),
     "sequence_bias": _set_bias,
-    "watermarking_config": _set_watermark,
+    "watermarking_config": lambda config, watermark: config.watermarking_config.CopyFrom(
+        watermarking_config(watermark)
+    ),
     # OpenAI's keys are text.
     "logit_bias": lambda config, biases: config.logit_bias.update(
         {int(key) if isinstance(key, str) else key: bias for key, bias in biases.items()}

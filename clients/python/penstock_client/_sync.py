@@ -1,4 +1,4 @@
-"""The synchronous client."""
+"""The synchronous client. Generated from _async.py by tools/make_sync_client.py: do not edit."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-from penstock.v1 import text_pb2, text_pb2_grpc
+from penstock.v1 import text_pb2
 
-from penstock_client._exceptions import PenstockError, Unavailable, truncated_stream
-from penstock_client._exceptions import stream_error as _stream_error
-from penstock_client._given import embed_request, embeddings_of, score_request, scores_of
+from penstock_client._channel import END, Channel
+from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
+from penstock_client._given import (
+    embed_request,
+    embeddings_of,
+    evidence_of,
+    score_request,
+    scores_of,
+    watermark_request,
+)
 from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
 from penstock_client._state import StreamState
-from penstock_client._types import Completion, Delta, Embeddings, Scores
+from penstock_client._types import Completion, Delta, Embeddings, Scores, WatermarkEvidence
 from penstock_client.config import ClientConfig
-
-# A call object: an iterator of events with cancel(). grpc-stubs does not type what a stub returns as one.
-_Open = Callable[[], Any]
 
 
 class Stream(Iterator[Delta]):
     """Deltas of one request, as they come. Iterate it, or call `result()` for the whole answer.
 
-    Leaving the `with` block, `close()` or garbage collection cancels a stream that has not ended: the server frees
-    its KV blocks within two engine steps.
+    Leaving the `with` block, `close()` or garbage collection cancels a stream that has not ended: the server
+    frees its KV blocks within two engine steps.
     """
 
-    def __init__(self, open_call: _Open, state: StreamState) -> None:
+    def __init__(self, open_call: Callable[[], Any], state: StreamState) -> None:
+        """`open_call` sends the request and returns gRPC's call; a retry sends it again."""
         self._open, self._state = open_call, state
-        self._call = open_call()
+        self._start()
+
+    def _start(self) -> None:
+        self._call = self._open()
+        self._read = Channel.reader(self._call)
 
     def __iter__(self) -> Self:
         return self
@@ -39,15 +48,16 @@ class Stream(Iterator[Delta]):
     def __next__(self) -> Delta:
         while True:
             try:
-                delta = self._state.feed(next(self._call))
+                event = self._read()
+                if event is END:
+                    if self._state.finished is None:
+                        raise truncated_stream()
+                    raise StopIteration
+                delta = self._state.feed(event)
             except grpc.RpcError as error:
                 time.sleep(self._state.retry_delay(error))
-                self._call = self._open()
+                self._start()
                 continue
-            except StopIteration:
-                if self._state.finished is None:
-                    raise truncated_stream() from None
-                raise
             except PenstockError:
                 self.close()
                 raise
@@ -83,12 +93,8 @@ class Client:
         """`address` is host:port, or what gRPC resolves. Raises ValueError for a token in the clear."""
         self.config = config or ClientConfig()
         self._metadata = self.config.metadata(address)
-        options = self.config.channel_options()
-        if self.config.tls:
-            self._channel = grpc.secure_channel(address, self.config.tls.credentials(), options)
-        else:
-            self._channel = grpc.insecure_channel(address, options)
-        self._stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+        self._channel = Channel(address, self.config)
+        self._stub = self._channel.stub
 
     def __enter__(self) -> Self:
         return self
@@ -101,10 +107,10 @@ class Client:
         self._channel.close()
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Block until connected. Raises Unavailable after `timeout` (default TimeoutConfig.connect) seconds."""
+        """Wait until connected. Raises Unavailable after `timeout` (default TimeoutConfig.connect) seconds."""
         try:
-            grpc.channel_ready_future(self._channel).result(timeout or self.config.timeouts.connect)
-        except grpc.FutureTimeoutError:
+            self._channel.wait_ready(timeout or self.config.timeouts.connect)
+        except TimeoutError:
             raise Unavailable("no connection to the router", reason="NOT_CONNECTED") from None
 
     def generate(
@@ -149,9 +155,28 @@ class Client:
         """Mean of the final hidden states of each text; of length 1 when `normalize`. `timeout` in seconds."""
         return embeddings_of(self._unary(self._stub.Embed, embed_request(texts, normalize, model), timeout))
 
+    def detect_watermark(
+        self,
+        output: str | Sequence[int],
+        *,
+        watermarking_config: Any = None,
+        z_threshold: float | None = None,
+        ignore_repeated_ngrams: bool = False,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> WatermarkEvidence:
+        """Tell whether text or ids, without their prompt, were generated under a watermark.
+
+        `watermarking_config` is the option of the generation in question: a mapping, transformers' class, or None for
+        the model's own. Ids are exact; text may become other ids than it was. `timeout` in seconds.
+        """
+        request = watermark_request(output, watermarking_config, z_threshold, ignore_repeated_ngrams, model)
+        return evidence_of(self._unary(self._stub.DetectWatermark, request, timeout))
+
     def list_models(self) -> list[text_pb2.Model]:
         """Models and adapters behind the router."""
-        return list(self._unary(self._stub.ListModels, text_pb2.ListModelsRequest()).models)
+        response: text_pb2.ListModelsResponse = self._unary(self._stub.ListModels, text_pb2.ListModelsRequest())
+        return list(response.models)
 
     def get_model(self, name: str = "") -> text_pb2.Model:
         """One model; the only one when `name` is empty. Raises NotFound."""
@@ -162,4 +187,4 @@ class Client:
         try:
             return method(request, timeout=timeout or self.config.timeouts.unary, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _stream_error(error, None) from error
+            raise stream_error(error, None) from error

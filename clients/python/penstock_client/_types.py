@@ -73,6 +73,30 @@ class Embeddings:
     usage: common_pb2.Usage
 
 
+@dataclass(frozen=True, slots=True)
+class WatermarkEvidence:
+    """Result of `detect_watermark`; the first six fields and `confidence` are transformers'."""
+
+    num_tokens_scored: int
+    num_green_tokens: int
+    green_fraction: float
+    # Standard deviations between the number of green tokens and what text without the watermark has on average.
+    z_score: float
+    # Probability of so many green tokens without the watermark (one-sided).
+    p_value: float
+    # z_score is above the threshold.
+    prediction: bool
+    # The ids that were judged. Those at `green_positions` are green; those before `first_scored_position` are context.
+    token_ids: tuple[int, ...]
+    green_positions: tuple[int, ...]
+    first_scored_position: int
+
+    @property
+    def confidence(self) -> float:
+        """1 - p_value."""
+        return 1.0 - self.p_value
+
+
 @dataclass(slots=True)
 class Choice:
     """One returned sequence, collected. `finish_reason` is the enum's name without prefix, e.g. "STOP_EOS"."""

@@ -12,6 +12,7 @@ from penstock import __version__
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
+from penstock.cli.client.watermark import WatermarkConfig, run_detect
 from penstock.cli.console import say
 from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.cli.pack_config import PackConfig
@@ -93,6 +94,19 @@ Examples:
 
   penstock pack ./my-model-int8 --check"""
 
+WATERMARK_EPILOG = f"""TEXT is output alone, without its prompt. Its ids say more than itself: text may
+become other tokens than those it was generated as. docs/sampling.md tells how it works.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock watermark detect "The capital of France is Paris, and ..."
+
+  penstock watermark detect - --seeding-scheme selfhash --context-width 4
+
+  penstock watermark detect --token-ids "9707 11 1879" --json"""
+
 app = typer.Typer(
     name="penstock",
     help="Hugging Face's generate(), continuously batched, behind gRPC services.",
@@ -164,6 +178,35 @@ app.command("chat", epilog=CHAT_EPILOG)(command(_CLIENT_OPTIONS, _chat, "Talk to
 app.command("complete", epilog=COMPLETE_EPILOG)(
     command(_CLIENT_OPTIONS, _complete, "Continue a text, and write it to standard output.", first=[_PROMPT])
 )
+
+
+def _detect(given: Overrides) -> None:
+    run_detect(str(given.pop("text")), given)
+
+
+_TEXT = inspect.Parameter(
+    "text",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=typer.Argument(..., help="Text to judge; - reads it from standard input."),
+    annotation=str,
+)
+_watermark = typer.Typer(no_args_is_help=True)
+_watermark.command("detect", epilog=WATERMARK_EPILOG)(
+    command(
+        [*options_of(WatermarkConfig), *options_of(ConnectionConfig)],
+        _detect,
+        "Tell whether a text was generated under a watermark.",
+        first=[_TEXT],
+    )
+)
+
+
+@_watermark.callback()
+def _watermark_root() -> None:
+    """Keeps `detect` a command of its own."""
+
+
+app.add_typer(_watermark, name="watermark", help="Watermarks of generated text.")
 
 
 def _bench(given: Overrides) -> None:

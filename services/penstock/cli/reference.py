@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
+from penstock.cli.client.watermark import WatermarkConfig
 from penstock.cli.flags import shown_default
 from penstock.cli.pack_config import PackConfig
 from penstock.cli.serve.service_process import ROLES
@@ -56,6 +57,8 @@ def _sections() -> Iterator[str]:
     yield "`penstock chat` and `penstock complete`.\n"
     yield _table([*options_of(SamplingConfig), *options_of(ConnectionConfig)])
     connection = {bound.name for bound in options_of(ConnectionConfig)}
+    yield "`penstock watermark detect TEXT`, and the options of the connection above.\n"
+    yield _table(options_of(WatermarkConfig))
     yield "`penstock bench`, and the options of the connection above.\n"
     yield _table(bound for bound in options_of(BenchConfig) if bound.name not in connection)
     yield "## Packing\n"

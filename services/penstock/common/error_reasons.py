@@ -29,7 +29,6 @@ _LESS = "send less at once"
 
 ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("INVALID_FIELD", "INVALID_ARGUMENT", "a field has a value that it cannot have", "the message names the field and what is allowed"),
-    _row("UNSUPPORTED_FIELD", "INVALID_ARGUMENT", "a field is not available in this release", "leave it out"),
     _row("MALFORMED_MESSAGE", "INVALID_ARGUMENT", "the bytes are no message of the call's type", "compare the client's protos with the server's"),
     _row("DUPLICATE_REQUEST_ID", "INVALID_ARGUMENT", "a live request has this id", "leave `request_id` out, or make it unique"),
     _row("EMPTY_PROMPT", "INVALID_ARGUMENT", "a prompt has no token", "send at least one"),
@@ -60,7 +59,6 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("SLOW_READER", "RESOURCE_EXHAUSTED", "the client does not take its stream's messages", "read faster, or raise `--max-buffered-bytes`"),
     _row("TEMPLATE_TIME_LIMIT", "RESOURCE_EXHAUSTED", "a chat template took too long", "shorten the conversation, or raise `--template-timeout-seconds`"),
     _row("TEMPLATE_MEMORY_LIMIT", "RESOURCE_EXHAUSTED", "a chat template took too much memory", "shorten the conversation, or raise `--template-memory-bytes`"),
-    _row("UNIMPLEMENTED", "UNIMPLEMENTED", "the release does not have this call", "compare the client's protos with the server's"),
     _row("STARTING", "UNAVAILABLE", "the service is loading", _AGAIN),
     _row("DRAINING", "UNAVAILABLE", "the service is going down", "send the request elsewhere, or again when it is back"),
     _row("DRAIN_GRACE_OVER", "UNAVAILABLE ABORTED", "the service went down before the stream's end", "resume from the tokens received; UNAVAILABLE: try again"),

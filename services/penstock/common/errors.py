@@ -10,7 +10,7 @@ PenstockError
  ├─ DeadlineExceeded
  ├─ Cancelled
  ├─ Unauthenticated
- ├─ Unimplemented         an RPC or option of a later release
+ ├─ Unimplemented         a peer of another release lacks the RPC
  └─ Internal              anything else; carries a reason, never an exception's text
 StartupError              a process cannot start: names the flag to change
 """
@@ -111,12 +111,9 @@ class Unauthenticated(PenstockError):
 
 
 class Unimplemented(PenstockError):
-    """An RPC or option that this release does not have."""
+    """An RPC that the called process lacks: it is of another release, or another service."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
-
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what} is not available in this release", reason="UNIMPLEMENTED")
 
 
 class Internal(PenstockError):
@@ -145,6 +142,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
         DeadlineExceeded,
         Cancelled,
         Unauthenticated,
+        Unimplemented,
         Internal,
     )
 }
@@ -173,8 +171,12 @@ def to_status(error: PenstockError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> PenstockError:
-    """The inverse of `to_status`; a status with no ErrorInfo gets reason UNKNOWN."""
-    reason, metadata, field, description, retry = "UNKNOWN", {}, None, "", None
+    """The inverse of `to_status`; a status with no ErrorInfo gets reason UNKNOWN, or UNIMPLEMENTED by its code."""
+    code = CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
+    # gRPC itself answers calls of unknown methods, and knows no ErrorInfo.
+    reason = "UNIMPLEMENTED" if code is grpc.StatusCode.UNIMPLEMENTED else "UNKNOWN"
+    metadata: dict[str, str] = {}
+    field, description, retry = None, "", None
     for packed in status.details:
         if packed.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()
@@ -189,11 +191,8 @@ def from_status(status: status_pb2.Status) -> PenstockError:
             info_retry = error_details_pb2.RetryInfo()
             packed.Unpack(info_retry)
             retry = info_retry.retry_delay.ToNanoseconds() / 1e9
-    code = CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgument(field or "request", description or status.message, reason=reason)
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return Unimplemented(metadata.get("what", status.message.removesuffix(" is not available in this release")))
     kind = _BY_CODE.get(code, Internal)
     return kind(status.message, reason=reason, metadata=metadata, field=field, retry_after_seconds=retry)
 

@@ -30,7 +30,7 @@ from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
-from penstock.generation.service import GenerationCore, Lifecycle, ModelState
+from penstock.generation.service import GenerationCore, Lifecycle, ModelState, WatermarkCalls
 from penstock.generation.startup.load import LoadedModel, load
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
@@ -133,6 +133,7 @@ class GenerationApp:
             stats,
             self._config.max_pending_messages,
             self._config.max_items_in_flight,
+            WatermarkCalls(self._config.max_watermark_calls),
         )
 
     def _engine_failed(self, error: BaseException) -> None:

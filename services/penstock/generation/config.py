@@ -220,6 +220,10 @@ class GenerationServiceConfig(ServerConfig):
     max_trie_sequences: int = _bound("max_trie_sequences", "Most sequences of allowed_token_trie.")
     max_trie_tokens: int = _bound("max_trie_tokens", "Most ids of allowed_token_trie altogether.")
     max_watermark_context: int = _bound("max_watermark_context", "Largest context_width of a watermark.", minimum=1)
+    max_watermark_tokens: int = _bound("max_watermark_tokens", "Most tokens of one DetectWatermark.", minimum=2)
+    max_watermark_calls: int = option(
+        8, "DetectWatermark calls at once: one is computed, the others wait.", group=REQUESTS, minimum=1
+    )
     max_tensor_steps: int = _bound("max_tensor_steps", "Most entries of tensor_steps.")
 
     max_constraint_bytes: int = option(

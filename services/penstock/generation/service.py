@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable
+from penstock.common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.request_context import new_request_id
+from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.request import HealingOptions, ItemResult, Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import Emitter
@@ -20,6 +22,7 @@ from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.grammar.spec import ConstraintSpec
+from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
 from penstock.generation.options.generate_options import GenerateCommand, RequestLimits
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.score_embed import (
@@ -33,6 +36,7 @@ from penstock.generation.options.score_embed import (
 )
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 from penstock.generation.options.validate import validate
+from penstock.generation.sampling.watermark_detector import TooFewTokens, WatermarkDetector, WatermarkEvidence
 from penstock.generation.startup.load import LoadedModel
 
 STARTING_RETRY_SECONDS = 1.0
@@ -45,6 +49,51 @@ class ModelState(enum.Enum):
     READY = 2
     DRAINING = 3
     UNAVAILABLE = 4
+
+
+class WatermarkCalls:
+    """DetectWatermark off the event loop: one call is computed, some others wait. Used from the event loop only."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: calls at once; more are refused."""
+        self._most = most
+        self._calls = 0
+        self._turn = asyncio.Lock()
+
+    async def run(
+        self, detector: WatermarkDetector, command: DetectWatermarkCommand, deadline: float | None
+    ) -> WatermarkEvidence:
+        """Detect on another thread, which stops when the caller is gone. Raises ResourceExhausted, DeadlineExceeded and
+        TooFewTokens."""
+        if self._calls >= self._most:
+            raise ResourceExhausted(
+                "too many watermarks are being looked for",
+                reason="QUEUE_FULL",
+                retry_after_seconds=STARTING_RETRY_SECONDS,
+            )
+        is_gone = threading.Event()
+
+        def check() -> None:
+            if is_gone.is_set():
+                raise _CallerGone
+
+        self._calls += 1
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()), self._turn:
+                return await asyncio.to_thread(
+                    detector.detect, command.token_ids, z_threshold=command.z_threshold, check=check
+                )
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": "watermark"}
+            ) from None
+        finally:
+            is_gone.set()
+            self._calls -= 1
+
+
+class _CallerGone(Exception):
+    """Ends a detection that nobody waits for."""
 
 
 @dataclass(slots=True)
@@ -60,6 +109,7 @@ class GenerationCore:
     max_pending_messages: int
     # Items of one Score or Embed in the engine at once.
     max_items: int
+    watermark_calls: WatermarkCalls
 
     def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
         """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
@@ -128,6 +178,22 @@ class GenerationCore:
         check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
         requests = embed_requests(command, time.monotonic(), deadline)
         return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
+
+    async def detect_watermark(self, command: DetectWatermarkCommand, deadline: float | None) -> WatermarkEvidence:
+        """Look for a watermark in given tokens. Raises what `check_detect_watermark` and `WatermarkCalls.run` raise."""
+        loaded = self.loaded
+        check_detect_watermark(command, loaded.served, self.limits)
+        options = loaded.defaults.options.processors.watermarking_config or WatermarkOptions()
+        detector = WatermarkDetector(
+            command.watermark or options,
+            loaded.served.vocab_size,
+            bos_token_id=loaded.model.config.bos_token_id,
+            ignore_repeated_ngrams=command.ignore_repeated_ngrams,
+        )
+        try:
+            return await self.watermark_calls.run(detector, command, deadline)
+        except TooFewTokens as error:
+            raise InvalidArgument("token_ids", str(error)) from None
 
 
 def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> float | None:

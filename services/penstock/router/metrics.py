@@ -48,7 +48,7 @@ class RouterMetrics:
         self.detokenize = seconds("detokenize_seconds", "Turning ids into text, per request.")
         self.first_token = seconds("time_to_first_token_seconds", "Request received to first token.")
         self.end_to_end = seconds("e2e_request_latency_seconds", "Request received to Finished.")
-        self.score_embed = seconds("score_embed_seconds", "Score and Embed: request received to its answer.")
+        self.score_embed = seconds("score_embed_seconds", "Score, Embed, DetectWatermark: request to answer.")
         self.inter_token = seconds("inter_token_latency_seconds", "Between deltas of a sequence.")
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of finished requests.")
         self.generation_tokens = counter("generation_tokens_total", "Tokens passed on to clients.")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\xbf\x02\n\x04Load\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x19\n\x11running_sequences\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\x05 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x06 \x01(\r\x12\x1b\n\x13kv_blocks_evictable\x18\x07 \x01(\r\x12\x1d\n\x15pending_prompt_tokens\x18\x08 \x01(\x04\x12\x0c\n\x04step\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12&\n\x05state\x18\x0b \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x1b\n\x13max_queued_requests\x18\x0c \x01(\r\"\x10\n\x0eGetLoadRequest\"2\n\x0fGetLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Load\"N\n\x10WatchLoadRequest\x12!\n\x14min_interval_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x17\n\x15_min_interval_seconds\"4\n\x11WatchLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Load\"\xcf\x01\n\rWarmUpRequest\x12\x1f\n\x12max_prefill_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bmax_seq_len\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\rmax_input_len\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0emax_iter_times\x18\x04 \x01(\rH\x03\x88\x01\x01\x42\x15\n\x13_max_prefill_tokensB\x0e\n\x0c_max_seq_lenB\x10\n\x0e_max_input_lenB\x11\n\x0f_max_iter_times\"=\n\x0eWarmUpResponse\x12\x1a\n\x12kv_bytes_available\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"(\n\x11\x43learCacheRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\x12\x43learCacheResponse\x12\x16\n\x0e\x62locks_cleared\x18\x01 \x01(\r\"0\n\tBlockCopy\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65stination\x18\x02 \x01(\r\";\n\x11\x43opyBlocksRequest\x12&\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x16.penstock.v1.BlockCopy\"\x14\n\x12\x43opyBlocksResponse\"U\n\tBlockSwap\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.penstock.v1.SwapKind\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x13\n\x0b\x64\x65stination\x18\x03 \x01(\r\":\n\x11SwapBlocksRequest\x12%\n\x05swaps\x18\x01 \x03(\x0b\x32\x16.penstock.v1.BlockSwap\"\x14\n\x12SwapBlocksResponse\"\x15\n\x13GetPoolStatsRequest\"\xb7\x01\n\x14GetPoolStatsResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Load\x12\x1d\n\x15prefix_lookups_tokens\x18\x02 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x04 \x01(\x04\x12\x11\n\tevictions\x18\x05 \x01(\x04\x12\x1c\n\x14\x63opy_on_write_blocks\x18\x06 \x01(\x04\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"A\n\x13LoadAdapterResponse\x12*\n\x06status\x18\x01 \x01(\x0e\x32\x1a.penstock.v1.AdapterStatus\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"C\n\x15UnloadAdapterResponse\x12*\n\x06status\x18\x01 \x01(\x0e\x32\x1a.penstock.v1.AdapterStatus\"\x15\n\x13ListAdaptersRequest\">\n\x14ListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Adapter\"4\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"<\n\x0c\x44rainRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\")\n\rDrainResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse*a\n\x08SwapKind\x12\x19\n\x15SWAP_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18SWAP_KIND_HOST_TO_DEVICE\x10\x01\x12\x1c\n\x18SWAP_KIND_DEVICE_TO_HOST\x10\x02*\xa1\x02\n\rAdapterStatus\x12\x1e\n\x1a\x41\x44\x41PTER_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41\x44\x41PTER_STATUS_SUCCESS\x10\x01\x12\x1d\n\x19\x41\x44\x41PTER_STATUS_SLOTS_FULL\x10\x02\x12%\n!ADAPTER_STATUS_DUPLICATED_LORA_ID\x10\x03\x12\"\n\x1e\x41\x44\x41PTER_STATUS_INVALID_LORA_ID\x10\x04\x12$\n ADAPTER_STATUS_INVALID_LORA_PATH\x10\x05\x12$\n ADAPTER_STATUS_INVALID_LORA_RANK\x10\x06\x12\x1e\n\x1a\x41\x44\x41PTER_STATUS_UNSUPPORTED\x10\x07\x32\xb3\x07\n\x16GenerationAdminService\x12\x44\n\x07GetLoad\x12\x1b.penstock.v1.GetLoadRequest\x1a\x1c.penstock.v1.GetLoadResponse\x12L\n\tWatchLoad\x12\x1d.penstock.v1.WatchLoadRequest\x1a\x1e.penstock.v1.WatchLoadResponse0\x01\x12\x41\n\x06WarmUp\x12\x1a.penstock.v1.WarmUpRequest\x1a\x1b.penstock.v1.WarmUpResponse\x12M\n\nClearCache\x12\x1e.penstock.v1.ClearCacheRequest\x1a\x1f.penstock.v1.ClearCacheResponse\x12M\n\nCopyBlocks\x12\x1e.penstock.v1.CopyBlocksRequest\x1a\x1f.penstock.v1.CopyBlocksResponse\x12M\n\nSwapBlocks\x12\x1e.penstock.v1.SwapBlocksRequest\x1a\x1f.penstock.v1.SwapBlocksResponse\x12S\n\x0cGetPoolStats\x12 .penstock.v1.GetPoolStatsRequest\x1a!.penstock.v1.GetPoolStatsResponse\x12P\n\x0bLoadAdapter\x12\x1f.penstock.v1.LoadAdapterRequest\x1a .penstock.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.penstock.v1.UnloadAdapterRequest\x1a\".penstock.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .penstock.v1.ListAdaptersRequest\x1a!.penstock.v1.ListAdaptersResponse\x12>\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\x12\x41\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponseBZ\n\x0eio.penstock.v1B\nAdminProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\xbf\x02\n\x04Load\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x19\n\x11running_sequences\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\r\x12\x16\n\x0ekv_blocks_free\x18\x05 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x06 \x01(\r\x12\x1b\n\x13kv_blocks_evictable\x18\x07 \x01(\r\x12\x1d\n\x15pending_prompt_tokens\x18\x08 \x01(\x04\x12\x0c\n\x04step\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12&\n\x05state\x18\x0b \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x1b\n\x13max_queued_requests\x18\x0c \x01(\r\"\x10\n\x0eGetLoadRequest\"2\n\x0fGetLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Load\"N\n\x10WatchLoadRequest\x12!\n\x14min_interval_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x17\n\x15_min_interval_seconds\"4\n\x11WatchLoadResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Load\"U\n\rWarmUpRequestJ\x04\x08\x01\x10\x05R\x12max_prefill_tokensR\x0bmax_seq_lenR\rmax_input_lenR\x0emax_iter_times\"=\n\x0eWarmUpResponse\x12\x1a\n\x12kv_bytes_available\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x11\x43learCacheRequestJ\x04\x08\x01\x10\x02R\x0brequest_ids\",\n\x12\x43learCacheResponse\x12\x16\n\x0e\x62locks_cleared\x18\x01 \x01(\r\"\x15\n\x13GetPoolStatsRequest\"\xb7\x01\n\x14GetPoolStatsResponse\x12\x1f\n\x04load\x18\x01 \x01(\x0b\x32\x11.penstock.v1.Load\x12\x1d\n\x15prefix_lookups_tokens\x18\x02 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x04 \x01(\x04\x12\x11\n\tevictions\x18\x05 \x01(\x04\x12\x1c\n\x14\x63opy_on_write_blocks\x18\x06 \x01(\x04\"<\n\x0c\x44rainRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\")\n\rDrainResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse2\x96\x04\n\x16GenerationAdminService\x12\x44\n\x07GetLoad\x12\x1b.penstock.v1.GetLoadRequest\x1a\x1c.penstock.v1.GetLoadResponse\x12L\n\tWatchLoad\x12\x1d.penstock.v1.WatchLoadRequest\x1a\x1e.penstock.v1.WatchLoadResponse0\x01\x12\x41\n\x06WarmUp\x12\x1a.penstock.v1.WarmUpRequest\x1a\x1b.penstock.v1.WarmUpResponse\x12M\n\nClearCache\x12\x1e.penstock.v1.ClearCacheRequest\x1a\x1f.penstock.v1.ClearCacheResponse\x12S\n\x0cGetPoolStats\x12 .penstock.v1.GetPoolStatsRequest\x1a!.penstock.v1.GetPoolStatsResponse\x12>\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\x12\x41\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponseBZ\n\x0eio.penstock.v1B\nAdminProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.admin_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\nAdminProtoP\001Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1'
-  _globals['_SWAPKIND']._serialized_start=1969
-  _globals['_SWAPKIND']._serialized_end=2066
-  _globals['_ADAPTERSTATUS']._serialized_start=2069
-  _globals['_ADAPTERSTATUS']._serialized_end=2358
   _globals['_LOAD']._serialized_start=67
   _globals['_LOAD']._serialized_end=386
   _globals['_GETLOADREQUEST']._serialized_start=388
@@ -47,52 +43,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHLOADREQUEST']._serialized_end=536
   _globals['_WATCHLOADRESPONSE']._serialized_start=538
   _globals['_WATCHLOADRESPONSE']._serialized_end=590
-  _globals['_WARMUPREQUEST']._serialized_start=593
-  _globals['_WARMUPREQUEST']._serialized_end=800
-  _globals['_WARMUPRESPONSE']._serialized_start=802
-  _globals['_WARMUPRESPONSE']._serialized_end=863
-  _globals['_CLEARCACHEREQUEST']._serialized_start=865
-  _globals['_CLEARCACHEREQUEST']._serialized_end=905
-  _globals['_CLEARCACHERESPONSE']._serialized_start=907
-  _globals['_CLEARCACHERESPONSE']._serialized_end=951
-  _globals['_BLOCKCOPY']._serialized_start=953
-  _globals['_BLOCKCOPY']._serialized_end=1001
-  _globals['_COPYBLOCKSREQUEST']._serialized_start=1003
-  _globals['_COPYBLOCKSREQUEST']._serialized_end=1062
-  _globals['_COPYBLOCKSRESPONSE']._serialized_start=1064
-  _globals['_COPYBLOCKSRESPONSE']._serialized_end=1084
-  _globals['_BLOCKSWAP']._serialized_start=1086
-  _globals['_BLOCKSWAP']._serialized_end=1171
-  _globals['_SWAPBLOCKSREQUEST']._serialized_start=1173
-  _globals['_SWAPBLOCKSREQUEST']._serialized_end=1231
-  _globals['_SWAPBLOCKSRESPONSE']._serialized_start=1233
-  _globals['_SWAPBLOCKSRESPONSE']._serialized_end=1253
-  _globals['_GETPOOLSTATSREQUEST']._serialized_start=1255
-  _globals['_GETPOOLSTATSREQUEST']._serialized_end=1276
-  _globals['_GETPOOLSTATSRESPONSE']._serialized_start=1279
-  _globals['_GETPOOLSTATSRESPONSE']._serialized_end=1462
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1464
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1512
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1514
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1579
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1581
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1617
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1619
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1686
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1688
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1709
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1711
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1773
-  _globals['_ADAPTER']._serialized_start=1775
-  _globals['_ADAPTER']._serialized_end=1827
-  _globals['_DRAINREQUEST']._serialized_start=1829
-  _globals['_DRAINREQUEST']._serialized_end=1889
-  _globals['_DRAINRESPONSE']._serialized_start=1891
-  _globals['_DRAINRESPONSE']._serialized_end=1932
-  _globals['_RESUMEREQUEST']._serialized_start=1934
-  _globals['_RESUMEREQUEST']._serialized_end=1949
-  _globals['_RESUMERESPONSE']._serialized_start=1951
-  _globals['_RESUMERESPONSE']._serialized_end=1967
-  _globals['_GENERATIONADMINSERVICE']._serialized_start=2361
-  _globals['_GENERATIONADMINSERVICE']._serialized_end=3308
+  _globals['_WARMUPREQUEST']._serialized_start=592
+  _globals['_WARMUPREQUEST']._serialized_end=677
+  _globals['_WARMUPRESPONSE']._serialized_start=679
+  _globals['_WARMUPRESPONSE']._serialized_end=740
+  _globals['_CLEARCACHEREQUEST']._serialized_start=742
+  _globals['_CLEARCACHEREQUEST']._serialized_end=780
+  _globals['_CLEARCACHERESPONSE']._serialized_start=782
+  _globals['_CLEARCACHERESPONSE']._serialized_end=826
+  _globals['_GETPOOLSTATSREQUEST']._serialized_start=828
+  _globals['_GETPOOLSTATSREQUEST']._serialized_end=849
+  _globals['_GETPOOLSTATSRESPONSE']._serialized_start=852
+  _globals['_GETPOOLSTATSRESPONSE']._serialized_end=1035
+  _globals['_DRAINREQUEST']._serialized_start=1037
+  _globals['_DRAINREQUEST']._serialized_end=1097
+  _globals['_DRAINRESPONSE']._serialized_start=1099
+  _globals['_DRAINRESPONSE']._serialized_end=1140
+  _globals['_RESUMEREQUEST']._serialized_start=1142
+  _globals['_RESUMEREQUEST']._serialized_end=1157
+  _globals['_RESUMERESPONSE']._serialized_start=1159
+  _globals['_RESUMERESPONSE']._serialized_end=1175
+  _globals['_GENERATIONADMINSERVICE']._serialized_start=1178
+  _globals['_GENERATIONADMINSERVICE']._serialized_end=1712
 # @@protoc_insertion_point(module_scope)

@@ -3,11 +3,8 @@
 isort:skip_file
 Control of one generation process. Separate from inference so that a mesh can authorise by service name."""
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from penstock.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,51 +16,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _SwapKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _SwapKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SwapKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SWAP_KIND_UNSPECIFIED: _SwapKind.ValueType  # 0
-    SWAP_KIND_HOST_TO_DEVICE: _SwapKind.ValueType  # 1
-    SWAP_KIND_DEVICE_TO_HOST: _SwapKind.ValueType  # 2
-
-class SwapKind(_SwapKind, metaclass=_SwapKindEnumTypeWrapper): ...
-
-SWAP_KIND_UNSPECIFIED: SwapKind.ValueType  # 0
-SWAP_KIND_HOST_TO_DEVICE: SwapKind.ValueType  # 1
-SWAP_KIND_DEVICE_TO_HOST: SwapKind.ValueType  # 2
-Global___SwapKind: _TypeAlias = SwapKind  # noqa: Y015
-
-class _AdapterStatus:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _AdapterStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterStatus.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ADAPTER_STATUS_UNSPECIFIED: _AdapterStatus.ValueType  # 0
-    ADAPTER_STATUS_SUCCESS: _AdapterStatus.ValueType  # 1
-    ADAPTER_STATUS_SLOTS_FULL: _AdapterStatus.ValueType  # 2
-    ADAPTER_STATUS_DUPLICATED_LORA_ID: _AdapterStatus.ValueType  # 3
-    ADAPTER_STATUS_INVALID_LORA_ID: _AdapterStatus.ValueType  # 4
-    ADAPTER_STATUS_INVALID_LORA_PATH: _AdapterStatus.ValueType  # 5
-    ADAPTER_STATUS_INVALID_LORA_RANK: _AdapterStatus.ValueType  # 6
-    ADAPTER_STATUS_UNSUPPORTED: _AdapterStatus.ValueType  # 7
-
-class AdapterStatus(_AdapterStatus, metaclass=_AdapterStatusEnumTypeWrapper):
-    """Outcome of an adapter call."""
-
-ADAPTER_STATUS_UNSPECIFIED: AdapterStatus.ValueType  # 0
-ADAPTER_STATUS_SUCCESS: AdapterStatus.ValueType  # 1
-ADAPTER_STATUS_SLOTS_FULL: AdapterStatus.ValueType  # 2
-ADAPTER_STATUS_DUPLICATED_LORA_ID: AdapterStatus.ValueType  # 3
-ADAPTER_STATUS_INVALID_LORA_ID: AdapterStatus.ValueType  # 4
-ADAPTER_STATUS_INVALID_LORA_PATH: AdapterStatus.ValueType  # 5
-ADAPTER_STATUS_INVALID_LORA_RANK: AdapterStatus.ValueType  # 6
-ADAPTER_STATUS_UNSUPPORTED: AdapterStatus.ValueType  # 7
-Global___AdapterStatus: _TypeAlias = AdapterStatus  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
@@ -203,44 +155,14 @@ Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
 class WarmUpRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    MAX_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_SEQ_LEN_FIELD_NUMBER: _builtins.int
-    MAX_INPUT_LEN_FIELD_NUMBER: _builtins.int
-    MAX_ITER_TIMES_FIELD_NUMBER: _builtins.int
-    max_prefill_tokens: _builtins.int
-    """Default 4096."""
-    max_seq_len: _builtins.int
-    """Default 2560."""
-    max_input_len: _builtins.int
-    max_iter_times: _builtins.int
     def __init__(
         self,
-        *,
-        max_prefill_tokens: _builtins.int | None = ...,
-        max_seq_len: _builtins.int | None = ...,
-        max_input_len: _builtins.int | None = ...,
-        max_iter_times: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_input_len", b"_max_input_len", "_max_iter_times", b"_max_iter_times", "_max_prefill_tokens", b"_max_prefill_tokens", "_max_seq_len", b"_max_seq_len", "max_input_len", b"max_input_len", "max_iter_times", b"max_iter_times", "max_prefill_tokens", b"max_prefill_tokens", "max_seq_len", b"max_seq_len"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_input_len", b"_max_input_len", "_max_iter_times", b"_max_iter_times", "_max_prefill_tokens", b"_max_prefill_tokens", "_max_seq_len", b"_max_seq_len", "max_input_len", b"max_input_len", "max_iter_times", b"max_iter_times", "max_prefill_tokens", b"max_prefill_tokens", "max_seq_len", b"max_seq_len"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_input_len: _TypeAlias = _typing.Literal["max_input_len"]  # noqa: Y015
-    _WhichOneofArgType__max_input_len: _TypeAlias = _typing.Literal["_max_input_len", b"_max_input_len"]  # noqa: Y015
-    _WhichOneofReturnType__max_iter_times: _TypeAlias = _typing.Literal["max_iter_times"]  # noqa: Y015
-    _WhichOneofArgType__max_iter_times: _TypeAlias = _typing.Literal["_max_iter_times", b"_max_iter_times"]  # noqa: Y015
-    _WhichOneofReturnType__max_prefill_tokens: _TypeAlias = _typing.Literal["max_prefill_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_prefill_tokens: _TypeAlias = _typing.Literal["_max_prefill_tokens", b"_max_prefill_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__max_seq_len: _TypeAlias = _typing.Literal["max_seq_len"]  # noqa: Y015
-    _WhichOneofArgType__max_seq_len: _TypeAlias = _typing.Literal["_max_seq_len", b"_max_seq_len"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_input_len) -> _WhichOneofReturnType__max_input_len | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_iter_times) -> _WhichOneofReturnType__max_iter_times | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prefill_tokens) -> _WhichOneofReturnType__max_prefill_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_seq_len) -> _WhichOneofReturnType__max_seq_len | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmUpRequest: _TypeAlias = WarmUpRequest  # noqa: Y015
 
@@ -270,19 +192,12 @@ Global___WarmUpResponse: _TypeAlias = WarmUpResponse  # noqa: Y015
 class ClearCacheRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Empty: every block that no running request holds."""
-
     def __init__(
         self,
-        *,
-        request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,123 +221,6 @@ class ClearCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClearCacheResponse: _TypeAlias = ClearCacheResponse  # noqa: Y015
-
-@_typing.final
-class BlockCopy(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SOURCE_FIELD_NUMBER: _builtins.int
-    DESTINATION_FIELD_NUMBER: _builtins.int
-    source: _builtins.int
-    destination: _builtins.int
-    def __init__(
-        self,
-        *,
-        source: _builtins.int = ...,
-        destination: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "source", b"source"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlockCopy: _TypeAlias = BlockCopy  # noqa: Y015
-
-@_typing.final
-class CopyBlocksRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    COPIES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCopy]: ...
-    def __init__(
-        self,
-        *,
-        copies: _abc.Iterable[Global___BlockCopy] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CopyBlocksRequest: _TypeAlias = CopyBlocksRequest  # noqa: Y015
-
-@_typing.final
-class CopyBlocksResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CopyBlocksResponse: _TypeAlias = CopyBlocksResponse  # noqa: Y015
-
-@_typing.final
-class BlockSwap(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    DESTINATION_FIELD_NUMBER: _builtins.int
-    kind: Global___SwapKind.ValueType
-    source: _builtins.int
-    destination: _builtins.int
-    def __init__(
-        self,
-        *,
-        kind: Global___SwapKind.ValueType = ...,
-        source: _builtins.int = ...,
-        destination: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "kind", b"kind", "source", b"source"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlockSwap: _TypeAlias = BlockSwap  # noqa: Y015
-
-@_typing.final
-class SwapBlocksRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SWAPS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def swaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSwap]: ...
-    def __init__(
-        self,
-        *,
-        swaps: _abc.Iterable[Global___BlockSwap] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["swaps", b"swaps"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SwapBlocksRequest: _TypeAlias = SwapBlocksRequest  # noqa: Y015
-
-@_typing.final
-class SwapBlocksResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SwapBlocksResponse: _TypeAlias = SwapBlocksResponse  # noqa: Y015
 
 @_typing.final
 class GetPoolStatsRequest(_message.Message):
@@ -473,145 +271,6 @@ class GetPoolStatsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolStatsResponse: _TypeAlias = GetPoolStatsResponse  # noqa: Y015
-
-@_typing.final
-class LoadAdapterRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    PATH_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    path: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        path: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
-
-@_typing.final
-class LoadAdapterResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: _builtins.int
-    status: Global___AdapterStatus.ValueType
-    def __init__(
-        self,
-        *,
-        status: Global___AdapterStatus.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
-
-@_typing.final
-class UnloadAdapterRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
-
-@_typing.final
-class UnloadAdapterResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: _builtins.int
-    status: Global___AdapterStatus.ValueType
-    def __init__(
-        self,
-        *,
-        status: Global___AdapterStatus.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
-
-@_typing.final
-class ListAdaptersRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
-
-@_typing.final
-class ListAdaptersResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADAPTERS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
-    def __init__(
-        self,
-        *,
-        adapters: _abc.Iterable[Global___Adapter] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
-
-@_typing.final
-class Adapter(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    rank: _builtins.int
-    bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        rank: _builtins.int = ...,
-        bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "rank", b"rank"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationAdminServiceStub:
-    """Load, cache, adapters and lifecycle.
+    """Load, cache and lifecycle.
     """
 
     def __init__(self, channel):
@@ -55,35 +55,10 @@ class GenerationAdminServiceStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.ClearCacheRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.ClearCacheResponse.FromString,
                 _registered_method=True)
-        self.CopyBlocks = channel.unary_unary(
-                '/penstock.v1.GenerationAdminService/CopyBlocks',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksResponse.FromString,
-                _registered_method=True)
-        self.SwapBlocks = channel.unary_unary(
-                '/penstock.v1.GenerationAdminService/SwapBlocks',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksResponse.FromString,
-                _registered_method=True)
         self.GetPoolStats = channel.unary_unary(
                 '/penstock.v1.GenerationAdminService/GetPoolStats',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.FromString,
-                _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/penstock.v1.GenerationAdminService/LoadAdapter',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
-                _registered_method=True)
-        self.UnloadAdapter = channel.unary_unary(
-                '/penstock.v1.GenerationAdminService/UnloadAdapter',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
-                _registered_method=True)
-        self.ListAdapters = channel.unary_unary(
-                '/penstock.v1.GenerationAdminService/ListAdapters',
-                request_serializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/penstock.v1.GenerationAdminService/Drain',
@@ -98,7 +73,7 @@ class GenerationAdminServiceStub:
 
 
 class GenerationAdminServiceServicer:
-    """Load, cache, adapters and lifecycle.
+    """Load, cache and lifecycle.
     """
 
     def GetLoad(self, request, context):
@@ -115,48 +90,20 @@ class GenerationAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WarmUp(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Runs the model once, as at start-up, while nothing else runs.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCache(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CopyBlocks(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SwapBlocks(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Forgets every reusable prefix that no running request holds.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPoolStats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LoadAdapter(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnloadAdapter(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListAdapters(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,35 +145,10 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.ClearCacheRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.ClearCacheResponse.SerializeToString,
             ),
-            'CopyBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.CopyBlocks,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksResponse.SerializeToString,
-            ),
-            'SwapBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.SwapBlocks,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksResponse.SerializeToString,
-            ),
             'GetPoolStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPoolStats,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.SerializeToString,
-            ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
-            ),
-            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnloadAdapter,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
-            ),
-            'ListAdapters': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListAdapters,
-                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -247,7 +169,7 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationAdminService:
-    """Load, cache, adapters and lifecycle.
+    """Load, cache and lifecycle.
     """
 
     @staticmethod
@@ -359,60 +281,6 @@ class GenerationAdminService:
             _registered_method=True)
 
     @staticmethod
-    def CopyBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.GenerationAdminService/CopyBlocks',
-            penstock_dot_v1_dot_admin__pb2.CopyBlocksRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.CopyBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SwapBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.GenerationAdminService/SwapBlocks',
-            penstock_dot_v1_dot_admin__pb2.SwapBlocksRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.SwapBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def GetPoolStats(request,
             target,
             options=(),
@@ -429,87 +297,6 @@ class GenerationAdminService:
             '/penstock.v1.GenerationAdminService/GetPoolStats',
             penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.GenerationAdminService/LoadAdapter',
-            penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnloadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.GenerationAdminService/UnloadAdapter',
-            penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListAdapters(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.GenerationAdminService/ListAdapters',
-            penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
-            penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationAdminServiceStub:
-    """Load, cache, adapters and lifecycle."""
+    """Load, cache and lifecycle."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,39 +37,33 @@ class GenerationAdminServiceStub:
     WatchLoad: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]
     """A report at once, then whenever it changed, at most once an interval."""
     WarmUp: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmUpRequest, _admin_pb2.WarmUpResponse]
+    """Runs the model once, as at start-up, while nothing else runs."""
     ClearCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]
-    CopyBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CopyBlocksRequest, _admin_pb2.CopyBlocksResponse]
-    SwapBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SwapBlocksRequest, _admin_pb2.SwapBlocksResponse]
+    """Forgets every reusable prefix that no running request holds."""
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]
-    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
-    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
-    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
 
 @_typing.type_check_only
 class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
-    """Load, cache, adapters and lifecycle."""
+    """Load, cache and lifecycle."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetLoad: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetLoadRequest, _admin_pb2.GetLoadResponse]  # type: ignore[assignment]
     WatchLoad: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """A report at once, then whenever it changed, at most once an interval."""
     WarmUp: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmUpRequest, _admin_pb2.WarmUpResponse]  # type: ignore[assignment]
+    """Runs the model once, as at start-up, while nothing else runs."""
     ClearCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]  # type: ignore[assignment]
-    CopyBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.CopyBlocksRequest, _admin_pb2.CopyBlocksResponse]  # type: ignore[assignment]
-    SwapBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.SwapBlocksRequest, _admin_pb2.SwapBlocksResponse]  # type: ignore[assignment]
+    """Forgets every reusable prefix that no running request holds."""
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
-    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
 
 class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Load, cache, adapters and lifecycle."""
+    """Load, cache and lifecycle."""
 
     @_abc_1.abstractmethod
     def GetLoad(
@@ -91,28 +85,16 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _admin_pb2.WarmUpRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.WarmUpResponse, _abc.Awaitable[_admin_pb2.WarmUpResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.WarmUpResponse, _abc.Awaitable[_admin_pb2.WarmUpResponse]]:
+        """Runs the model once, as at start-up, while nothing else runs."""
 
     @_abc_1.abstractmethod
     def ClearCache(
         self,
         request: _admin_pb2.ClearCacheRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ClearCacheResponse, _abc.Awaitable[_admin_pb2.ClearCacheResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def CopyBlocks(
-        self,
-        request: _admin_pb2.CopyBlocksRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.CopyBlocksResponse, _abc.Awaitable[_admin_pb2.CopyBlocksResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def SwapBlocks(
-        self,
-        request: _admin_pb2.SwapBlocksRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.SwapBlocksResponse, _abc.Awaitable[_admin_pb2.SwapBlocksResponse]]: ...
+    ) -> _typing.Union[_admin_pb2.ClearCacheResponse, _abc.Awaitable[_admin_pb2.ClearCacheResponse]]:
+        """Forgets every reusable prefix that no running request holds."""
 
     @_abc_1.abstractmethod
     def GetPoolStats(
@@ -120,27 +102,6 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetPoolStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetPoolStatsResponse, _abc.Awaitable[_admin_pb2.GetPoolStatsResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def LoadAdapter(
-        self,
-        request: _admin_pb2.LoadAdapterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def UnloadAdapter(
-        self,
-        request: _admin_pb2.UnloadAdapterRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def ListAdapters(
-        self,
-        request: _admin_pb2.ListAdaptersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]: ...
 
     @_abc_1.abstractmethod
     def Drain(

@@ -665,6 +665,118 @@ class EmbedResponse(_message.Message):
 Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
+class DetectWatermarkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WATERMARKING_CONFIG_FIELD_NUMBER: _builtins.int
+    Z_THRESHOLD_FIELD_NUMBER: _builtins.int
+    IGNORE_REPEATED_NGRAMS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    z_threshold: _builtins.float
+    """Default 3."""
+    ignore_repeated_ngrams: _builtins.bool
+    """Every n-gram counts once."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output alone, without its prompt. A leading beginning-of-sequence id is not scored."""
+
+    @_builtins.property
+    def watermarking_config(self) -> _config_pb2.WatermarkingConfig:
+        """That of the requests the text may come from. Unset: that of the model's generation_config.json, or transformers'
+        defaults where it has none.
+        """
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        watermarking_config: _config_pb2.WatermarkingConfig | None = ...,
+        z_threshold: _builtins.float | None = ...,
+        ignore_repeated_ngrams: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_z_threshold", b"_z_threshold", "watermarking_config", b"watermarking_config", "z_threshold", b"z_threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_z_threshold", b"_z_threshold", "ignore_repeated_ngrams", b"ignore_repeated_ngrams", "model", b"model", "token_ids", b"token_ids", "watermarking_config", b"watermarking_config", "z_threshold", b"z_threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__z_threshold: _TypeAlias = _typing.Literal["z_threshold"]  # noqa: Y015
+    _WhichOneofArgType__z_threshold: _TypeAlias = _typing.Literal["_z_threshold", b"_z_threshold"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__z_threshold) -> _WhichOneofReturnType__z_threshold | None: ...
+
+Global___DetectWatermarkRequest: _TypeAlias = DetectWatermarkRequest  # noqa: Y015
+
+@_typing.final
+class WatermarkEvidence(_message.Message):
+    """As transformers' WatermarkDetectorOutput."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_SCORED_FIELD_NUMBER: _builtins.int
+    NUM_GREEN_TOKENS_FIELD_NUMBER: _builtins.int
+    GREEN_FRACTION_FIELD_NUMBER: _builtins.int
+    Z_SCORE_FIELD_NUMBER: _builtins.int
+    P_VALUE_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
+    GREEN_POSITIONS_FIELD_NUMBER: _builtins.int
+    FIRST_SCORED_POSITION_FIELD_NUMBER: _builtins.int
+    num_tokens_scored: _builtins.int
+    num_green_tokens: _builtins.int
+    green_fraction: _builtins.float
+    z_score: _builtins.float
+    """Standard deviations between the number of green tokens and what text without the watermark has on average."""
+    p_value: _builtins.float
+    """Probability of so many green tokens without the watermark (one-sided)."""
+    prediction: _builtins.bool
+    """z_score is above the threshold."""
+    first_scored_position: _builtins.int
+    """The first position that is scored; those before it are context only."""
+    @_builtins.property
+    def green_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions in token_ids, from 0, of the green tokens, repeated n-grams included."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens_scored: _builtins.int = ...,
+        num_green_tokens: _builtins.int = ...,
+        green_fraction: _builtins.float = ...,
+        z_score: _builtins.float = ...,
+        p_value: _builtins.float = ...,
+        prediction: _builtins.bool = ...,
+        green_positions: _abc.Iterable[_builtins.int] | None = ...,
+        first_scored_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_scored_position", b"first_scored_position", "green_fraction", b"green_fraction", "green_positions", b"green_positions", "num_green_tokens", b"num_green_tokens", "num_tokens_scored", b"num_tokens_scored", "p_value", b"p_value", "prediction", b"prediction", "z_score", b"z_score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatermarkEvidence: _TypeAlias = WatermarkEvidence  # noqa: Y015
+
+@_typing.final
+class DetectWatermarkResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def evidence(self) -> Global___WatermarkEvidence: ...
+    def __init__(
+        self,
+        *,
+        evidence: Global___WatermarkEvidence | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetectWatermarkResponse: _TypeAlias = DetectWatermarkResponse  # noqa: Y015
+
+@_typing.final
 class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

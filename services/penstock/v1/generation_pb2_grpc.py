@@ -55,6 +55,11 @@ class GenerationServiceStub:
                 request_serializer=penstock_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.DetectWatermark = channel.unary_unary(
+                '/penstock.v1.GenerationService/DetectWatermark',
+                request_serializer=penstock_dot_v1_dot_generation__pb2.DetectWatermarkRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_generation__pb2.DetectWatermarkResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/penstock.v1.GenerationService/Abort',
                 request_serializer=penstock_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
@@ -94,6 +99,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DetectWatermark(self, request, context):
+        """Tells whether tokens were generated under a watermark.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends requests; their blocks are free after the next step.
         """
@@ -123,6 +135,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=penstock_dot_v1_dot_generation__pb2.EmbedRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_generation__pb2.EmbedResponse.SerializeToString,
+            ),
+            'DetectWatermark': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetectWatermark,
+                    request_deserializer=penstock_dot_v1_dot_generation__pb2.DetectWatermarkRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_generation__pb2.DetectWatermarkResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -239,6 +256,33 @@ class GenerationService:
             '/penstock.v1.GenerationService/Embed',
             penstock_dot_v1_dot_generation__pb2.EmbedRequest.SerializeToString,
             penstock_dot_v1_dot_generation__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetectWatermark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationService/DetectWatermark',
+            penstock_dot_v1_dot_generation__pb2.DetectWatermarkRequest.SerializeToString,
+            penstock_dot_v1_dot_generation__pb2.DetectWatermarkResponse.FromString,
             options,
             channel_credentials,
             insecure,

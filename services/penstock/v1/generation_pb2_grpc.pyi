@@ -41,6 +41,8 @@ class GenerationServiceStub:
     """Log-probabilities of given continuations."""
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
     """Pooled hidden states."""
+    DetectWatermark: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetectWatermarkRequest, _generation_pb2.DetectWatermarkResponse]
+    """Tells whether tokens were generated under a watermark."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends requests; their blocks are free after the next step."""
 
@@ -57,6 +59,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Log-probabilities of given continuations."""
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
     """Pooled hidden states."""
+    DetectWatermark: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetectWatermarkRequest, _generation_pb2.DetectWatermarkResponse]  # type: ignore[assignment]
+    """Tells whether tokens were generated under a watermark."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests; their blocks are free after the next step."""
 
@@ -94,6 +98,14 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.EmbedResponse, _abc.Awaitable[_generation_pb2.EmbedResponse]]:
         """Pooled hidden states."""
+
+    @_abc_1.abstractmethod
+    def DetectWatermark(
+        self,
+        request: _generation_pb2.DetectWatermarkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.DetectWatermarkResponse, _abc.Awaitable[_generation_pb2.DetectWatermarkResponse]]:
+        """Tells whether tokens were generated under a watermark."""
 
     @_abc_1.abstractmethod
     def Abort(

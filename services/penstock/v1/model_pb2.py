@@ -26,7 +26,7 @@ from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 from penstock.v1 import config_pb2 as penstock_dot_v1_dot_config__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc1\x01\n\nKvGeometry\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12!\n\x05\x64type\x18\x06 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x17\n\x0f\x62ytes_per_block\x18\x07 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x08 \x01(\x04\"\xff\x01\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12\x1d\n\x15max_running_sequences\x18\x03 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x04 \x01(\r\x12\x1c\n\x14max_return_sequences\x18\x05 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x19\n\x11max_message_bytes\x18\t \x01(\r\"\xa9\x05\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12!\n\x05\x64type\x18\x04 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x14\n\x0cquantization\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12#\n\x02kv\x18\x08 \x01(\x0b\x32\x17.penstock.v1.KvGeometry\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.penstock.v1.Limits\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cpad_token_id\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x13\n\x0bhidden_size\x18\x0e \x01(\r\x12\x1b\n\x13num_attention_heads\x18\x0f \x01(\r\x12\x16\n\x0enum_parameters\x18\x10 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x11 \x01(\t\x12&\n\x05state\x18\x12 \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x16\n\x0epercent_loaded\x18\x13 \x01(\x01\x12\x35\n\x0e\x64\x65\x66\x61ult_config\x18\x14 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12\"\n\x06graphs\x18\x15 \x03(\x0b\x32\x12.penstock.v1.Graph\x12\x10\n\x08\x61\x64\x61pters\x18\x16 \x03(\t\x12\x17\n\x0f\x61ssistant_model\x18\x17 \x01(\tB\x0f\n\r_bos_token_idB\x0f\n\r_pad_token_id\"y\n\x05Graph\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nis_dynamic\x18\x02 \x01(\x08\x12\x11\n\taddr_mode\x18\x03 \x01(\r\x12\x12\n\ndevice_ids\x18\x04 \x03(\x05\x12\'\n\x06stages\x18\x05 \x03(\x0b\x32\x17.penstock.v1.GraphStage\"_\n\nGraphStage\x12\'\n\x06inputs\x18\x01 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\x12(\n\x07outputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\"\xa3\x01\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x11\n\tmin_shape\x18\x04 \x03(\x03\x12\x11\n\tmax_shape\x18\x05 \x03(\x03\x12!\n\x05\x64type\x18\x06 \x01(\x0e\x32\x12.penstock.v1.DType\x12\r\n\x05scale\x18\x07 \x01(\x02\x12\x11\n\tdevice_id\x18\x08 \x01(\x05\"R\n\x0eTensorArgument\x12%\n\x06tensor\x18\x01 \x01(\x0b\x32\x13.penstock.v1.TensorH\x00\x12\x10\n\x06handle\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xdb\x02\n\x0e\x46orwardRequest\x12\r\n\x05graph\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x37\n\x06inputs\x18\x03 \x03(\x0b\x32\'.penstock.v1.ForwardRequest.InputsEntry\x12\x46\n\x0eoutput_handles\x18\x04 \x03(\x0b\x32..penstock.v1.ForwardRequest.OutputHandlesEntry\x12\x10\n\x08sequence\x18\x05 \x01(\t\x12\x16\n\x0e\x63lose_sequence\x18\x06 \x01(\x08\x1aJ\n\x0bInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.penstock.v1.TensorArgument:\x02\x38\x01\x1a\x34\n\x12OutputHandlesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9a\x01\n\x0f\x46orwardResponse\x12:\n\x07outputs\x18\x01 \x03(\x0b\x32).penstock.v1.ForwardResponse.OutputsEntry\x1aK\n\x0cOutputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.penstock.v1.TensorArgument:\x02\x38\x01\"o\n\x16\x41llocateTensorsRequest\x12\r\n\x05graph\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\r\n\x05which\x18\x03 \x01(\t\x12(\n\x07tensors\x18\x04 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\"E\n\x0cTensorHandle\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12%\n\x04info\x18\x02 \x01(\x0b\x32\x17.penstock.v1.TensorInfo\"E\n\x17\x41llocateTensorsResponse\x12*\n\x07tensors\x18\x01 \x03(\x0b\x32\x19.penstock.v1.TensorHandle\"#\n\x11ReadTensorRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"J\n\x12ReadTensorResponse\x12%\n\x04info\x18\x01 \x01(\x0b\x32\x17.penstock.v1.TensorInfo\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c\"3\n\x12WriteTensorRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c\",\n\x13WriteTensorResponse\x12\x15\n\rbytes_written\x18\x01 \x01(\x04\"%\n\x12\x46reeTensorsRequest\x12\x0f\n\x07handles\x18\x01 \x03(\t\"$\n\x13\x46reeTensorsResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\r\"\x80\x02\n\rSampleRequest\x12#\n\x06logits\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Tensor\x12-\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12/\n\x10prompt_token_ids\x18\x03 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12/\n\x10output_token_ids\x18\x04 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x19\n\x0ctop_logprobs\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"T\n\x0eSampleResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12/\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs2\xc5\x04\n\x0cModelService\x12S\n\x0cGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\x12H\n\x07\x46orward\x12\x1b.penstock.v1.ForwardRequest\x1a\x1c.penstock.v1.ForwardResponse(\x01\x30\x01\x12\\\n\x0f\x41llocateTensors\x12#.penstock.v1.AllocateTensorsRequest\x1a$.penstock.v1.AllocateTensorsResponse\x12O\n\nReadTensor\x12\x1e.penstock.v1.ReadTensorRequest\x1a\x1f.penstock.v1.ReadTensorResponse0\x01\x12R\n\x0bWriteTensor\x12\x1f.penstock.v1.WriteTensorRequest\x1a .penstock.v1.WriteTensorResponse(\x01\x12P\n\x0b\x46reeTensors\x12\x1f.penstock.v1.FreeTensorsRequest\x1a .penstock.v1.FreeTensorsResponse\x12\x41\n\x06Sample\x12\x1a.penstock.v1.SampleRequest\x1a\x1b.penstock.v1.SampleResponseBZ\n\x0eio.penstock.v1B\nModelProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc1\x01\n\nKvGeometry\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12!\n\x05\x64type\x18\x06 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x17\n\x0f\x62ytes_per_block\x18\x07 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x08 \x01(\x04\"\xff\x01\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12\x1d\n\x15max_running_sequences\x18\x03 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x04 \x01(\r\x12\x1c\n\x14max_return_sequences\x18\x05 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x19\n\x11max_message_bytes\x18\t \x01(\r\"\x93\x05\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12!\n\x05\x64type\x18\x04 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x14\n\x0cquantization\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12#\n\x02kv\x18\x08 \x01(\x0b\x32\x17.penstock.v1.KvGeometry\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.penstock.v1.Limits\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cpad_token_id\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x13\n\x0bhidden_size\x18\x0e \x01(\r\x12\x1b\n\x13num_attention_heads\x18\x0f \x01(\r\x12\x16\n\x0enum_parameters\x18\x10 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x11 \x01(\t\x12&\n\x05state\x18\x12 \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x16\n\x0epercent_loaded\x18\x13 \x01(\x01\x12\x35\n\x0e\x64\x65\x66\x61ult_config\x18\x14 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12\x10\n\x08\x61\x64\x61pters\x18\x16 \x03(\t\x12\x17\n\x0f\x61ssistant_model\x18\x17 \x01(\tB\x0f\n\r_bos_token_idB\x0f\n\r_pad_token_idJ\x04\x08\x15\x10\x16R\x06graphs2c\n\x0cModelService\x12S\n\x0cGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponseBZ\n\x0eio.penstock.v1B\nModelProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.model_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\nModelProtoP\001Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1'
-  _globals['_FORWARDREQUEST_INPUTSENTRY']._loaded_options = None
-  _globals['_FORWARDREQUEST_INPUTSENTRY']._serialized_options = b'8\001'
-  _globals['_FORWARDREQUEST_OUTPUTHANDLESENTRY']._loaded_options = None
-  _globals['_FORWARDREQUEST_OUTPUTHANDLESENTRY']._serialized_options = b'8\001'
-  _globals['_FORWARDRESPONSE_OUTPUTSENTRY']._loaded_options = None
-  _globals['_FORWARDRESPONSE_OUTPUTSENTRY']._serialized_options = b'8\001'
   _globals['_GETMODELINFOREQUEST']._serialized_start=92
   _globals['_GETMODELINFOREQUEST']._serialized_end=128
   _globals['_KVGEOMETRY']._serialized_start=131
@@ -47,47 +41,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIMITS']._serialized_start=327
   _globals['_LIMITS']._serialized_end=582
   _globals['_GETMODELINFORESPONSE']._serialized_start=585
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1266
-  _globals['_GRAPH']._serialized_start=1268
-  _globals['_GRAPH']._serialized_end=1389
-  _globals['_GRAPHSTAGE']._serialized_start=1391
-  _globals['_GRAPHSTAGE']._serialized_end=1486
-  _globals['_TENSORINFO']._serialized_start=1489
-  _globals['_TENSORINFO']._serialized_end=1652
-  _globals['_TENSORARGUMENT']._serialized_start=1654
-  _globals['_TENSORARGUMENT']._serialized_end=1736
-  _globals['_FORWARDREQUEST']._serialized_start=1739
-  _globals['_FORWARDREQUEST']._serialized_end=2086
-  _globals['_FORWARDREQUEST_INPUTSENTRY']._serialized_start=1958
-  _globals['_FORWARDREQUEST_INPUTSENTRY']._serialized_end=2032
-  _globals['_FORWARDREQUEST_OUTPUTHANDLESENTRY']._serialized_start=2034
-  _globals['_FORWARDREQUEST_OUTPUTHANDLESENTRY']._serialized_end=2086
-  _globals['_FORWARDRESPONSE']._serialized_start=2089
-  _globals['_FORWARDRESPONSE']._serialized_end=2243
-  _globals['_FORWARDRESPONSE_OUTPUTSENTRY']._serialized_start=2168
-  _globals['_FORWARDRESPONSE_OUTPUTSENTRY']._serialized_end=2243
-  _globals['_ALLOCATETENSORSREQUEST']._serialized_start=2245
-  _globals['_ALLOCATETENSORSREQUEST']._serialized_end=2356
-  _globals['_TENSORHANDLE']._serialized_start=2358
-  _globals['_TENSORHANDLE']._serialized_end=2427
-  _globals['_ALLOCATETENSORSRESPONSE']._serialized_start=2429
-  _globals['_ALLOCATETENSORSRESPONSE']._serialized_end=2498
-  _globals['_READTENSORREQUEST']._serialized_start=2500
-  _globals['_READTENSORREQUEST']._serialized_end=2535
-  _globals['_READTENSORRESPONSE']._serialized_start=2537
-  _globals['_READTENSORRESPONSE']._serialized_end=2611
-  _globals['_WRITETENSORREQUEST']._serialized_start=2613
-  _globals['_WRITETENSORREQUEST']._serialized_end=2664
-  _globals['_WRITETENSORRESPONSE']._serialized_start=2666
-  _globals['_WRITETENSORRESPONSE']._serialized_end=2710
-  _globals['_FREETENSORSREQUEST']._serialized_start=2712
-  _globals['_FREETENSORSREQUEST']._serialized_end=2749
-  _globals['_FREETENSORSRESPONSE']._serialized_start=2751
-  _globals['_FREETENSORSRESPONSE']._serialized_end=2787
-  _globals['_SAMPLEREQUEST']._serialized_start=2790
-  _globals['_SAMPLEREQUEST']._serialized_end=3046
-  _globals['_SAMPLERESPONSE']._serialized_start=3048
-  _globals['_SAMPLERESPONSE']._serialized_end=3132
-  _globals['_MODELSERVICE']._serialized_start=3135
-  _globals['_MODELSERVICE']._serialized_end=3716
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1244
+  _globals['_MODELSERVICE']._serialized_start=1246
+  _globals['_MODELSERVICE']._serialized_end=1345
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Describes the loaded model and runs parts of it.
+    """Describes the loaded model.
     """
 
     def __init__(self, channel):
@@ -40,82 +40,14 @@ class ModelServiceStub:
                 request_serializer=penstock_dot_v1_dot_model__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_model__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
-        self.Forward = channel.stream_stream(
-                '/penstock.v1.ModelService/Forward',
-                request_serializer=penstock_dot_v1_dot_model__pb2.ForwardRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_model__pb2.ForwardResponse.FromString,
-                _registered_method=True)
-        self.AllocateTensors = channel.unary_unary(
-                '/penstock.v1.ModelService/AllocateTensors',
-                request_serializer=penstock_dot_v1_dot_model__pb2.AllocateTensorsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_model__pb2.AllocateTensorsResponse.FromString,
-                _registered_method=True)
-        self.ReadTensor = channel.unary_stream(
-                '/penstock.v1.ModelService/ReadTensor',
-                request_serializer=penstock_dot_v1_dot_model__pb2.ReadTensorRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_model__pb2.ReadTensorResponse.FromString,
-                _registered_method=True)
-        self.WriteTensor = channel.stream_unary(
-                '/penstock.v1.ModelService/WriteTensor',
-                request_serializer=penstock_dot_v1_dot_model__pb2.WriteTensorRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_model__pb2.WriteTensorResponse.FromString,
-                _registered_method=True)
-        self.FreeTensors = channel.unary_unary(
-                '/penstock.v1.ModelService/FreeTensors',
-                request_serializer=penstock_dot_v1_dot_model__pb2.FreeTensorsRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_model__pb2.FreeTensorsResponse.FromString,
-                _registered_method=True)
-        self.Sample = channel.unary_unary(
-                '/penstock.v1.ModelService/Sample',
-                request_serializer=penstock_dot_v1_dot_model__pb2.SampleRequest.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_model__pb2.SampleResponse.FromString,
-                _registered_method=True)
 
 
 class ModelServiceServicer:
-    """Describes the loaded model and runs parts of it.
+    """Describes the loaded model.
     """
 
     def GetModelInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Forward(self, request_iterator, context):
-        """Runs named graphs on given tensors; named sequences keep their KV in the pool.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AllocateTensors(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReadTensor(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WriteTensor(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FreeTensors(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Sample(self, request, context):
-        """Processes logits as a request's config would and samples.
-        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -128,36 +60,6 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_model__pb2.GetModelInfoRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_model__pb2.GetModelInfoResponse.SerializeToString,
             ),
-            'Forward': grpc.stream_stream_rpc_method_handler(
-                    servicer.Forward,
-                    request_deserializer=penstock_dot_v1_dot_model__pb2.ForwardRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_model__pb2.ForwardResponse.SerializeToString,
-            ),
-            'AllocateTensors': grpc.unary_unary_rpc_method_handler(
-                    servicer.AllocateTensors,
-                    request_deserializer=penstock_dot_v1_dot_model__pb2.AllocateTensorsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_model__pb2.AllocateTensorsResponse.SerializeToString,
-            ),
-            'ReadTensor': grpc.unary_stream_rpc_method_handler(
-                    servicer.ReadTensor,
-                    request_deserializer=penstock_dot_v1_dot_model__pb2.ReadTensorRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_model__pb2.ReadTensorResponse.SerializeToString,
-            ),
-            'WriteTensor': grpc.stream_unary_rpc_method_handler(
-                    servicer.WriteTensor,
-                    request_deserializer=penstock_dot_v1_dot_model__pb2.WriteTensorRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_model__pb2.WriteTensorResponse.SerializeToString,
-            ),
-            'FreeTensors': grpc.unary_unary_rpc_method_handler(
-                    servicer.FreeTensors,
-                    request_deserializer=penstock_dot_v1_dot_model__pb2.FreeTensorsRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_model__pb2.FreeTensorsResponse.SerializeToString,
-            ),
-            'Sample': grpc.unary_unary_rpc_method_handler(
-                    servicer.Sample,
-                    request_deserializer=penstock_dot_v1_dot_model__pb2.SampleRequest.FromString,
-                    response_serializer=penstock_dot_v1_dot_model__pb2.SampleResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'penstock.v1.ModelService', rpc_method_handlers)
@@ -167,7 +69,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Describes the loaded model and runs parts of it.
+    """Describes the loaded model.
     """
 
     @staticmethod
@@ -187,168 +89,6 @@ class ModelService:
             '/penstock.v1.ModelService/GetModelInfo',
             penstock_dot_v1_dot_model__pb2.GetModelInfoRequest.SerializeToString,
             penstock_dot_v1_dot_model__pb2.GetModelInfoResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Forward(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/penstock.v1.ModelService/Forward',
-            penstock_dot_v1_dot_model__pb2.ForwardRequest.SerializeToString,
-            penstock_dot_v1_dot_model__pb2.ForwardResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AllocateTensors(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.ModelService/AllocateTensors',
-            penstock_dot_v1_dot_model__pb2.AllocateTensorsRequest.SerializeToString,
-            penstock_dot_v1_dot_model__pb2.AllocateTensorsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReadTensor(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/penstock.v1.ModelService/ReadTensor',
-            penstock_dot_v1_dot_model__pb2.ReadTensorRequest.SerializeToString,
-            penstock_dot_v1_dot_model__pb2.ReadTensorResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WriteTensor(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/penstock.v1.ModelService/WriteTensor',
-            penstock_dot_v1_dot_model__pb2.WriteTensorRequest.SerializeToString,
-            penstock_dot_v1_dot_model__pb2.WriteTensorResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FreeTensors(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.ModelService/FreeTensors',
-            penstock_dot_v1_dot_model__pb2.FreeTensorsRequest.SerializeToString,
-            penstock_dot_v1_dot_model__pb2.FreeTensorsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Sample(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/penstock.v1.ModelService/Sample',
-            penstock_dot_v1_dot_model__pb2.SampleRequest.SerializeToString,
-            penstock_dot_v1_dot_model__pb2.SampleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -494,6 +494,79 @@ class ScoreTextResponse(_message.Message):
 Global___ScoreTextResponse: _TypeAlias = ScoreTextResponse  # noqa: Y015
 
 @_typing.final
+class DetectWatermarkTextRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WATERMARKING_CONFIG_FIELD_NUMBER: _builtins.int
+    Z_THRESHOLD_FIELD_NUMBER: _builtins.int
+    IGNORE_REPEATED_NGRAMS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    text: _builtins.str
+    z_threshold: _builtins.float
+    """Default 3."""
+    ignore_repeated_ngrams: _builtins.bool
+    """Every n-gram counts once."""
+    @_builtins.property
+    def token_ids(self) -> _common_pb2.TokenIds: ...
+    @_builtins.property
+    def watermarking_config(self) -> _config_pb2.WatermarkingConfig:
+        """As in DetectWatermarkRequest."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        token_ids: _common_pb2.TokenIds | None = ...,
+        watermarking_config: _config_pb2.WatermarkingConfig | None = ...,
+        z_threshold: _builtins.float | None = ...,
+        ignore_repeated_ngrams: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_z_threshold", b"_z_threshold", "output", b"output", "text", b"text", "token_ids", b"token_ids", "watermarking_config", b"watermarking_config", "z_threshold", b"z_threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_z_threshold", b"_z_threshold", "ignore_repeated_ngrams", b"ignore_repeated_ngrams", "model", b"model", "output", b"output", "text", b"text", "token_ids", b"token_ids", "watermarking_config", b"watermarking_config", "z_threshold", b"z_threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__z_threshold: _TypeAlias = _typing.Literal["z_threshold"]  # noqa: Y015
+    _WhichOneofArgType__z_threshold: _TypeAlias = _typing.Literal["_z_threshold", b"_z_threshold"]  # noqa: Y015
+    _WhichOneofReturnType_output: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_output: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__z_threshold) -> _WhichOneofReturnType__z_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_output) -> _WhichOneofReturnType_output | None: ...
+
+Global___DetectWatermarkTextRequest: _TypeAlias = DetectWatermarkTextRequest  # noqa: Y015
+
+@_typing.final
+class DetectWatermarkTextResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def evidence(self) -> _generation_pb2.WatermarkEvidence: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those that were judged; positions of `evidence` are theirs."""
+
+    def __init__(
+        self,
+        *,
+        evidence: _generation_pb2.WatermarkEvidence | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetectWatermarkTextResponse: _TypeAlias = DetectWatermarkTextResponse  # noqa: Y015
+
+@_typing.final
 class Model(_message.Message):
     """One model or adapter behind the router."""
 

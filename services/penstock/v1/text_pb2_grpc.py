@@ -55,6 +55,11 @@ class TextServiceStub:
                 request_serializer=penstock_dot_v1_dot_text__pb2.ScoreTextRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_text__pb2.ScoreTextResponse.FromString,
                 _registered_method=True)
+        self.DetectWatermark = channel.unary_unary(
+                '/penstock.v1.TextService/DetectWatermark',
+                request_serializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/penstock.v1.TextService/ListModels',
                 request_serializer=penstock_dot_v1_dot_text__pb2.ListModelsRequest.SerializeToString,
@@ -105,6 +110,15 @@ class TextServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DetectWatermark(self, request, context):
+        """Tells whether a text was generated under a watermark.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -139,6 +153,11 @@ def add_TextServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=penstock_dot_v1_dot_text__pb2.ScoreTextRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_text__pb2.ScoreTextResponse.SerializeToString,
+            ),
+            'DetectWatermark': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetectWatermark,
+                    request_deserializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_text__pb2.DetectWatermarkTextResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -260,6 +279,33 @@ class TextService:
             '/penstock.v1.TextService/Score',
             penstock_dot_v1_dot_text__pb2.ScoreTextRequest.SerializeToString,
             penstock_dot_v1_dot_text__pb2.ScoreTextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetectWatermark(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.TextService/DetectWatermark',
+            penstock_dot_v1_dot_text__pb2.DetectWatermarkTextRequest.SerializeToString,
+            penstock_dot_v1_dot_text__pb2.DetectWatermarkTextResponse.FromString,
             options,
             channel_credentials,
             insecure,

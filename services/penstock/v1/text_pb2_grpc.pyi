@@ -50,6 +50,11 @@ class TextServiceStub:
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
+    DetectWatermark: _grpc.UnaryUnaryMultiCallable[_text_pb2.DetectWatermarkTextRequest, _text_pb2.DetectWatermarkTextResponse]
+    """Tells whether a text was generated under a watermark.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_text_pb2.ListModelsRequest, _text_pb2.ListModelsResponse]
     GetModel: _grpc.UnaryUnaryMultiCallable[_text_pb2.GetModelRequest, _text_pb2.GetModelResponse]
 
@@ -72,6 +77,11 @@ class TextServiceAsyncStub(TextServiceStub):
     """
     Score: _aio.UnaryUnaryMultiCallable[_text_pb2.ScoreTextRequest, _text_pb2.ScoreTextResponse]  # type: ignore[assignment]
     """Log-probabilities of given continuations.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    """
+    DetectWatermark: _aio.UnaryUnaryMultiCallable[_text_pb2.DetectWatermarkTextRequest, _text_pb2.DetectWatermarkTextResponse]  # type: ignore[assignment]
+    """Tells whether a text was generated under a watermark.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
@@ -118,6 +128,17 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.ScoreTextResponse, _abc.Awaitable[_text_pb2.ScoreTextResponse]]:
         """Log-probabilities of given continuations.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        """
+
+    @_abc_1.abstractmethod
+    def DetectWatermark(
+        self,
+        request: _text_pb2.DetectWatermarkTextRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_text_pb2.DetectWatermarkTextResponse, _abc.Awaitable[_text_pb2.DetectWatermarkTextResponse]]:
+        """Tells whether a text was generated under a watermark.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """

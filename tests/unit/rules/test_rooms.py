@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from factories.source_tree import PACKAGE, circles, modules, room_of, rooms
+from factories.source_tree import PACKAGE, circles, imports, modules, room_of, rooms
 
 # A reader who opens one of these wants it apart from its only importer: a family, a command.
 MOST_SMALL_FILES = 12
@@ -18,6 +18,20 @@ def test_every_file_has_a_room_and_every_room_a_file() -> None:
     empty = {room.name for room in rooms()} - {room.name for module in modules() if (room := room_of(module))}
     assert not homeless
     assert not empty
+
+
+def test_imports_go_down() -> None:
+    upward = []
+    for module, others in imports().items():
+        for other in others:
+            above, below = room_of(module), room_of(other)
+            if above and below and below.order < above.order:
+                upward.append(f"{module} -> {other}")
+    assert not upward
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert not circles(imports())
 
 
 def test_a_circle_would_be_seen() -> None:

@@ -11,7 +11,6 @@ from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.options.request_options import RequestedOptions
 
 MAX_SEED = 2**63 - 1
-UNSUPPORTED_FIELD = "UNSUPPORTED_FIELD"
 # The watermark multiplies its key by token ids in 64 bits; transformers takes any key that torch does.
 MAX_HASHING_KEY = 2**63 - 1
 WATERMARK_SCHEMES = ("lefthash", "selfhash")
@@ -104,12 +103,7 @@ def check_options(options: RequestedOptions, *, prefix: str = "config.") -> None
             field = prefix + "exponential_decay_length_penalty.decay_factor"
             raise InvalidArgument(field, str(_DECAY_FACTOR))
     if processors.watermarking_config is not None:
-        _check_watermark(processors.watermarking_config, prefix + "watermarking_config.")
-
-
-def unsupported(field: str) -> InvalidArgument:
-    """The answer to a field that this release does not have."""
-    return InvalidArgument(field, "is not available in this release", reason=UNSUPPORTED_FIELD)
+        check_watermark(processors.watermarking_config, prefix + "watermarking_config.")
 
 
 def check_seed(seed: int, field: str) -> None:
@@ -125,7 +119,8 @@ def _check_layers(layers: str | tuple[int, ...] | None, field: str) -> None:
         raise InvalidArgument(field, "must hold at least one layer")
 
 
-def _check_watermark(watermark: WatermarkOptions, prefix: str) -> None:
+def check_watermark(watermark: WatermarkOptions, prefix: str) -> None:
+    """Check a watermark by itself. Raises InvalidArgument naming `prefix` + field."""
     if not _GREENLIST_RATIO.allow(watermark.greenlist_ratio):
         raise InvalidArgument(prefix + "greenlist_ratio", str(_GREENLIST_RATIO))
     if not _FINITE.allow(watermark.bias):

@@ -13,8 +13,6 @@ import grpc
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.stats import EngineLoad
-from penstock.generation.options.checks import unsupported
-from penstock.generation.rpc.generation import later
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.startup.load import LoadedModel
 from penstock.generation.wire import convert
@@ -26,12 +24,6 @@ DEFAULT_INTERVAL_SECONDS, MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 0.01
 
 class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     """GenerationAdminService over one Lifecycle."""
-
-    CopyBlocks = later("CopyBlocks")
-    SwapBlocks = later("SwapBlocks")
-    LoadAdapter = later("LoadAdapter")
-    UnloadAdapter = later("UnloadAdapter")
-    ListAdapters = later("ListAdapters")
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -72,8 +64,6 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def ClearCache(self, request: admin_pb2.ClearCacheRequest, context: Context) -> admin_pb2.ClearCacheResponse:
         """Forget every reusable prefix that no running request holds."""
         core = self._lifecycle.loaded()
-        if request.request_ids:
-            raise unsupported("request_ids")
         cleared = await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.clear_cache()))
         # The engine publishes its load after carrying out commands, so the next one sees it published.
         await asyncio.wrap_future(core.loop.run_on_engine(lambda _: None))
@@ -83,8 +73,6 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def WarmUp(self, request: admin_pb2.WarmUpRequest, context: Context) -> admin_pb2.WarmUpResponse:
         """Run the model once, as at start-up, while nothing else runs; the prefix cache is empty afterwards."""
         core = self._lifecycle.accepting()
-        for field, _ in request.ListFields():
-            raise unsupported(field.name)
         begin = time.monotonic()
         await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: _warm_up(engine, core.loaded)))
         return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
-from penstock.common.errors import InvalidArgument, PenstockError, Unimplemented
+from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.delivery.streams import RequestStream, SessionStream
 from penstock.generation.grammar.spec import ConstraintSpec
@@ -24,15 +24,6 @@ from penstock.generation.wire import score_embed as convert_given
 from penstock.v1 import generation_pb2, generation_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def later(name: str) -> Any:
-    """A handler of an RPC that this release does not have."""
-
-    async def handler(_self: object, _request: object, _context: object) -> NoReturn:
-        raise Unimplemented(name)
-
-    return handler
 
 
 def deadline_of(context: Context) -> float | None:
@@ -149,6 +140,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         command = convert_given.to_embed(request, core.limits)
         results = await core.embed(command, deadline_of(context))
         return convert_given.from_embeddings(results, normalize=command.normalize)
+
+    async def DetectWatermark(
+        self, request: generation_pb2.DetectWatermarkRequest, context: Context
+    ) -> generation_pb2.DetectWatermarkResponse:
+        """Evidence of a watermark in given tokens."""
+        core = self._lifecycle.accepting()
+        command = convert.to_detect_watermark(request, core.limits)
+        evidence = await core.detect_watermark(command, deadline_of(context))
+        return generation_pb2.DetectWatermarkResponse(evidence=convert.from_evidence(evidence))
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         """End live requests of any stream; they finish with reason ABORTED."""

@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 
 from penstock.generation.options.validate import check_model
-from penstock.generation.rpc.generation import later
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import convert
 from penstock.generation.wire.options import from_options
@@ -18,13 +17,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """ModelService over one Lifecycle."""
-
-    Forward = later("Forward")
-    AllocateTensors = later("AllocateTensors")
-    ReadTensor = later("ReadTensor")
-    WriteTensor = later("WriteTensor")
-    FreeTensors = later("FreeTensors")
-    Sample = later("Sample")
 
     def __init__(self, lifecycle: Lifecycle, max_message_bytes: int) -> None:
         self._lifecycle = lifecycle

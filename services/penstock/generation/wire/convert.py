@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import PenstockError, to_status
@@ -18,14 +19,16 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, DetectWatermarkCommand
 from penstock.generation.options.generate_options import GenerateCommand, RequestedOutput, RequestedStop, RequestLimits
-from penstock.generation.wire.options import DEFAULT_LIMITS, check_count, to_options
+from penstock.generation.wire.options import DEFAULT_LIMITS, check_count, to_options, to_watermark
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
     from penstock.generation.core.tensors import StepTensors, TensorData
+    from penstock.generation.sampling.watermark_detector import WatermarkEvidence
 
 Event = StartedOutput | DeltaOutput | FinishedOutput
 GenerateResponse = generation_pb2.GenerateResponse
@@ -71,6 +74,25 @@ def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = 
         model=message.model,
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
     )
+
+
+def to_detect_watermark(
+    message: generation_pb2.DetectWatermarkRequest, limits: RequestLimits
+) -> DetectWatermarkCommand:
+    """A DetectWatermarkRequest as plain data, unchecked but for the number of ids. Raises InvalidArgument."""
+    check_count("token_ids", message.token_ids, limits.max_watermark_tokens)
+    return DetectWatermarkCommand(
+        token_ids=list(message.token_ids),
+        model=message.model,
+        watermark=to_watermark(message.watermarking_config) if message.HasField("watermarking_config") else None,
+        z_threshold=message.z_threshold if message.HasField("z_threshold") else DEFAULT_Z_THRESHOLD,
+        ignore_repeated_ngrams=message.ignore_repeated_ngrams,
+    )
+
+
+def from_evidence(evidence: WatermarkEvidence) -> generation_pb2.WatermarkEvidence:
+    """The result of a detection; the fields have the same names."""
+    return generation_pb2.WatermarkEvidence(**asdict(evidence))
 
 
 def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:

@@ -144,7 +144,8 @@ def _layers(layers: config_pb2.DolaLayers, limits: RequestLimits) -> str | Token
             raise InvalidArgument("config.dola_layers", "preset or indices must be set")
 
 
-def _watermark(config: config_pb2.WatermarkingConfig, _: RequestLimits) -> WatermarkOptions:
+def to_watermark(config: config_pb2.WatermarkingConfig, _: RequestLimits = DEFAULT_LIMITS) -> WatermarkOptions:
+    """A WatermarkingConfig with transformers' defaults for what is unset, unchecked."""
     given = {field.name: value for field, value in config.ListFields()}
     for name in ("greenlist_ratio", "bias"):
         if name in given:
@@ -182,7 +183,7 @@ _CONVERTERS: dict[str, Callable[[Any, RequestLimits], Any]] = {
     "suppress_tokens": _ids("suppress_tokens", "max_suppress_tokens"),
     "begin_suppress_tokens": _ids("begin_suppress_tokens", "max_suppress_tokens"),
     "sequence_bias": _bias,
-    "watermarking_config": _watermark,
+    "watermarking_config": to_watermark,
     "logit_bias": _logit_bias,
     "allowed_token_ids": _ids("allowed_token_ids", "max_allowed_tokens"),
     "allowed_token_trie": _trie,

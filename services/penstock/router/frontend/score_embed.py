@@ -1,4 +1,4 @@
-"""Score and Embed from request to answer: admission, ids, a backend, texts of tokens."""
+"""Score, Embed and DetectWatermark from request to answer: admission, ids, a backend, texts of tokens."""
 
 from __future__ import annotations
 
@@ -83,6 +83,31 @@ class ScoreEmbedFlow:
             )
             self._count(answer.usage)
             return _checked(text_pb2.EmbedTextResponse(embeddings=answer.embeddings, usage=answer.usage), "texts")
+
+    async def detect_watermark(
+        self, request: text_pb2.DetectWatermarkTextRequest, context: ServerCall
+    ) -> text_pb2.DetectWatermarkTextResponse:
+        """Raises PenstockError; fields are named as in the request."""
+        async with self._admitted("DetectWatermark", request.model, context) as call:
+            output = request.WhichOneof("output")
+            if output is None:
+                raise InvalidArgument("output", "text or token_ids must be set")
+            ids = request.token_ids.ids if output == "token_ids" else await self.texts.output(request.text, call.left)
+            message = generation_pb2.DetectWatermarkRequest(
+                model=call.model, token_ids=ids, ignore_repeated_ngrams=request.ignore_repeated_ngrams
+            )
+            if request.HasField("watermarking_config"):
+                message.watermarking_config.CopyFrom(request.watermarking_config)
+            if request.HasField("z_threshold"):
+                message.z_threshold = request.z_threshold
+            try:
+                answer: generation_pb2.DetectWatermarkResponse = await self._ask(
+                    lambda stub, left: stub.DetectWatermark(message, timeout=left), call, (), ""
+                )
+            except InvalidArgument as error:
+                field = output if error.field == "token_ids" else error.field or "request"
+                raise InvalidArgument(field, error.description, reason=error.reason) from error
+            return text_pb2.DetectWatermarkTextResponse(evidence=answer.evidence, token_ids=message.token_ids)
 
     @asynccontextmanager
     async def _admitted(self, method: str, model: str, context: ServerCall) -> AsyncIterator[_Call]:

@@ -1,4 +1,4 @@
-"""Texts of Score and Embed as ids.
+"""Texts of Score, Embed and DetectWatermark as ids.
 
 A prompt and its continuation are encoded together, as lm-evaluation-harness does: white space at the prompt's end moves
 to the continuation (a token begins with its space), the whole is encoded, and what it has in common with the prompt's
@@ -48,6 +48,11 @@ class ScoreEmbedTexts:
             if not ids:
                 raise InvalidArgument(f"texts[{index}]", "must have at least one token")
         return encoded
+
+    async def output(self, text: str, timeout: float | None) -> list[int]:
+        """Ids of a text that a model wrote, with no special token added. Raises InvalidArgument naming `text`."""
+        (ids,) = await self._encode([text], timeout, field="text", special=False)
+        return ids
 
     async def items(self, items: Sequence[text_pb2.ScoreTextItem], timeout: float | None) -> list[ScoredIds]:
         """Ids of Score's items. Raises InvalidArgument naming `items[i].…`."""

@@ -37,6 +37,12 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         """Log-probabilities of given continuations."""
         return await self._score_embed.score(request, context)
 
+    async def DetectWatermark(  # type: ignore[override]
+        self, request: text_pb2.DetectWatermarkTextRequest, context: ServerCall
+    ) -> text_pb2.DetectWatermarkTextResponse:
+        """Evidence of a watermark in a text or ids."""
+        return await self._score_embed.detect_watermark(request, context)
+
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]
         """Every model that a backend serves or served, each followed by its adapters."""
         return text_pb2.ListModelsResponse(models=self._models())

@@ -43,11 +43,8 @@ def green_bits(vocab_size: int, options: WatermarkOptions, context: Seq[int]) ->
 
 
 def is_green(vocab_size: int, options: WatermarkOptions, context: Seq[int], token_id: int) -> bool:
-    """Whether `token_id` is green after `context`."""
-    if options.seeding_scheme == SELF_HASH:
-        return are_green(vocab_size, options, [(context, token_id)])[0]
-    bits = green_bits(vocab_size, options, context)
-    return token_id < vocab_size and bool(bits[token_id >> 3] >> (7 - (token_id & 7)) & 1)
+    """Membership of `token_id` in the green list after `context`, for either scheme. Keeps nothing: for any thread."""
+    return _is_in_head(vocab_size, num_green(vocab_size, options), _seed(options, context), token_id)
 
 
 def are_green(

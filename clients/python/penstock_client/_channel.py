@@ -1,0 +1,75 @@
+"""Connections of both kinds, and how a stream is read from them: all that the two clients do not share.
+
+`_sync.py` is made from `_async.py`, so both classes here have the same methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+from penstock.v1 import text_pb2_grpc
+
+from penstock_client.config import ClientConfig
+
+# A stream has ended. grpc-stubs knows neither this nor the types of what asynchronous stubs return.
+END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class AsyncChannel:
+    """A connection that is used from one event loop."""
+
+    def __init__(self, address: str, config: ClientConfig) -> None:
+        """Raises ValueError and OSError for the files of `config.tls`."""
+        options = config.channel_options()
+        if config.tls:
+            self._channel = grpc.aio.secure_channel(address, config.tls.credentials(), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        self.stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Wait until connected. Raises TimeoutError after so many seconds."""
+        await asyncio.wait_for(self._channel.channel_ready(), timeout)
+
+    async def close(self) -> None:
+        """End running calls at once."""
+        await self._channel.close(None)
+
+    @staticmethod
+    def reader(call: Any) -> Callable[[], Awaitable[Any]]:
+        """A function that gives the next event of a call, or END."""
+        read: Callable[[], Awaitable[Any]] = call.read
+        return read
+
+
+class Channel:
+    """A connection that threads may share."""
+
+    def __init__(self, address: str, config: ClientConfig) -> None:
+        """Raises ValueError and OSError for the files of `config.tls`."""
+        options = config.channel_options()
+        if config.tls:
+            self._channel = grpc.secure_channel(address, config.tls.credentials(), options)
+        else:
+            self._channel = grpc.insecure_channel(address, options)
+        self.stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+
+    def wait_ready(self, timeout: float) -> None:
+        """Block until connected. Raises TimeoutError after so many seconds."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout)
+        except grpc.FutureTimeoutError:
+            raise TimeoutError from None
+
+    def close(self) -> None:
+        """End running calls at once."""
+        self._channel.close()
+
+    @staticmethod
+    def reader(call: Any) -> Callable[[], Any]:
+        """A function that gives the next event of a call, or END."""
+        return partial(next, call, END)

@@ -1,0 +1,88 @@
+"""`penstock watermark detect`: evidence that a text was generated under a watermark."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.client.connection import ConnectionConfig, open_client
+from penstock.cli.console import say
+from penstock.cli.flags import Overrides
+from penstock.common.options import option, options_of
+
+if TYPE_CHECKING:
+    from penstock_client import WatermarkEvidence
+
+GROUP = "Watermark"
+# Fields of WatermarkingConfig that decide which tokens are green.
+_SCHEME = ("greenlist_ratio", "hashing_key", "seeding_scheme", "context_width")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatermarkConfig:
+    """The watermark to look for; what is left out is the model's own, or transformers' default."""
+
+    model: str | None = option(
+        None,
+        "Model of the text; the only one served when left out.",
+        group=GROUP,
+        flag="--model",
+        env="PENSTOCK_CHAT_MODEL",
+    )
+    greenlist_ratio: float | None = option(None, "Share of the vocabulary that is green.", group=GROUP)
+    hashing_key: int | None = option(None, "Key of the green lists.", group=GROUP, minimum=0)
+    seeding_scheme: str | None = option(None, "Tokens that choose a list.", group=GROUP, metavar="lefthash|selfhash")
+    context_width: int | None = option(None, "Number of those tokens.", group=GROUP, minimum=1)
+    z_threshold: float = option(3.0, "Standard deviations above which a text counts as watermarked.", group=GROUP)
+    ignore_repeated_ngrams: bool = option(False, "Count every n-gram once.", group=GROUP)
+    token_ids: bool = option(False, "TEXT is token ids, with spaces or commas between.", group=GROUP)
+    json: bool = option(False, "Write the evidence as JSON.", group=GROUP)
+
+    def scheme(self) -> dict[str, object] | None:
+        """Given fields of WatermarkingConfig; None when there are none, which leaves it to the model."""
+        given = {name: getattr(self, name) for name in _SCHEME if getattr(self, name) is not None}
+        return given or None
+
+
+def run_detect(text: str, given: Overrides) -> None:
+    """Write the evidence to standard output. Raises PenstockError, StartupError."""
+    from penstock.common.config import from_env_and_flags  # brings grpc, which --help must not wait for
+
+    names = {bound.name for bound in options_of(ConnectionConfig)}
+    connection = from_env_and_flags(ConnectionConfig, {n: v for n, v in given.items() if n in names})
+    config = from_env_and_flags(WatermarkConfig, {n: v for n, v in given.items() if n not in names})
+    written = sys.stdin.read() if text == "-" else text
+    output = _ids(written) if config.token_ids else written
+    with open_client(connection) as client:
+        evidence = client.detect_watermark(
+            output,
+            watermarking_config=config.scheme(),
+            z_threshold=config.z_threshold,
+            ignore_repeated_ngrams=config.ignore_repeated_ngrams,
+            model=config.model or "",
+        )
+    if config.json:
+        say(json.dumps(asdict(evidence)))
+        return
+    for line in _lines(evidence, config.z_threshold):
+        say(line)
+
+
+def _ids(text: str) -> list[int]:
+    from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
+
+    words = text.replace(",", " ").split()
+    if not all(word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
+        raise StartupError("--token-ids: TEXT must be token ids, with spaces or commas between", flag="--token-ids")
+    return [int(word) for word in words]
+
+
+def _lines(evidence: WatermarkEvidence, threshold: float) -> tuple[str, str]:
+    found = "watermark" if evidence.prediction else "no watermark"
+    return (
+        f"{found}: z {evidence.z_score:.2f}, threshold {threshold:g}, p {evidence.p_value:.2g}",
+        f"{evidence.num_green_tokens} of {evidence.num_tokens_scored} scored tokens are green "
+        f"({evidence.green_fraction:.1%})",
+    )
