@@ -22,6 +22,7 @@ from penstock.generation.engine.deadlines import TimeLimits
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import make_strategy
 from penstock.generation.engine.drafts import share_room
+from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.report import RequestReport
 from penstock.generation.engine.scheduler import Scheduler
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+    from penstock.generation.engine.dump import EngineDump
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
@@ -176,6 +178,10 @@ class Engine:
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
         )
+
+    def dump(self) -> EngineDump:
+        """Everything about the engine but tokens and texts; see `dump_engine`."""
+        return dump_engine(self.config, self.stats, self._scheduler, self._clock())
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the pool's accounting and the sequences disagree. O(blocks): for tests."""
