@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -32,6 +33,7 @@ from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
 from penstock.generation.service import GenerationCore, Lifecycle, ModelState
 from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.status_log import StatusLog
 from penstock.generation.weights.watch import weights_written
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
@@ -65,6 +67,7 @@ class GenerationApp:
         self._metrics = GenerationMetrics(registry, self._lifecycle.model_name)
         self._cancelled = threading.Event()
         self._engine_loop: EngineLoop | None = None
+        self._status: StatusLog | None = None
         self._compiler: GrammarCompiler | None = None
         self._watch: asyncio.Task[None] | None = None
         self._farewell: asyncio.Task[None] | None = None
@@ -84,6 +87,9 @@ class GenerationApp:
 
     async def start(self) -> None:
         """Load and warm up. Raises StartupError."""
+        # Elsewhere than on the main thread, as in some tests, there are no signals.
+        with contextlib.suppress(ValueError, RuntimeError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._tell_state)
         try:
             loaded = await asyncio.to_thread(
                 load, self._config, self._lifecycle.model_name, self._progress, self._arena
@@ -101,6 +107,13 @@ class GenerationApp:
         error = await weights_written(files, self._config.weights_check_seconds)
         _log.error("weights were written to", cause=str(error))
         self._fail(error)
+
+    def _tell_state(self) -> None:
+        """SIGUSR1."""
+        if self._status is None:
+            _log.info("the model is still loading", percent=self._lifecycle.percent_loaded)
+        else:
+            self._status.dump_soon()
 
     def _progress(self, percent: float) -> None:
         """Called on the loading thread."""
@@ -124,6 +137,8 @@ class GenerationApp:
         metrics.read_engine(lambda: EngineFigures(loop.load, stats))
         loop.start()
         self._engine_loop = loop
+        self._status = StatusLog(loop, stats, self._config.status_seconds, self._config.dump_wait_seconds)
+        self._status.start()
         compiler = self._compiler = _compiler(loaded, self._config)
         return GenerationCore(
             loaded,
@@ -180,6 +195,8 @@ class GenerationApp:
         self._lifecycle.state = ModelState.UNAVAILABLE
         if self._watch is not None:
             self._watch.cancel()
+        if self._status is not None:
+            self._status.stop()
         if self._farewell is not None:
             await self._farewell
         if self._compiler is not None:

@@ -44,6 +44,10 @@ class GenerationAdminServiceStub:
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    DumpState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]
+    """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+    Changes nothing. Answers also when the engine's thread does not.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
@@ -64,6 +68,10 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    DumpState: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]  # type: ignore[assignment]
+    """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+    Changes nothing. Answers also when the engine's thread does not.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -141,6 +149,16 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DumpState(
+        self,
+        request: _admin_pb2.DumpStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DumpStateResponse, _abc.Awaitable[_admin_pb2.DumpStateResponse]]:
+        """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+        Changes nothing. Answers also when the engine's thread does not.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.generation.engine.engine import Engine
 
 _log = get_logger(__name__)
+# Time that the thread has to come to a dump between two steps.
+DEFAULT_DUMP_WAIT_SECONDS = 2.0
 # Looks from outside at an engine that may be moving.
 _DUMP_ATTEMPTS = 5
 Result = TypeVar("Result")
@@ -123,7 +125,7 @@ class EngineLoop:
                 self._post(lambda: _fulfil(future, call, self._engine))
         return future
 
-    async def dump(self, wait_seconds: float) -> EngineDump:
+    async def dump(self, wait_seconds: float = DEFAULT_DUMP_WAIT_SECONDS) -> EngineDump:
         """The engine's state between two steps. To be awaited on the event loop.
 
         When its thread does not come to it within `wait_seconds`: the state as it looks from outside, which a step may
