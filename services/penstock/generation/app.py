@@ -24,6 +24,7 @@ from penstock.generation.core.request import RequestOutput
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.mapped import MappedFile
@@ -68,6 +69,7 @@ class GenerationApp:
         self._cancelled = threading.Event()
         self._engine_loop: EngineLoop | None = None
         self._status: StatusLog | None = None
+        self._trace: TraceFile | None = None
         self._compiler: GrammarCompiler | None = None
         self._watch: asyncio.Task[None] | None = None
         self._farewell: asyncio.Task[None] | None = None
@@ -123,7 +125,9 @@ class GenerationApp:
 
     def _start_engine(self, loaded: LoadedModel) -> GenerationCore:
         drafter = None if loaded.draft is None else loaded.draft.drafter
-        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes, drafter=drafter)
+        path = self._config.trace_steps
+        trace = self._trace = TraceFile(path, self._config.trace_bytes) if path else None
+        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes, drafter=drafter, trace=trace)
         stats, metrics = engine.stats, self._metrics
 
         def deliver(step: int, outputs: list[RequestOutput]) -> None:
@@ -203,6 +207,8 @@ class GenerationApp:
             await self._compiler.close()
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.stop)
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     def status_lines(self) -> list[str]:
         """Model and pool."""
