@@ -24,6 +24,7 @@ from penstock.generation.core.request import RequestOutput
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.status_log import StatusLog
 from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.host.arena import Arena
@@ -34,7 +35,6 @@ from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
 from penstock.generation.service import GenerationCore, Lifecycle, ModelState
 from penstock.generation.startup.load import LoadedModel, load
-from penstock.generation.status_log import StatusLog
 from penstock.generation.weights.watch import weights_written
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
