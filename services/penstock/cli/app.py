@@ -14,6 +14,7 @@ from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig, run_detect
 from penstock.cli.console import say
+from penstock.cli.debug import DebugConfig, run_state
 from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.cli.pack_config import PackConfig
 from penstock.common.options import options_of
@@ -79,6 +80,17 @@ Examples:
   penstock bench --rate 8 --duration 30s --slo-ttft 500ms --slo-tpot 50ms
 
   penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
+
+DEBUG_EPILOG = f"""No token, text or request id is shown: a request is the first 12 digits of its id's
+SHA-256 (printf %s ID | sha256sum). docs/engine.md explains the columns.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock debug state --address 127.0.0.1:50052
+
+  penstock debug state --json"""
 
 PACK_EPILOG = f"""Everything that takes a MODEL takes the folder OUTPUT. Its weights are mapped as
 they are: a start copies nothing, and the processes of a host share them.
@@ -262,6 +274,17 @@ def _pack(given: Overrides) -> None:
     configure_logging("pack", level="warning")
     output = given.pop("output", None)
     run_pack(str(given.pop("folder")), None if output is None else str(output), given)
+
+
+debug_app = typer.Typer(help="Look inside a running service.", no_args_is_help=True)
+app.add_typer(debug_app, name="debug")
+debug_app.command("state", epilog=DEBUG_EPILOG)(
+    command(
+        options_of(DebugConfig),
+        run_state,
+        "Show what a generation service's engine holds and does: requests, blocks, the last step. Changes nothing.",
+    )
+)
 
 
 def _argument(name: str, metavar: str, default: Any, help: str, annotation: Any) -> inspect.Parameter:

@@ -9,6 +9,7 @@ from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
+from penstock.cli.debug import DebugConfig
 from penstock.cli.flags import shown_default
 from penstock.cli.pack_config import PackConfig
 from penstock.cli.serve.service_process import ROLES
@@ -61,6 +62,9 @@ def _sections() -> Iterator[str]:
     yield _table(options_of(WatermarkConfig))
     yield "`penstock bench`, and the options of the connection above.\n"
     yield _table(bound for bound in options_of(BenchConfig) if bound.name not in connection)
+    yield "`penstock debug state`, and the other options of the connection above.\n"
+    own = {"address", "wait_seconds", "json"}
+    yield _table(bound for bound in options_of(DebugConfig) if bound.name in own)
     yield "## Packing\n"
     yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says what for.\n"
     yield _table(options_of(PackConfig))

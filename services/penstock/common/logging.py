@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging as stdlib
 import sys
 import traceback
-from types import TracebackType
+from collections.abc import Iterable
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.common.deferred import absent
@@ -80,11 +81,15 @@ def describe_exception(exc_info: ExcInfo | None, *, debug: bool) -> str:
     parts: list[str] = []
     error: BaseException | None = exc_info[1]
     while error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = " > ".join(f"{_short(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames)
+        where = " > ".join(describe_frames(traceback.walk_tb(error.__traceback__)))
         parts.append(f"{type(error).__name__} at {where}")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return " <- ".join(parts)
+
+
+def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
+    """`file:line function` of each, as traceback.walk_tb and walk_stack give them."""
+    return [f"{_short(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}" for frame, line in frames]
 
 
 def _short(filename: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -23,6 +24,8 @@ from penstock.generation.core.request import RequestOutput
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.status_log import StatusLog
+from penstock.generation.engine.trace_file import TraceFile
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.mapped import MappedFile, weights_written
@@ -64,6 +67,8 @@ class GenerationApp:
         self._metrics = GenerationMetrics(registry, self._lifecycle.model_name)
         self._cancelled = threading.Event()
         self._engine_loop: EngineLoop | None = None
+        self._status: StatusLog | None = None
+        self._trace: TraceFile | None = None
         self._compiler: GrammarCompiler | None = None
         self._watch: asyncio.Task[None] | None = None
         self._farewell: asyncio.Task[None] | None = None
@@ -83,6 +88,9 @@ class GenerationApp:
 
     async def start(self) -> None:
         """Load and warm up. Raises StartupError."""
+        # Elsewhere than on the main thread, as in some tests, there are no signals.
+        with contextlib.suppress(ValueError, RuntimeError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._tell_state)
         try:
             loaded = await asyncio.to_thread(
                 load, self._config, self._lifecycle.model_name, self._progress, self._arena
@@ -101,6 +109,13 @@ class GenerationApp:
         _log.error("weights were written to", cause=str(error))
         self._fail(error)
 
+    def _tell_state(self) -> None:
+        """SIGUSR1."""
+        if self._status is None:
+            _log.info("the model is still loading", percent=self._lifecycle.percent_loaded)
+        else:
+            self._status.dump_soon()
+
     def _progress(self, percent: float) -> None:
         """Called on the loading thread."""
         if self._cancelled.is_set():
@@ -109,7 +124,9 @@ class GenerationApp:
 
     def _start_engine(self, loaded: LoadedModel) -> GenerationCore:
         drafter = None if loaded.draft is None else loaded.draft.drafter
-        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes, drafter=drafter)
+        path = self._config.trace_steps
+        trace = self._trace = TraceFile(path, self._config.trace_bytes) if path else None
+        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes, drafter=drafter, trace=trace)
         stats, metrics = engine.stats, self._metrics
 
         def deliver(step: int, outputs: list[RequestOutput]) -> None:
@@ -123,6 +140,8 @@ class GenerationApp:
         metrics.read_engine(lambda: EngineFigures(loop.load, stats))
         loop.start()
         self._engine_loop = loop
+        self._status = StatusLog(loop, stats, self._config.status_seconds, self._config.dump_wait_seconds)
+        self._status.start()
         compiler = self._compiler = _compiler(loaded, self._config)
         return GenerationCore(
             loaded,
@@ -180,12 +199,16 @@ class GenerationApp:
         self._lifecycle.state = ModelState.UNAVAILABLE
         if self._watch is not None:
             self._watch.cancel()
+        if self._status is not None:
+            self._status.stop()
         if self._farewell is not None:
             await self._farewell
         if self._compiler is not None:
             await self._compiler.close()
         if self._engine_loop is not None:
             await asyncio.to_thread(self._engine_loop.stop)
+        if self._trace is not None:
+            await asyncio.to_thread(self._trace.close)
 
     def status_lines(self) -> list[str]:
         """Model and pool."""

@@ -15,7 +15,7 @@ from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.options.generate_options import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
-CONSTRAINTS = "Structured output"
+CONSTRAINTS, INSIDE = "Structured output", "See inside"
 KV_CACHE_DTYPES = ("auto", "int8")
 
 
@@ -256,6 +256,36 @@ class GenerationServiceConfig(ServerConfig):
     mask_threads: int = option(
         GrammarLimits.mask_threads, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1
     )
+
+    status_seconds: float = option(
+        10.0,
+        "How often the log gets a line on load and throughput, while there is something to tell; 0: never.",
+        group=INSIDE,
+        minimum=0,
+    )
+    dump_groups: int = option(
+        EngineConfig.dump_groups,
+        "Requests of each queue that a dump of the engine's state tells one by one.",
+        group=INSIDE,
+        minimum=0,
+    )
+    dump_sequences: int = option(
+        EngineConfig.dump_sequences, "Sequences of each request that it tells one by one.", group=INSIDE, minimum=0
+    )
+    dump_wait_seconds: float = option(
+        2.0,
+        "Time that the engine has, after SIGUSR1, to tell its state between two steps; past it the state is read from "
+        "outside.",
+        group=INSIDE,
+        minimum=0,
+    )
+    trace_steps: str | None = option(
+        None,
+        "Write a line on every engine step there, for tools/replay.py; %p is the process id.",
+        group=INSIDE,
+        metavar="FILE",
+    )
+    trace_bytes: int = option(256 << 20, "Where that file ends.", group=INSIDE, minimum=1024)
 
     def validate(self) -> None:
         """Raises StartupError for options that do not go together."""

@@ -3,8 +3,10 @@
 isort:skip_file
 Control of one generation process. Separate from inference so that a mesh can authorise by service name."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from penstock.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -343,3 +345,356 @@ class ResumeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class DumpStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    wait_seconds: _builtins.float
+    """Seconds that the engine's thread has to answer between two steps; default 2. Past it the state is read from outside."""
+    def __init__(
+        self,
+        *,
+        wait_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_wait_seconds", b"_wait_seconds", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wait_seconds", b"_wait_seconds", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__wait_seconds: _TypeAlias = _typing.Literal["wait_seconds"]  # noqa: Y015
+    _WhichOneofArgType__wait_seconds: _TypeAlias = _typing.Literal["_wait_seconds", b"_wait_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wait_seconds) -> _WhichOneofReturnType__wait_seconds | None: ...
+
+Global___DumpStateRequest: _TypeAlias = DumpStateRequest  # noqa: Y015
+
+@_typing.final
+class DumpStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___EngineState: ...
+    def __init__(
+        self,
+        *,
+        state: Global___EngineState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DumpStateResponse: _TypeAlias = DumpStateResponse  # noqa: Y015
+
+@_typing.final
+class EngineState(_message.Message):
+    """Lists are bounded (--dump-groups, --dump-sequences); `more_` says how many are left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ConfigEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CONFIG_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    MORE_RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    MORE_WAITING_FIELD_NUMBER: _builtins.int
+    STACK_FIELD_NUMBER: _builtins.int
+    more_running: _builtins.int
+    more_waiting: _builtins.int
+    @_builtins.property
+    def config(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Totals since the start."""
+
+    @_builtins.property
+    def pool(self) -> Global___PoolState: ...
+    @_builtins.property
+    def last_step(self) -> Global___StepState:
+        """The step that was put together last."""
+
+    @_builtins.property
+    def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
+    @_builtins.property
+    def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the engine's thread is, innermost last, when it did not answer in time; the rest may be half of a step then."""
+
+    def __init__(
+        self,
+        *,
+        config: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        pool: Global___PoolState | None = ...,
+        last_step: Global___StepState | None = ...,
+        running: _abc.Iterable[Global___GroupState] | None = ...,
+        more_running: _builtins.int = ...,
+        waiting: _abc.Iterable[Global___GroupState] | None = ...,
+        more_waiting: _builtins.int = ...,
+        stack: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step", "pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "counters", b"counters", "last_step", b"last_step", "more_running", b"more_running", "more_waiting", b"more_waiting", "pool", b"pool", "running", b"running", "stack", b"stack", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
+
+@_typing.final
+class PoolState(_message.Message):
+    """KV blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    FREE_FIELD_NUMBER: _builtins.int
+    EVICTABLE_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    REFERENCES_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    used: _builtins.int
+    free: _builtins.int
+    evictable: _builtins.int
+    reserve: _builtins.int
+    """What admission leaves free."""
+    references: _builtins.int
+    """Holders of used blocks, of shared ones several."""
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        used: _builtins.int = ...,
+        free: _builtins.int = ...,
+        evictable: _builtins.int = ...,
+        reserve: _builtins.int = ...,
+        references: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictable", b"evictable", "free", b"free", "references", b"references", "reserve", b"reserve", "total", b"total", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolState: _TypeAlias = PoolState  # noqa: Y015
+
+@_typing.final
+class StepState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ROWS_LEFT_FIELD_NUMBER: _builtins.int
+    ENDED_BY_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    MORE_GROUPS_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    rows: _builtins.int
+    rows_left: _builtins.int
+    ended_by: _builtins.str
+    """Why nothing more is in it: nothing, budget, sequences, blocks."""
+    more_groups: _builtins.int
+    admitted: _builtins.int
+    preempted: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRows]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        rows_left: _builtins.int = ...,
+        ended_by: _builtins.str = ...,
+        groups: _abc.Iterable[Global___StepRows] | None = ...,
+        more_groups: _builtins.int = ...,
+        admitted: _builtins.int = ...,
+        preempted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "ended_by", b"ended_by", "groups", b"groups", "more_groups", b"more_groups", "number", b"number", "preempted", b"preempted", "rows", b"rows", "rows_left", b"rows_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepState: _TypeAlias = StepState  # noqa: Y015
+
+@_typing.final
+class StepRows(_message.Message):
+    """What one request computed in a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    PROMPT_ROWS_FIELD_NUMBER: _builtins.int
+    DECODE_ROWS_FIELD_NUMBER: _builtins.int
+    DRAFT_ROWS_FIELD_NUMBER: _builtins.int
+    request: _builtins.str
+    sequences: _builtins.int
+    prompt_rows: _builtins.int
+    decode_rows: _builtins.int
+    draft_rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.str = ...,
+        sequences: _builtins.int = ...,
+        prompt_rows: _builtins.int = ...,
+        decode_rows: _builtins.int = ...,
+        draft_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_rows", b"decode_rows", "draft_rows", b"draft_rows", "prompt_rows", b"prompt_rows", "request", b"request", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRows: _TypeAlias = StepRows  # noqa: Y015
+
+@_typing.final
+class GroupState(_message.Message):
+    """One request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    RUNNING_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    MORE_SEQUENCES_FIELD_NUMBER: _builtins.int
+    request: _builtins.str
+    """The first 12 hex digits of the SHA-256 of its id."""
+    state: _builtins.str
+    """waiting, running."""
+    decoding: _builtins.str
+    """What decodes it."""
+    priority: _builtins.int
+    age_seconds: _builtins.float
+    running_seconds: _builtins.float
+    """Since its first step; 0: none yet."""
+    prompt_tokens: _builtins.int
+    max_new_tokens: _builtins.int
+    width: _builtins.int
+    more_sequences: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
+    def __init__(
+        self,
+        *,
+        request: _builtins.str = ...,
+        state: _builtins.str = ...,
+        decoding: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        age_seconds: _builtins.float = ...,
+        running_seconds: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        max_new_tokens: _builtins.int = ...,
+        width: _builtins.int = ...,
+        sequences: _abc.Iterable[Global___SequenceState] | None = ...,
+        more_sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "decoding", b"decoding", "max_new_tokens", b"max_new_tokens", "more_sequences", b"more_sequences", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request", b"request", "running_seconds", b"running_seconds", "sequences", b"sequences", "state", b"state", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
+
+@_typing.final
+class SequenceState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    FAMILY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    index: _builtins.int
+    family: _builtins.int
+    tokens: _builtins.int
+    prompt_tokens: _builtins.int
+    computed_tokens: _builtins.int
+    blocks: _builtins.int
+    draft_tokens: _builtins.int
+    waits_for: _builtins.str
+    """admission, leader, others, step."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        index: _builtins.int = ...,
+        family: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed_tokens", b"computed_tokens", "draft_tokens", b"draft_tokens", "family", b"family", "index", b"index", "number", b"number", "prompt_tokens", b"prompt_tokens", "tokens", b"tokens", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015

@@ -60,6 +60,11 @@ class GenerationAdminServiceStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.FromString,
                 _registered_method=True)
+        self.DumpState = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/DumpState',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.DumpStateResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/penstock.v1.GenerationAdminService/Drain',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -109,6 +114,14 @@ class GenerationAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DumpState(self, request, context):
+        """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+        Changes nothing. Answers also when the engine's thread does not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stop admitting; health turns NOT_SERVING; running requests finish.
         """
@@ -149,6 +162,11 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
                     servicer.GetPoolStats,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.SerializeToString,
+            ),
+            'DumpState': grpc.unary_unary_rpc_method_handler(
+                    servicer.DumpState,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.DumpStateRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.DumpStateResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -297,6 +315,33 @@ class GenerationAdminService:
             '/penstock.v1.GenerationAdminService/GetPoolStats',
             penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/DumpState',
+            penstock_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.DumpStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

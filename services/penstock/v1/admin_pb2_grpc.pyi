@@ -41,6 +41,10 @@ class GenerationAdminServiceStub:
     ClearCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]
     """Forgets every reusable prefix that no running request holds."""
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]
+    DumpState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]
+    """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+    Changes nothing. Answers also when the engine's thread does not.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
@@ -58,6 +62,10 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     ClearCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]  # type: ignore[assignment]
     """Forgets every reusable prefix that no running request holds."""
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
+    DumpState: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]  # type: ignore[assignment]
+    """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+    Changes nothing. Answers also when the engine's thread does not.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -102,6 +110,16 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetPoolStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetPoolStatsResponse, _abc.Awaitable[_admin_pb2.GetPoolStatsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DumpState(
+        self,
+        request: _admin_pb2.DumpStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DumpStateResponse, _abc.Awaitable[_admin_pb2.DumpStateResponse]]:
+        """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+        Changes nothing. Answers also when the engine's thread does not.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

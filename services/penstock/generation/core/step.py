@@ -33,6 +33,11 @@ class ScheduledSequence:
     sample: tuple[Sequence, ...] = ()
     probes: tuple[tuple[int, Sequence], ...] = ()
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows that are of the prompt."""
+        return max(min(self.start + self.num_tokens, self.sequence.num_prompt_tokens) - self.start, 0)
+
 
 class Fork(NamedTuple):
     """`child` began as a copy of `parent`, whose first `num_tokens` tokens were computed: for what a runner keeps."""

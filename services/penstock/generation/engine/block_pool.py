@@ -72,6 +72,11 @@ class BlockPool:
         self._ref_counts[block] = 1
         return block
 
+    @property
+    def num_references(self) -> int:
+        """Holders of all blocks. O(blocks)."""
+        return sum(self._ref_counts)
+
     def acquire(self, block: int) -> None:
         """One more holder of a used or evictable block."""
         if self._ref_counts[block] == 0:

@@ -35,6 +35,9 @@ class EngineConfig:
     # Largest priority, and smallest when negated: without a bound one request could outrun years of waiting.
     max_priority: int = 100
     prefix_cache: bool = True
+    # `Engine.dump`: requests of each queue, and sequences of each request, that are told one by one.
+    dump_groups: int = 64
+    dump_sequences: int = 8
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_running_sequences", "max_queued_requests"):
@@ -44,8 +47,9 @@ class EngineConfig:
             raise ValueError("max_context_tokens must hold a prompt token and a new one")
         if self.max_batch_tokens < self.max_running_sequences:
             raise ValueError("max_batch_tokens must be at least max_running_sequences")
-        if self.max_draft_rows < 0:
-            raise ValueError("max_draft_rows must not be negative")
+        for name in ("max_draft_rows", "dump_groups", "dump_sequences"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError("watermark must be in [0, 1)")
         if not 0.0 < self.long_prompt_share <= 1.0:

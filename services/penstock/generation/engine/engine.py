@@ -22,10 +22,12 @@ from penstock.generation.engine.deadlines import TimeLimits
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import make_strategy
 from penstock.generation.engine.drafts import share_room
+from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.report import RequestReport
 from penstock.generation.engine.scheduler import Scheduler
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
+from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.stopping import StopCriteria
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+    from penstock.generation.engine.dump import EngineDump
+    from penstock.generation.engine.trace_file import TraceFile
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
@@ -58,6 +62,7 @@ class Engine:
         strategy: StrategyFactory = make_strategy,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trace: TraceFile | None = None,
     ) -> None:
         """`stop_text` None: requests with stop strings are refused. `clock` is that of Request's times."""
         self.config = config
@@ -68,6 +73,7 @@ class Engine:
         self._strategy = strategy
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
+        self._trace = None if trace is None else StepTrace(config, trace, clock())
         self._groups: dict[str, SequenceGroup] = {}
         self._deadlines: TimeLimits[SequenceGroup] = TimeLimits()
         self._max_times: TimeLimits[SequenceGroup] = TimeLimits()
@@ -103,6 +109,8 @@ class Engine:
         self._groups[request.request_id] = group
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(group)
+        if self._trace is not None:
+            self._trace.added(group)
         if request.deadline is not None:
             self._deadlines.set(group, request.deadline)
         if not sequences:
@@ -126,6 +134,8 @@ class Engine:
         self._end_overdue(started)
         output = self._scheduler.schedule()
         if output.scheduled:
+            if self._trace is not None:
+                self._trace.scheduled(output, self._scheduler)
             self._limit_admitted()
             scheduled = self._clock()
             if self._drafter is not None:
@@ -139,6 +149,8 @@ class Engine:
             drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
             draft_seconds = self._clock() - updated if drafted else 0.0
             self._record(output, started, scheduled, executed, draft_seconds)
+            if self._trace is not None:
+                self._trace.stepped(self._scheduler, self.stats, started, self._clock())
         if not self._scheduler.has_work:
             self._forget(self._scheduler.take_released())
         return self._take_news()
@@ -160,6 +172,8 @@ class Engine:
 
     def clear_cache(self) -> int:
         """Forget every prefix that no running request holds; how many blocks that were."""
+        if self._trace is not None:
+            self._trace.cleared()
         return self._scheduler.pool.clear_cache()
 
     def load(self) -> EngineLoad:
@@ -176,6 +190,10 @@ class Engine:
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
         )
+
+    def dump(self) -> EngineDump:
+        """Everything about the engine but tokens and texts; see `dump_engine`."""
+        return dump_engine(self.config, self.stats, self._scheduler, self._clock())
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the pool's accounting and the sequences disagree. O(blocks): for tests."""
@@ -217,6 +235,8 @@ class Engine:
             return
         self._count(group, decision)
         self._emit(group, decision.emissions)
+        if self._trace is not None:
+            self._trace.advanced(group, sampled, decision)
         self._scheduler.apply(group, decision)
         if group.state is GroupState.GONE:
             self._close(group)
@@ -295,6 +315,8 @@ class Engine:
         self, group: SequenceGroup, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None
     ) -> None:
         """The one way out for a request."""
+        if self._trace is not None:
+            self._trace.closed(group)
         self._scheduler.remove(group)
         self._deadlines.discard(group)
         self._max_times.discard(group)

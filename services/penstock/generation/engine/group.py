@@ -98,6 +98,11 @@ class SequenceGroup:
         return [one for one in self.sequences if one.family == leader.family and one is not leader]
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether nobody's last row is computed before everybody's can be."""
+        return self._in_lockstep
+
+    @property
     def in_step(self) -> bool:
         """Whether every sequence that goes in lockstep may be computed to its end. O(sequences), where some do."""
         return not self._in_lockstep or all(one.num_computed_tokens >= self.end(one) - 1 for one in self.computable)

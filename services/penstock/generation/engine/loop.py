@@ -9,18 +9,26 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from contextlib import suppress
+from dataclasses import replace
+from traceback import walk_stack
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from penstock.common.errors import Internal, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
-from penstock.common.logging import get_logger
+from penstock.common.logging import describe_frames, get_logger
 from penstock.generation.engine.report import refusal
 from penstock.generation.engine.stats import EngineLoad
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request, RequestOutput
+    from penstock.generation.engine.dump import EngineDump
     from penstock.generation.engine.engine import Engine
 
 _log = get_logger(__name__)
+# Time that the thread has to come to a dump between two steps.
+DEFAULT_DUMP_WAIT_SECONDS = 2.0
+# Looks from outside at an engine that may be moving.
+_DUMP_ATTEMPTS = 5
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
@@ -117,6 +125,18 @@ class EngineLoop:
                 self._post(lambda: _fulfil(future, call, self._engine))
         return future
 
+    async def dump(self, wait_seconds: float = DEFAULT_DUMP_WAIT_SECONDS) -> EngineDump:
+        """The engine's state between two steps. To be awaited on the event loop.
+
+        When its thread does not come to it within `wait_seconds`: the state as it looks from outside, which a step may
+        be changing, and the thread's stack. Raises what `dump_engine` raises when that is so every time.
+        """
+        try:
+            future = self.run_on_engine(lambda engine: engine.dump())
+            return await asyncio.wait_for(asyncio.wrap_future(future), wait_seconds)
+        except (TimeoutError, Unavailable):
+            return self._dump_from_outside()
+
     @property
     def load(self) -> EngineLoad:
         """The engine after its last step, with what was accepted since counted as waiting. Thread-safe."""
@@ -159,6 +179,21 @@ class EngineLoop:
         if self._thread.ident is not None:
             self._thread.join()
 
+    def _dump_from_outside(self) -> EngineDump:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = () if frame is None else tuple(reversed(describe_frames(walk_stack(frame))))
+        for _ in range(_DUMP_ATTEMPTS - 1):
+            with suppress(RuntimeError, KeyError, IndexError):
+                return replace(self._engine.dump(), stack=stack)
+        return replace(self._engine.dump(), stack=stack)
+
+    def _state_or_none(self) -> dict[str, Any] | None:
+        """For the log, of an engine that may be broken in any way: the requests' ends must follow all the same."""
+        try:
+            return self._engine.dump().as_dict()
+        except Exception:
+            return None
+
     def _post(self, command: Callable[[], None]) -> None:
         """Append a command; the condition is held. After the thread's end nobody carries it out."""
         self._inbox.append(command)
@@ -197,7 +232,7 @@ class EngineLoop:
             while self._wait_for_work():
                 self._publish(self._engine.step())
         except Exception as failure:  # the thread's boundary: everybody is told, then the process ends
-            _log.exception("engine step failed")
+            _log.exception("engine step failed", state=self._state_or_none())
             error = Internal("the engine failed", reason="ENGINE_FAILED")
             try:
                 self._end(error)

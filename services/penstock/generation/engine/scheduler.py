@@ -11,7 +11,7 @@ from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
-from penstock.generation.engine.step_plan import StepPlan
+from penstock.generation.engine.step_plan import HeldBack, StepPlan
 
 if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
@@ -43,8 +43,9 @@ class Scheduler:
         self.prefixes = SharedPrefixes(self.tables)
         self.waiting = GroupQueue()
         self.running = GroupQueue()
-        # Groups that the last `schedule` started for the first time.
+        # Groups that the last `schedule` started for the first time, and those that had to give way in it.
         self.admitted: list[SequenceGroup] = []
+        self.preempted: list[SequenceGroup] = []
         self._config = config
         self._stats = stats
         self._forks: list[Fork] = []
@@ -57,6 +58,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` would schedule something."""
         return bool(len(self.waiting) or len(self.running))
+
+    @property
+    def plan(self) -> StepPlan:
+        """The step that `schedule` put together last."""
+        return self._plan
 
     @property
     def num_running_sequences(self) -> int:
@@ -81,6 +87,7 @@ class Scheduler:
         self._plan = StepPlan(self._config.max_batch_tokens)
         self.prefixes.start_step()
         self.admitted.clear()
+        self.preempted.clear()
         self._cut.clear()
         prompts, drafting = self._schedule_decoding()
         if drafting:
@@ -279,6 +286,7 @@ class Scheduler:
         group.restart()
         group.state = GroupState.WAITING
         self.waiting.add(group)
+        self.preempted.append(group)
         self._stats.preemptions += 1
 
     def _admit(self) -> None:
@@ -291,12 +299,17 @@ class Scheduler:
             width += group.strategy.width
             leaders = group.leaders
             # Those that go in lockstep start in one step: if they draw in it, then all together.
-            if not self._plan.budget or self._plan.budget < len(leaders) or width > self._config.max_running_sequences:
+            if not self._plan.budget or self._plan.budget < len(leaders):
+                self._plan.admission_stopped = HeldBack.BUDGET
+                return
+            if width > self._config.max_running_sequences:
+                self._plan.admission_stopped = HeldBack.SEQUENCES
                 return
             starts = [(leader, self.prefixes.find(group, leader)) for leader in leaders]
             if any(self.prefixes.is_coming(group, leader, len(prefix)) for leader, prefix in starts):
                 continue
             if not self._start(group, starts):
+                self._plan.admission_stopped = HeldBack.BLOCKS
                 return
             in_step = group.in_step
             for leader in leaders:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 _MAX_PENDING_STEPS = 4096
@@ -41,13 +41,20 @@ class EngineStats:
     rejected_draft_tokens: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
+    last_step: StepSample | None = None
     _pending: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_PENDING_STEPS))
 
     def record(self, sample: StepSample) -> None:
         """Count one step. When nobody drains, the oldest samples go."""
         self.steps += 1
         self.computed_tokens += sample.num_tokens
+        self.last_step = sample
         self._pending.append(sample)
+
+    def counters(self) -> dict[str, int]:
+        """The totals by name."""
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return {name: value for name, value in values if isinstance(value, int)}
 
     def drain_steps(self) -> list[StepSample]:
         """Steps since the last call, oldest first. Safe beside the engine thread, for one reader."""

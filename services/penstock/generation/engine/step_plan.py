@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.step import Fork, ScheduledSequence, SchedulerOutput
@@ -11,16 +12,45 @@ if TYPE_CHECKING:
     from penstock.generation.engine.group import SequenceGroup
 
 
+class HeldBack(enum.Enum):
+    """Why a step holds no more than it does."""
+
+    # Everything that could be computed is in it.
+    NOTHING = "nothing"
+    # Its rows are used up.
+    BUDGET = "budget"
+    # As many sequences run as may.
+    SEQUENCES = "sequences"
+    # The pool has no room: a request waits for it, or gave way.
+    BLOCKS = "blocks"
+
+
 class StepPlan:
     """Entries of one step and the budget that is left. A preempted group's entries and copies can be taken out."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.preempted = False
+        # Why admission stopped.
+        self.admission_stopped = HeldBack.NOTHING
         # groups[i] is the group of the i-th entry.
         self.groups: list[SequenceGroup] = []
         self._entries: list[ScheduledSequence] = []
         self._copies: list[tuple[SequenceGroup, tuple[int, int]]] = []
+
+    @property
+    def held_back(self) -> HeldBack:
+        """Why nothing more is in it."""
+        if self.preempted:
+            return HeldBack.BLOCKS
+        if self.admission_stopped is HeldBack.NOTHING and not self.budget:
+            return HeldBack.BUDGET
+        return self.admission_stopped
+
+    @property
+    def entries(self) -> tuple[ScheduledSequence, ...]:
+        """What is scheduled so far; entry i is of groups[i]."""
+        return tuple(self._entries)
 
     @property
     def num_entries(self) -> int:

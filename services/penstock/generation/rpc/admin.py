@@ -12,6 +12,7 @@ import grpc
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.loop import DEFAULT_DUMP_WAIT_SECONDS
 from penstock.generation.engine.stats import EngineLoad
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.startup.load import LoadedModel
@@ -19,6 +20,7 @@ from penstock.generation.wire import convert
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_DUMP_WAIT_SECONDS = 3600.0
 DEFAULT_INTERVAL_SECONDS, MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 0.01, 3600.0
 
 
@@ -76,6 +78,14 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         begin = time.monotonic()
         await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: _warm_up(engine, core.loaded)))
         return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)
+
+    async def DumpState(self, request: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
+        """The engine's state, also when its thread hangs."""
+        wait = request.wait_seconds if request.HasField("wait_seconds") else DEFAULT_DUMP_WAIT_SECONDS
+        if not 0 <= wait <= MAX_DUMP_WAIT_SECONDS:
+            raise InvalidArgument("wait_seconds", f"must be in [0, {MAX_DUMP_WAIT_SECONDS:g}]")
+        dump = await self._lifecycle.loaded().loop.dump(wait)
+        return admin_pb2.DumpStateResponse(state=convert.from_dump(dump))
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Refuse new work and wait for what is live; past the grace it is aborted."""

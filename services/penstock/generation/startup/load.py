@@ -303,6 +303,8 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
         max_queued_requests=config.max_queued_requests,
         max_draft_rows=config.max_draft_rows,
         prefix_cache=config.prefix_cache,
+        dump_groups=config.dump_groups,
+        dump_sequences=config.dump_sequences,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from google.protobuf import json_format
+
 from penstock.common.errors import PenstockError, to_status
 from penstock.generation.core.request import (
     DeltaOutput,
@@ -17,6 +19,7 @@ from penstock.generation.core.request import (
     SequenceFinish,
     StartedOutput,
 )
+from penstock.generation.engine.dump import EngineDump
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, DetectWatermarkCommand
@@ -283,6 +286,11 @@ def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPo
         evictions=stats.evictions,
         copy_on_write_blocks=stats.copy_on_write_blocks,
     )
+
+
+def from_dump(dump: EngineDump) -> admin_pb2.EngineState:
+    """The engine's state; its fields have the names of the message's."""
+    return json_format.ParseDict(dump.as_dict(), admin_pb2.EngineState())
 
 
 def from_state(state: int) -> common_pb2.ModelState.ValueType:

@@ -1,0 +1,155 @@
+"""`penstock debug state`: what a generation service's engine holds and does. Light: the command line imports it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.client.connection import GROUP as CONNECTION
+from penstock.cli.client.connection import ConnectionConfig, connect, nobody_answers
+from penstock.cli.console import console, say
+from penstock.common.options import option
+from penstock.common.ports import GENERATION_PORT
+
+if TYPE_CHECKING:
+    from penstock_client import ClientConfig
+    from rich.table import Table
+
+    from penstock.cli.flags import Overrides
+
+State = dict[str, Any]
+_GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
+_SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "drafts", "waits for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugConfig(ConnectionConfig):
+    """A generation service, how to reach it, and how to show what it says."""
+
+    address: str = option(
+        f"127.0.0.1:{GENERATION_PORT}", "host:port of the generation service.", group=CONNECTION, metavar="HOST:PORT"
+    )
+    wait_seconds: float = option(
+        2.0,
+        "Time that the engine has to answer between two steps; past it the state is read from outside.",
+        group="State",
+        minimum=0,
+        maximum=3600,
+    )
+    json: bool = option(False, "Write it as JSON.", group="State")
+
+
+def run_state(given: Overrides) -> None:
+    """Ask and show. Raises StartupError when nobody answers, and the service's PenstockError."""
+    from penstock.common.config import from_env_and_flags
+
+    config = from_env_and_flags(DebugConfig, given)
+    state = asyncio.run(_ask(config))
+    if config.json:
+        sys.stdout.write(json.dumps(state, indent=2) + "\n")
+    else:
+        _show(state)
+
+
+async def _ask(config: DebugConfig) -> State:
+    import grpc
+    from google.protobuf import json_format
+
+    from penstock.common.errors import from_rpc_error
+    from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+    def opened(client: ClientConfig) -> tuple[grpc.aio.Channel, Any]:
+        options, metadata = client.channel_options(), client.metadata(config.address)
+        if client.tls:
+            return grpc.aio.secure_channel(config.address, client.tls.credentials(), options), metadata
+        return grpc.aio.insecure_channel(config.address, options), metadata
+
+    channel, metadata = connect(config, opened)
+    async with channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), config.connect_timeout_seconds)
+        except TimeoutError:
+            raise nobody_answers(config) from None
+        stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
+        try:
+            answer = await stub.DumpState(
+                admin_pb2.DumpStateRequest(wait_seconds=config.wait_seconds), metadata=metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+    state: State = json_format.MessageToDict(
+        answer.state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return _with_numbers(state)
+
+
+def _with_numbers(state: State) -> State:
+    """JSON of protobuf has 64-bit integers as text."""
+    state["counters"] = {name: int(value) for name, value in sorted(state["counters"].items())}
+    state["config"] = dict(sorted(state["config"].items()))
+    state["pool"]["references"] = int(state["pool"]["references"])
+    state["last_step"]["number"] = int(state["last_step"]["number"])
+    for group in (*state["running"], *state["waiting"]):
+        for sequence in group["sequences"]:
+            sequence["number"] = int(sequence["number"])
+    return state
+
+
+def _show(state: State) -> None:
+    pool, step = state["pool"], state["last_step"]
+    if state["stack"]:
+        say("the engine's thread did not answer; it is at")
+        for line in state["stack"]:
+            say(f"  {line}")
+    say(
+        f"pool: {pool['used']} of {pool['total']} blocks used, {pool['free']} free, {pool['evictable']} evictable, "
+        f"{pool['references']} references, {pool['reserve']} kept for running requests"
+    )
+    say(
+        f"step {step['number']}: {step['rows']} rows, {step['rows_left']} left, held back by {step['ended_by']}; "
+        f"{step['admitted']} admitted, {step['preempted']} preempted"
+    )
+    show = console().print
+    show(_rows_table(step))
+    for queue in ("running", "waiting"):
+        show(_groups_table(queue, state[queue], state[f"more_{queue}"]))
+    for title in ("counters", "config"):
+        show(_table(title, (title[:-1] if title == "counters" else "option", "value"), state[title].items()))
+
+
+def _rows_table(step: State) -> Table:
+    columns = ("request", "sequences", "prompt_rows", "decode_rows", "draft_rows")
+    rows = [[group[column] for column in columns] for group in step["groups"]]
+    return _table("last step", columns, rows, step["more_groups"])
+
+
+def _groups_table(title: str, groups: list[State], more: int) -> Table:
+    """A line per sequence; those of the request stand in its first."""
+    rows: list[list[Any]] = []
+    for group in groups:
+        facts = [group[name] for name in ("request", "state", "decoding", "priority")]
+        facts += [f"{group['age_seconds']:.3f}s", f"{group['running_seconds']:.3f}s"]
+        facts += [group["prompt_tokens"], group["max_new_tokens"], group["width"]]
+        for sequence in group["sequences"] or [None]:
+            rows.append([*facts, *(_sequence(sequence) if sequence else [""] * len(_SEQUENCE_COLUMNS))])
+            facts = [""] * len(_GROUP_COLUMNS)
+        if group["more_sequences"]:
+            rows.append([*facts, f"and {group['more_sequences']} more", *[""] * (len(_SEQUENCE_COLUMNS) - 1)])
+    return _table(title, (*_GROUP_COLUMNS, *_SEQUENCE_COLUMNS), rows, more)
+
+
+def _sequence(sequence: State) -> list[Any]:
+    names = ("number", "family", "tokens", "computed_tokens", "blocks", "draft_tokens", "waits_for")
+    return [sequence[name] for name in names]
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Any, more: int = 0) -> Table:
+    from rich.table import Table
+
+    table = Table(*columns, title=title, caption=f"and {more} more" if more else None, title_justify="left")
+    for row in rows:
+        table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in row))
+    return table

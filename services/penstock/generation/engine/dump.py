@@ -1,0 +1,226 @@
+"""The engine's state as plain data, for whoever looks for what is wrong: sizes and states, never a token or a text.
+
+A dump changes nothing and steps nothing. It is bounded: of groups and sequences past a limit only the number is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from penstock.generation.engine.group import GroupState
+
+if TYPE_CHECKING:
+    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.group import SequenceGroup
+    from penstock.generation.engine.group_queue import GroupQueue
+    from penstock.generation.engine.scheduler import Scheduler
+    from penstock.generation.engine.stats import EngineStats
+    from penstock.generation.engine.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDump:
+    """One sequence; lengths in tokens, drafts included."""
+
+    number: int
+    # Of the returned sequence.
+    index: int
+    family: int
+    tokens: int
+    prompt_tokens: int
+    computed_tokens: int
+    blocks: int
+    draft_tokens: int
+    # admission: its request is queued. leader: the prompt is computed by another sequence of its family. others: it
+    # has drawn, or may not be computed to its end yet, and its request's other sequences are behind. step: nothing
+    # but the next step.
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDump:
+    """One request. `request` is `request_key` of its id."""
+
+    request: str
+    # waiting, running, gone.
+    state: str
+    decoding: str
+    priority: int
+    # Since its arrival, and since its first step (0: none yet).
+    age_seconds: float
+    running_seconds: float
+    prompt_tokens: int
+    max_new_tokens: int
+    # Most sequences that it will have at once.
+    width: int
+    sequences: tuple[SequenceDump, ...]
+    # Sequences that are left out.
+    more_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDump:
+    """The KV pool, in blocks. `free` are those that hold no reusable prefix."""
+
+    total: int
+    used: int
+    free: int
+    evictable: int
+    # What admission leaves free.
+    reserve: int
+    # Holders of used blocks: above `used` by what is shared.
+    references: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsDump:
+    """What one request computed in a step: rows of its prompts, of drafts, and the others."""
+
+    request: str
+    sequences: int
+    prompt_rows: int
+    decode_rows: int
+    draft_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDump:
+    """The step that was put together last: after a failure the one that broke."""
+
+    number: int
+    rows: int
+    rows_left: int
+    # Why nothing more is in it; see `HeldBack`.
+    ended_by: str
+    groups: tuple[RowsDump, ...]
+    more_groups: int
+    admitted: int
+    preempted: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDump:
+    """Everything. `stack` is that of the engine's thread, innermost last, when the state was read from outside it."""
+
+    config: dict[str, float]
+    counters: dict[str, int]
+    pool: PoolDump
+    last_step: StepDump
+    running: tuple[GroupDump, ...]
+    more_running: int
+    waiting: tuple[GroupDump, ...]
+    more_waiting: int
+    stack: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For logs and messages."""
+        return asdict(self)
+
+
+def request_key(request_id: str) -> str:
+    """What stands for a request's id, which callers choose: the first 12 hex digits of its SHA-256."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:12]
+
+
+def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, now: float) -> EngineDump:
+    """The state between two steps, or after the one that broke. O(blocks).
+
+    Queues are copied before they are read, so that another thread may try; it gets RuntimeError, KeyError or
+    IndexError when the engine moves meanwhile.
+    """
+    pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
+    return EngineDump(
+        config=asdict(config),
+        counters=stats.counters(),
+        pool=PoolDump(
+            total=pool.num_blocks,
+            used=pool.num_used,
+            free=pool.num_free - pool.num_evictable,
+            evictable=pool.num_evictable,
+            reserve=config.watermark_blocks,
+            references=pool.num_references,
+        ),
+        last_step=_step(config, stats, scheduler),
+        running=_groups(config, running, now),
+        more_running=max(len(running) - config.dump_groups, 0),
+        waiting=_groups(config, waiting, now),
+        more_waiting=max(len(waiting) - config.dump_groups, 0),
+    )
+
+
+def _groups(config: EngineConfig, queue: GroupQueue, now: float) -> tuple[GroupDump, ...]:
+    return tuple(_group(config, group, now) for group in tuple(islice(queue, config.dump_groups)))
+
+
+def _group(config: EngineConfig, group: SequenceGroup, now: float) -> GroupDump:
+    request, scheduled_at, sequences = group.request, group.report.scheduled_at, tuple(group.sequences)
+    computable = {sequence.seq_id for sequence in group.computable}
+    in_step = group.in_step
+
+    def waits_for(sequence: Sequence) -> str:
+        if group.state is GroupState.WAITING:
+            return "admission"
+        if sequence.seq_id not in computable:
+            return "leader"
+        return "step" if sequence.num_computed_tokens < group.target(sequence, in_step=in_step) else "others"
+
+    return GroupDump(
+        request=request_key(request.request_id),
+        state=group.state.name.lower(),
+        decoding=type(group.strategy).__name__,
+        priority=request.priority,
+        age_seconds=round(now - request.arrival_time, 6),
+        running_seconds=0.0 if scheduled_at is None else round(now - scheduled_at, 6),
+        prompt_tokens=len(request.prompt_token_ids),
+        max_new_tokens=request.params.max_new_tokens,
+        width=group.strategy.width,
+        sequences=tuple(
+            SequenceDump(
+                number=sequence.seq_id,
+                index=sequence.index,
+                family=sequence.family,
+                tokens=sequence.num_tokens,
+                prompt_tokens=sequence.num_prompt_tokens,
+                computed_tokens=sequence.num_computed_tokens,
+                blocks=len(sequence.block_table),
+                draft_tokens=sequence.num_draft_tokens,
+                waits_for=waits_for(sequence),
+            )
+            for sequence in sequences[: config.dump_sequences]
+        ),
+        more_sequences=max(len(sequences) - config.dump_sequences, 0),
+    )
+
+
+def _step(config: EngineConfig, stats: EngineStats, scheduler: Scheduler) -> StepDump:
+    plan: StepPlan = scheduler.plan
+    entries: dict[SequenceGroup, list[ScheduledSequence]] = {}
+    for group, entry in zip(tuple(plan.groups), plan.entries, strict=True):
+        entries.setdefault(group, []).append(entry)
+    return StepDump(
+        number=stats.steps,
+        rows=sum(entry.num_tokens for entry in plan.entries),
+        rows_left=plan.budget,
+        ended_by=plan.held_back.value,
+        groups=tuple(_rows(group, own) for group, own in islice(entries.items(), config.dump_groups)),
+        more_groups=max(len(entries) - config.dump_groups, 0),
+        admitted=len(scheduler.admitted),
+        preempted=len(scheduler.preempted),
+    )
+
+
+def _rows(group: SequenceGroup, entries: list[ScheduledSequence]) -> RowsDump:
+    prompt_rows = sum(entry.num_prompt_rows for entry in entries)
+    draft_rows = sum(max(len(entry.probes) - 1, 0) for entry in entries)
+    return RowsDump(
+        request=request_key(group.request.request_id),
+        sequences=len(entries),
+        prompt_rows=prompt_rows,
+        decode_rows=sum(entry.num_tokens for entry in entries) - prompt_rows - draft_rows,
+        draft_rows=draft_rows,
+    )

@@ -1,0 +1,103 @@
+"""Lines of the log about the process itself: one every so often on load and throughput, and its state when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from penstock.common.logging import get_logger
+from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.stats import EngineStats
+
+_log = get_logger("penstock.generation")
+
+
+class _Totals(NamedTuple):
+    """Counters at one moment."""
+
+    at: float
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    lookups: int
+    hits: int
+    preemptions: int
+
+
+class StatusLog:
+    """Used on the event loop: `start` once the engine runs, `stop` before it ends."""
+
+    def __init__(self, loop: EngineLoop, stats: EngineStats, interval_seconds: float, dump_wait_seconds: float) -> None:
+        """`interval_seconds` 0: no line; `dump_wait_seconds` as EngineLoop.dump's."""
+        self._loop = loop
+        self._stats = stats
+        self._interval = interval_seconds
+        self._dump_wait = dump_wait_seconds
+        self._periodic: asyncio.Task[None] | None = None
+        self._dumping: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begin with the lines."""
+        if self._interval:
+            self._periodic = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        """No line and no dump from here on."""
+        self._stopped = True
+        for task in (self._periodic, self._dumping):
+            if task is not None:
+                task.cancel()
+
+    def dump_soon(self) -> None:
+        """Put the engine's state into the log. One at a time: whoever asks twice meanwhile gets one record."""
+        if not self._stopped and (self._dumping is None or self._dumping.done()):
+            self._dumping = asyncio.create_task(self._dump())
+
+    async def _dump(self) -> None:
+        try:
+            dump = await self._loop.dump(self._dump_wait)
+        except Exception:  # of an engine that never held still; the process goes on
+            _log.exception("engine state could not be read")
+            return
+        _log.info("engine state", state=dump.as_dict())
+
+    async def _run(self) -> None:
+        before = self._totals()
+        while True:
+            await asyncio.sleep(self._interval)
+            before = self._tell(before)
+
+    def _tell(self, before: _Totals) -> _Totals:
+        """One line, if anything runs, waits or moved since `before`."""
+        now, load = self._totals(), self._loop.load
+        if now[1:] == before[1:] and not (load.running_requests or load.waiting_requests):
+            return now
+        seconds, lookups, last = now.at - before.at, now.lookups - before.lookups, self._stats.last_step
+        step = 0.0 if last is None else sum(last[2:])
+        _log.info(
+            "status",
+            running=load.running_requests,
+            queued=load.waiting_requests,
+            prompt_tokens_per_second=round((now.prompt_tokens - before.prompt_tokens) / seconds, 1),
+            generated_tokens_per_second=round((now.generated_tokens - before.generated_tokens) / seconds, 1),
+            pool_use=round(load.kv_blocks_used / load.kv_blocks_total, 3),
+            prefix_hit_rate=round((now.hits - before.hits) / lookups, 3) if lookups else None,
+            preemptions=now.preemptions - before.preemptions,
+            steps=now.steps - before.steps,
+            last_step_ms=round(step * 1e3, 2),
+        )
+        return now
+
+    def _totals(self) -> _Totals:
+        stats = self._stats
+        return _Totals(
+            time.monotonic(),
+            stats.steps,
+            stats.prompt_tokens,
+            stats.generated_tokens,
+            stats.prefix_lookup_tokens,
+            stats.prefix_hit_tokens,
+            stats.preemptions,
+        )

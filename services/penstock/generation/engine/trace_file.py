@@ -1,0 +1,101 @@
+"""A file of JSON lines that is written beside the engine: its thread hands over plain data and goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+from penstock.common.logging import get_logger
+
+# The engine's lines are written this often.
+_INTERVAL_SECONDS = 0.2
+# Lines that wait for the disk; more end the trace, since one with a gap is of no use.
+_MAX_QUEUED_LINES = 10_000
+_log = get_logger(__name__)
+
+
+class TraceFile:
+    """Ends by itself, and is logged once, when it is full, cannot be written, or the disk is too slow.
+
+    Whoever writes it keeps it locked: of two processes with one name the second writes nothing.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        """`%p` in `path` is the process id. Never raises for a file: what is wrong with it is logged."""
+        self._path = Path(path.replace("%p", str(os.getpid()))).expanduser()
+        self._left = max_bytes
+        self._lines: deque[Any] = deque()
+        self._closing = threading.Event()
+        self._file: IO[str] | None = None
+        self.is_open = False
+        try:
+            self._file = self._opened()
+        except OSError as error:
+            self._complain(error.strerror)
+            return
+        self.is_open = True
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+
+    def write(self, line: Any) -> None:
+        """One line, which nobody changes any more. For one thread."""
+        if not self.is_open:
+            return
+        if len(self._lines) >= _MAX_QUEUED_LINES:
+            self.is_open = False
+            self._complain("it is not written as fast as the engine steps")
+            return
+        self._lines.append(line)
+
+    def close(self) -> None:
+        """Write what is left. Blocks for as long as that takes."""
+        self.is_open = False
+        self._closing.set()
+        if self._file is not None:
+            self._thread.join()
+
+    def _opened(self) -> IO[str]:
+        # Not truncated before it is known that nobody else writes it.
+        file = self._path.open("a", encoding="ascii")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._path.is_file():
+                file.truncate(0)
+        except OSError:
+            file.close()
+            raise
+        return file
+
+    def _run(self) -> None:
+        assert self._file is not None, "opened before the thread was started"
+        try:
+            # Closing writes what the file has buffered, and may fail as well.
+            with self._file as file:
+                while not self._closing.wait(_INTERVAL_SECONDS) and self.is_open:
+                    self._drain(file)
+                self._drain(file)
+                if self._left > 0:
+                    file.write('{"end": "stopped"}\n')
+        except OSError as error:
+            self.is_open = False
+            self._complain(error.strerror)
+
+    def _drain(self, file: IO[str]) -> None:
+        while self._lines and self._left > 0:
+            text = json.dumps(self._lines.popleft(), separators=(",", ":")) + "\n"
+            self._left -= len(text)
+            if self._left > 0:
+                file.write(text)
+            else:
+                self.is_open = False
+                file.write('{"end": "full"}\n')
+                _log.info("the trace of steps is full", bytes=file.tell())
+        file.flush()
+
+    def _complain(self, why: str | None) -> None:
+        _log.error("steps are not traced", why=why)
