@@ -20,11 +20,11 @@ from penstock.generation.devices import KERNELS
 from penstock.generation.devices.arena import Arena
 from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.memory import host_memory
+from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.models.kernels import LayerKernels, NativeKernels
 from penstock.generation.native import library
 from penstock.generation.native.build import is_supported
 from penstock.generation.quantization.base import LinearMethod
-from penstock.generation.quantization.dense import packing_obstacle
 from penstock.generation.quantization.registry import cpu_method
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 
