@@ -135,13 +135,14 @@ class Products:
 
     def __init__(self, rows: int, quantization: str, dtype: Any) -> None:
         import torch
+        from penstock.generation.host.cpu_features import packing_obstacle
         from penstock.generation.layers.linear.native import Format, NativeLinearMethod
 
         weight, x = torch.randn(OUT, IN).to(dtype), torch.randn(rows, IN).to(dtype)
         plain = Format.BF16 if dtype is torch.bfloat16 else Format.F32
         format = {"int8": Format.INT8, "int4": Format.INT4}.get(quantization, plain)
         self._calls: list[Callable[[], object]] = [partial(NativeLinearMethod(format).linear(weight, None), x)]
-        if format is plain:
+        if format is plain and packing_obstacle(dtype) is None:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
             product = torch.ops.mkldnn._linear_pointwise
             self._calls.append(partial(product, x, packed, None, "none", [], ""))

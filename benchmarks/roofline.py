@@ -4,8 +4,10 @@
 
 Bandwidth is the best of several readers over 1 GiB, many times the last cache: numpy's reductions, a thread for each
 part, and oneDNN's product of one row with a prepacked bf16 matrix. The peak of multiplication is oneDNN's prepacked
-product of 256 rows with [9728, 1792] matrices. Every figure is the best of its repeats: a machine's limit is what it
-reached, and the shares given with it are then a little low rather than flattering.
+product of 256 rows with [9728, 1792] matrices. Where oneDNN packs no bf16 (CPUs without AVX-512), that row is of fp32,
+and the peak of bf16 is that of fp32, which its numbers become before they are multiplied. Every figure is the best of
+its repeats: a machine's limit is what it reached, and the shares given with it are then a little low rather than
+flattering.
 """
 
 from __future__ import annotations
@@ -137,6 +139,7 @@ def _map(pool: ThreadPoolExecutor, call: Callable[[Any], object], parts: list[An
 def _bandwidths(threads: int, seconds: float) -> dict[str, float]:
     import numpy
     import torch
+    from penstock.generation.host.cpu_features import packing_obstacle
 
     parts = numpy.array_split(numpy.ones(GIB // 8, dtype=numpy.int64), threads)
     found = {}
@@ -144,37 +147,45 @@ def _bandwidths(threads: int, seconds: float) -> dict[str, float]:
         for reduction in (numpy.bitwise_or, numpy.maximum):
             read = partial(_map, pool, reduction.reduce, parts)
             found[f"numpy.{reduction.__name__}"] = GIB / _best(read, seconds)
-    matrix = torch.ones(GIB // 2 // 4096, 4096, dtype=torch.bfloat16)
-    row = torch.ones(1, 4096, dtype=torch.bfloat16)
+    name, dtype = ("bf16", torch.bfloat16) if packing_obstacle(torch.bfloat16) is None else ("fp32", torch.float32)
+    matrix = torch.ones(GIB // dtype.itemsize // 4096, 4096, dtype=dtype)
+    row = torch.ones(1, 4096, dtype=dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(matrix, 1)
     del matrix
     product = torch.ops.mkldnn._linear_pointwise
-    found["oneDNN bf16, 1 row"] = GIB / _best(lambda: product(row, packed, None, "none", [], ""), seconds)
+    found[f"oneDNN {name}, 1 row"] = GIB / _best(lambda: product(row, packed, None, "none", [], ""), seconds)
     return found
 
 
 def _peaks(seconds: float) -> dict[str, float]:
     import torch
+    from penstock.generation.host.cpu_features import packing_obstacle
 
     operations, peaks = 2.0 * ROWS * OUT * IN, {}
     product = torch.ops.mkldnn._linear_pointwise
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        if packing_obstacle(dtype) is not None:
+            continue
         rows = torch.randn(ROWS, IN).to(dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.randn(OUT, IN).to(dtype), ROWS)
         peaks[name] = operations / _best(partial(product, rows, packed, None, "none", [], ""), seconds)
+    peaks.setdefault("bf16", peaks["fp32"])
     peaks["int8"] = operations / _best(_int8_product(), seconds)
     return peaks
 
 
 def _int8_product() -> Callable[[], object]:
     import torch
+    from penstock.generation.host.cpu_features import packing_obstacle
 
     rows = torch.randint(0, 255, (ROWS, IN), dtype=torch.uint8)
     weight = torch.randint(-127, 127, (OUT, IN), dtype=torch.int8)
     scales, zeros = torch.full((OUT,), 0.01), torch.zeros(OUT, dtype=torch.int64)
     packed = torch.ops.onednn.qlinear_prepack(weight, [ROWS, IN])
     multiply = torch.ops.onednn.qlinear_pointwise
-    return lambda: multiply(rows, 0.01, 128, packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
+    # Without bf16 of its own oneDNN takes minutes for a result in it.
+    result = torch.bfloat16 if packing_obstacle(torch.bfloat16) is None else torch.float32
+    return lambda: multiply(rows, 0.01, 128, packed, scales, zeros, None, 1.0, 0, result, "none", [], "")
 
 
 def probe(threads: int, seconds: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from penstock.common.environment import cache_folder
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build, library
+from penstock.generation.host.cpu_features import native_bound
 
 INSTRUCTION_SETS = ("avx512", "avx2")
 
@@ -42,7 +43,10 @@ def use_native() -> None:
 def use_instruction_set(name: str) -> Iterator[None]:
     """For the body of a fixture: the kernels of one instruction set, or a skipped test."""
     use_native()
+    if native_bound() not in (None, name):
+        pytest.skip(f"ATEN_CPU_CAPABILITY keeps this run from {name}")
+    before = torch.ops.penstock.instruction_set("")
     if torch.ops.penstock.instruction_set(name) != name:
         pytest.skip(f"this CPU has no {name}; last run recorded in docs/learn/testing.md")
     yield
-    torch.ops.penstock.instruction_set("avx512")
+    torch.ops.penstock.instruction_set(before)

@@ -79,9 +79,11 @@ def _torch() -> Iterator[tuple[str, str]]:
         return
     import torch
 
+    from penstock.generation.host.cpu_features import describe_onednn
+
     yield "torch threads", str(torch.get_num_threads())
     yield "torch cpu", torch.backends.cpu.get_cpu_capability()
-    yield "onednn", "yes" if torch._C._has_mkldnn else "no"
+    yield "onednn", describe_onednn()
     yield "cuda build", torch.version.cuda or "none"
     yield "kernels", _kernels()
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -46,6 +46,11 @@ def current_environment() -> Mapping[str, str]:
     return os.environ
 
 
+def torch_cpu_capability() -> str | None:
+    """The bound that torch is given for its own loops: it knows "default", "avx2" and "avx512". None: none."""
+    return os.environ.get("ATEN_CPU_CAPABILITY")
+
+
 def cache_folder() -> str:
     """Where things are kept that can be made again."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

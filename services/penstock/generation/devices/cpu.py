@@ -21,11 +21,12 @@ from penstock.generation.devices.base import Device, DeviceMemory
 from penstock.generation.devices.native import library
 from penstock.generation.devices.native.build import is_supported
 from penstock.generation.host.arena import Arena
+from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.base import LinearMethod
-from penstock.generation.layers.linear.dense import cpu_linear_method, packing_obstacle
+from penstock.generation.layers.linear.dense import cpu_linear_method
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8LinearMethod
 from penstock.generation.layers.linear.native import NativeLinearMethod, formats

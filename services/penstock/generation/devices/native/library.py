@@ -9,6 +9,7 @@ import torch
 from penstock.common.logging import get_logger
 from penstock.generation.devices.native.build import find
 from penstock.generation.devices.native.build_cache import mark_used
+from penstock.generation.host.cpu_features import native_bound
 
 _log = get_logger("penstock.generation")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -20,8 +21,8 @@ def find_first(*folders: Path) -> Path | None:
 
 
 def load(*folders: Path) -> str | None:
-    """Load what was built into the first of `folders` that has something; the instruction set that it uses, None when
-    nothing was built or it cannot run here.
+    """Load what was built into the first of `folders` that has something; the instruction set that it uses, which
+    native_bound() may narrow, None when nothing was built or it cannot run here.
 
     A process has one library: once one is loaded, that of another folder (made of the same sources) need not be.
     """
@@ -35,7 +36,7 @@ def load(*folders: Path) -> str | None:
     except OSError as error:
         _log.warning("the native kernels cannot be loaded", cause=str(error).splitlines()[0])
         return None
-    return torch.ops.penstock.instruction_set("") or None
+    return torch.ops.penstock.instruction_set(native_bound() or "") or None
 
 
 def is_loaded() -> bool:

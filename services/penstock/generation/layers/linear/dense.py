@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.common.logging import get_logger
+from penstock.generation.host.cpu_features import packing_obstacle
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Rows
 
 _log = get_logger("penstock.generation")
@@ -76,18 +77,6 @@ class PackedLinearMethod(LinearMethod):
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return PackedLinear(weight_OI, bias_O)
-
-
-def packing_obstacle(dtype: torch.dtype) -> str | None:
-    """Why this torch and CPU cannot use packed weights of `dtype`; None when they can. Tries it on a small layer."""
-    if not torch._C._has_mkldnn:
-        return "this torch was built without oneDNN"
-    weight = torch.eye(16, dtype=torch.float32).to(dtype)
-    try:
-        found = PackedLinear(weight, None)(weight)
-    except (RuntimeError, AttributeError) as error:
-        return str(error).splitlines()[0]
-    return None if torch.equal(found, weight) else "oneDNN gives wrong results for it"
 
 
 def cpu_linear_method(dtype: torch.dtype) -> LinearMethod:

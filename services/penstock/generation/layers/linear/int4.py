@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight, check_finite, dense
-from penstock.generation.layers.linear.int8 import Int8Linear
+from penstock.generation.layers.linear.int8 import Int8Linear, check_int8_product
 
 GROUP = 32
 # torch packs the outputs in blocks of this many.
@@ -66,6 +66,10 @@ class Int4LinearMethod(LinearMethod):
     """Quantises as it loads; the head is int8, since rounding hurts most there."""
 
     name = "int4"
+
+    def __init__(self) -> None:
+        """Raises StartupError naming --quantization where the head's int8 cannot be."""
+        check_int8_product(self.name)
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int4Linear(weight_OI, bias_O)

@@ -1,5 +1,8 @@
 """int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. The reference of the
 C++ kernels' int8, and what is used without them.
+
+Every CPU gives the same sums. oneDNN's product has unsigned x. So x is moved up by 128; or, where bytes above 127 would
+saturate (CPUs without VNNI), its positive and negative numbers are rows of one product, which reads the weight once.
 """
 
 from __future__ import annotations
@@ -7,9 +10,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.common.errors import StartupError
+from penstock.generation.host.cpu_features import Int8Product, int8_product
 from penstock.generation.layers.linear.base import Linear, LinearMethod, check_finite
 
 _MOST = 127.0
+
+
+def check_int8_product(quantization: str) -> None:
+    """Raises StartupError naming --quantization where oneDNN has no right product of bytes."""
+    if int8_product() is Int8Product.MISSING:
+        raise StartupError(
+            f"--quantization {quantization} needs oneDNN's product of bytes, which is missing or wrong here: build the "
+            "C++ kernels (`make kernels` or `penstock build-kernels`)",
+            flag="--quantization",
+        )
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,6 +47,7 @@ class Int8Linear(Linear):
         self._scale = scale.flatten().contiguous()
         self._zero = torch.zeros(self.out_features, dtype=torch.int32)
         self._bias = None if bias_O is None else bias_O.float()
+        self._saturates = int8_product() is not Int8Product.EXACT
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See Linear."""
@@ -42,13 +58,21 @@ class Int8Linear(Linear):
         if not x_TI.shape[0]:
             return x_TI.new_empty(0, self.out_features, dtype=torch.float32)
         values, scale = quantize_rows(x_TI)
-        # oneDNN's scale is one for all of x: ours are applied after.
-        unsigned = (values + 128.0).to(torch.uint8)
-        sums = torch.ops.onednn.qlinear_pointwise(
-            unsigned, 1.0, 128, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        result: Tensor = sums.mul_(scale)
+        if self._saturates:
+            positive, negative = self._product(torch.cat([values, -values]).clamp_(min=0.0), 0).chunk(2)
+            sums = positive.sub_(negative)
+        else:
+            sums = self._product(values + 128.0, 128)
+        result = sums.mul_(scale)
         return result if self._bias is None else result.add_(self._bias)
+
+    def _product(self, values_TI: Tensor, zero: int) -> Tensor:
+        """Of 0 <= `values_TI` <= 255, less `zero`. oneDNN's scale is one for all of x: ours are applied after."""
+        result: Tensor = torch.ops.onednn.qlinear_pointwise(
+            values_TI.to(torch.uint8), 1.0, zero, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32,
+            "none", [], "",
+        )  # fmt: skip
+        return result
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +85,10 @@ class Int8LinearMethod(LinearMethod):
     """Quantises as it loads: no calibration."""
 
     name = "int8"
+
+    def __init__(self) -> None:
+        """Raises StartupError naming --quantization where there is no int8."""
+        check_int8_product(self.name)
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return Int8Linear(weight_OI, bias_O)

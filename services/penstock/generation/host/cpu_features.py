@@ -1,0 +1,88 @@
+"""What this CPU can do, and what the libraries may use of it: the only place that decides this.
+
+oneDNN is asked by tiny products instead of by the CPU's flags. ONEDNN_MAX_CPU_ISA bounds it, its build does, and so
+does the implementation that it chooses; a product shows all of these. Every answer is found once in a process.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import Enum
+
+import torch
+
+from penstock.common.environment import torch_cpu_capability
+
+# Of the products that are tried: oneDNN has other code for one row.
+_ROWS = (1, 16)
+_SIZE = 64
+_LARGEST = 127
+
+
+class Int8Product(Enum):
+    """oneDNN's product of unsigned by signed bytes."""
+
+    EXACT = "exact"
+    # Neighbours' products are added in 16 bits (vpmaddubsw, where there is no VNNI): exact while the unsigned bytes are
+    # at most 127, wrong above.
+    SATURATES = "exact up to 127, above its 16-bit sums saturate"
+    MISSING = "missing"
+
+
+@functools.cache
+def packing_obstacle(dtype: torch.dtype) -> str | None:
+    """Why this torch and CPU cannot use oneDNN's packed weights of `dtype`; None when they can."""
+    if not torch._C._has_mkldnn:
+        return "this torch was built without oneDNN"
+    weight = torch.eye(16, dtype=torch.float32).to(dtype)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        found = torch.ops.mkldnn._linear_pointwise(weight, packed, None, "none", [], "")
+    except (RuntimeError, AttributeError) as error:
+        return str(error).splitlines()[0]
+    return None if torch.equal(found, weight) else "oneDNN gives wrong results for it"
+
+
+@functools.cache
+def int8_product() -> Int8Product:
+    """Of oneDNN, by products of the largest numbers."""
+    if not torch._C._has_mkldnn:
+        return Int8Product.MISSING
+    try:
+        if _is_exact(255, 128):
+            return Int8Product.EXACT
+        return Int8Product.SATURATES if _is_exact(_LARGEST, 0) else Int8Product.MISSING
+    except (RuntimeError, AttributeError):
+        return Int8Product.MISSING
+
+
+def _is_exact(largest: int, zero: int) -> bool:
+    """Of unsigned bytes that are all `largest`, less `zero`, with weights that are all 127 or all -127."""
+    weight = torch.full((_SIZE, _SIZE), _LARGEST, dtype=torch.int8)
+    weight[1::2] = -_LARGEST
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    scales, zeros = torch.ones(_SIZE), torch.zeros(_SIZE, dtype=torch.int32)
+    expected = weight.sum(dim=1, dtype=torch.float32) * (largest - zero)
+    for rows in _ROWS:
+        x = torch.full((rows, _SIZE), largest, dtype=torch.uint8)
+        found = torch.ops.onednn.qlinear_pointwise(
+            x, 1.0, zero, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        if not torch.equal(found, expected.expand(rows, -1)):
+            return False
+    return True
+
+
+def native_bound() -> str | None:
+    """The instruction set that the C++ kernels must not go beyond; None: the CPU's own is the only bound.
+
+    ATEN_CPU_CAPABILITY, by which torch's own loops are kept from AVX-512, keeps the kernels from it as well.
+    """
+    return "avx2" if torch_cpu_capability() in ("avx2", "default") else None
+
+
+def describe_onednn() -> str:
+    """For people: number formats that oneDNN packs, and how its int8 is."""
+    formats = (torch.float32, torch.bfloat16, torch.float16)
+    packed = [str(dtype).removeprefix("torch.") for dtype in formats if packing_obstacle(dtype) is None]
+    return f"packs {', '.join(packed) or 'nothing'}; int8 {int8_product().value}"
