@@ -20,7 +20,7 @@ class MaskWorkers:
     """Fills rows of a mask array (runner.grammar_masks.MaskFiller); the threads start with the first call."""
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
-        # As GrammarTokenizer.num_words.
+        # As llguidance writes a mask: the end of output included.
         self.num_words = words_of(vocab_size + 1)
         self._num_threads = num_threads
         self._executor: LLExecutor | None = None

@@ -69,15 +69,10 @@ class MatcherState:
         twin._failure = self._failure
         return twin
 
-    def fill_mask(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """As in GrammarState; W is ceil(vocabulary / 32) words."""
-        row = self._tokenizer.new_masks(1)[0]
-        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.finish_mask(row.view(np.uint32))
-        mask_W[:] = row[: len(mask_W)]
-
     def finish_mask(self, row: npt.NDArray[np.uint32]) -> None:
-        """Turn what llguidance wrote (num_words) into what GrammarState promises, in place.
+        """Turn llguidance's mask in place into one bit per id that may follow (id i: bit i % 32 of word i // 32).
+
+        End-of-sequence ids may follow where the output is complete, and nowhere else.
 
         After a failure every token is allowed: the next `advance` raises, so none of them is ever emitted.
         """
