@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from penstock.common.checkpoint import demo_folder
+from penstock.generation.grammar.mask_workers import MaskWorkers
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.grammar.state import CompiledGrammar, MatcherState
@@ -33,6 +34,11 @@ def text_tokenizer() -> Tokenizer:
 @functools.cache
 def grammar_tokenizer(vocab_size: int = VOCAB_SIZE) -> GrammarTokenizer:
     return GrammarTokenizer(demo_folder(), vocab_size)
+
+
+@functools.cache
+def mask_workers(vocab_size: int = VOCAB_SIZE) -> MaskWorkers:
+    return MaskWorkers(vocab_size, num_threads=1)
 
 
 def ids_of(text: str) -> list[int]:
@@ -67,9 +73,11 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
 
 def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:
     """The ids whose bits are set."""
-    words = np.zeros(words_of(vocab_size), dtype=np.int32)
-    state.fill_mask(words)
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    workers = mask_workers(vocab_size)
+    words = np.zeros((1, workers.num_words), dtype=np.int32)
+    workers.fill([state], words)
+    # llguidance's own end of output, which the sampler never looks at, may have a word of its own.
+    bits = np.unpackbits(words[0, : words_of(vocab_size)].view(np.uint8), bitorder="little")
     assert not bits[vocab_size:].any()
     return set(np.flatnonzero(bits).tolist())
 

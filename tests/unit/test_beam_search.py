@@ -206,9 +206,6 @@ class Repeating:
     def copy(self) -> Repeating:
         return self
 
-    def fill_mask(self, mask_W: Any) -> None:
-        raise AssertionError("nothing is drawn")
-
 
 def test_delivered_ids_that_do_not_obey_the_constraint_are_refused() -> None:
     engine, _ = make_engine()

@@ -259,9 +259,6 @@ class Alternating:
     def copy(self) -> Alternating:
         return Alternating(self.length, self.taken, self.parity)
 
-    def fill_mask(self, mask_W: Any) -> None:
-        raise AssertionError("the fake runner asks by advance")
-
 
 class GrammaticalRunner(FakeRunner):
     """Draws the best token that the drawer's own grammar state takes."""

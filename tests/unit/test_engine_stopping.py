@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from factories.engine import make_engine, request, run
 from hypothesis import example, given, settings
@@ -156,9 +154,6 @@ class Spelling:
 
     def copy(self) -> Spelling:
         return Spelling(self.text, self.place)
-
-    def fill_mask(self, mask_W: npt.NDArray[np.int32]) -> None:
-        raise NotImplementedError
 
 
 @settings(max_examples=300, deadline=None)

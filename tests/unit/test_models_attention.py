@@ -103,7 +103,7 @@ def test_metadata_gives_positions_and_slots_of_every_row() -> None:
     assert positions.tolist() == [3, 4, 6, 7, 8]
     assert metadata.slot_mapping.tolist() == [5 * 4 + 3, 2 * 4 + 0, 4 * 4 + 2, 4 * 4 + 3, 3 * 4 + 0]
     assert metadata.query_start.tolist() == [0, 2, 5]
-    assert (metadata.num_seqs, metadata.num_rows, metadata.max_query_len, metadata.max_context_len) == (2, 5, 3, 9)
+    assert (metadata.num_seqs, metadata.num_rows, metadata.max_context_len) == (2, 5, 9)
 
 
 @pytest.mark.parametrize(

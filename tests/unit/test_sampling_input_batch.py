@@ -99,7 +99,7 @@ def test_inputs_of_a_decode_step_are_those_of_any_step(lengths: list[int]) -> No
         width = inputs.metadata.block_tables.shape[1]
         assert width == -(-max(kv_lens) // BLOCK_SIZE)
         assert torch.equal(inputs.metadata.block_tables, tables[:, :width])
-        for name in ("query_lens", "kv_lens", "max_query_len", "max_context_len"):
+        for name in ("query_lens", "kv_lens", "max_context_len"):
             assert getattr(inputs.metadata, name) == getattr(metadata, name)
         for one in live:
             one.token_ids.append(7)

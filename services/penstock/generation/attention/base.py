@@ -37,7 +37,6 @@ class AttentionMetadata:
     slot_mapping: Tensor
     query_lens: list[int]
     kv_lens: list[int]
-    max_query_len: int
     max_context_len: int
     # What implementations derive once a step and use in every layer (masks, gather indices), under keys of their own.
     plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
@@ -87,7 +86,6 @@ class AttentionMetadata:
             slot_mapping=moved(slots),
             query_lens=list(query_lens),
             kv_lens=list(kv_lens),
-            max_query_len=max(query_lens),
             max_context_len=max(kv_lens),
         )
         return metadata, moved(positions)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from typing import Protocol
 
 
 class GrammarError(Exception):
@@ -32,12 +28,6 @@ class GrammarState(Protocol):
 
     def copy(self) -> GrammarState:
         """For a sequence that goes on from the same tokens."""
-        ...
-
-    def fill_mask(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """Write which tokens may follow, one bit per id (id i: bit i % 32 of word i // 32), end-of-sequence ids
-        included where the output is complete and not elsewhere. A state that fails here allows everything, and its
-        next `advance` raises. Releases the GIL while it computes; safe beside other states' calls."""
         ...
 
 

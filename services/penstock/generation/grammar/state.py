@@ -75,15 +75,10 @@ class MatcherState:
         twin._failure = self._failure
         return twin
 
-    def fill_mask(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """As in GrammarState; W is ceil(vocabulary / 32) words."""
-        row = self._tokenizer.new_masks(1)[0]
-        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.finish_mask(row.view(np.uint32))
-        mask_W[:] = row[: len(mask_W)]
-
     def finish_mask(self, row: npt.NDArray[np.uint32]) -> None:
-        """Turn what llguidance wrote (num_words) into what GrammarState promises, in place.
+        """Turn llguidance's mask in place into one bit per id that may follow (id i: bit i % 32 of word i // 32).
+
+        End-of-sequence ids may follow where the output is complete, and nowhere else.
 
         After a failure every token is allowed: the next `advance` raises, so none of them is ever emitted.
         """
@@ -125,7 +120,7 @@ class MaskWorkers:
     """Fills rows of a mask array (runner.grammar_masks.MaskFiller); the threads start with the first call."""
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
-        # As GrammarTokenizer.num_words.
+        # As llguidance writes a mask: the end of output included.
         self.num_words = words_of(vocab_size + 1)
         self._num_threads = num_threads
         self._executor: LLExecutor | None = None

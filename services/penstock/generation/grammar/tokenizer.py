@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from penstock.text.token_bytes import TokenBytes
@@ -30,15 +28,6 @@ class GrammarTokenizer:
         self.native = vocabulary.native = LLTokenizer(wrapper)
         # It has its own copy by now, and keeps the wrapper for its `__call__`.
         wrapper.tokens = vocabulary.tokens = []
-
-    @property
-    def num_words(self) -> int:
-        """32-bit words of a mask as llguidance writes it: the end of output included."""
-        return words_of(self.vocab_size + 1)
-
-    def new_masks(self, rows: int) -> npt.NDArray[np.int32]:
-        """Room for that many masks (rows, num_words)."""
-        return np.zeros((rows, self.num_words), dtype=np.int32)
 
 
 def words_of(vocab_size: int) -> int:

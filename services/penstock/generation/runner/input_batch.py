@@ -103,7 +103,6 @@ class InputBatch:
             slot_mapping=slot_mapping_T,
             query_lens=[1] * count,
             kv_lens=context_lens,
-            max_query_len=1,
             max_context_len=longest,
         )
         return ModelInputs(input_ids_T, positions_T, metadata, list(range(count + 1)))
