@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.generation.core.draw import Candidates, DrawKind
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     Logprob,
     PositionLogprobs,
@@ -229,7 +229,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.started: StartedOutput | None = None
-        self.deltas: list[DeltaOutput] = []
+        self.deltas: list[Emission] = []
         self.finished: FinishedOutput | None = None
 
     def add(self, output: RequestOutput) -> None:

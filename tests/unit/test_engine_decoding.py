@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from factories.engine import engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.request import FinishReason, Logprob, Request, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, Logprob, Request, SequenceFinish
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import SampledToken
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 from penstock.generation.engine.stopping import StopCriteria
 
 VOCABULARY = 50

@@ -9,12 +9,12 @@ import pytest
 from factories.engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
 from penstock.common.errors import Aborted, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.generation.core.modes import AssistanceOptions
-from penstock.generation.core.request import FinishedOutput, FinishReason, RequestTimings, SequenceFinish
+from penstock.generation.core.request import Emission, FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftOrder, SampledToken
 from penstock.generation.engine.decoding.assisted import AssistedGeneration
-from penstock.generation.engine.decoding.base import Decision, Emission
+from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.capacity import most_output_tokens
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
 from penstock.text.token_bytes import TokenBytes

@@ -120,16 +120,17 @@ class StartedOutput:
 
 
 @dataclass(slots=True)
-class DeltaOutput:
-    """New ids of one returned sequence; `seq` is gapless from 0 over the request."""
+class Emission:
+    """New ids of one returned sequence: made by a strategy, numbered by the report, and delivered as it is."""
 
-    seq: int
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
     # One entry per token, or none at all.
     tensors: tuple[StepTensors | None, ...] = ()
+    # Gapless from 0 over the request.
+    seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,5 +168,5 @@ class RequestOutput:
 
     request: Request
     started: StartedOutput | None
-    deltas: tuple[DeltaOutput, ...]
+    deltas: tuple[Emission, ...]
     finished: FinishedOutput | None

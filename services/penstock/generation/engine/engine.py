@@ -29,11 +29,11 @@ from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.engine.stopping import StopCriteria
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import Request, SequenceFinish
+    from penstock.generation.core.request import Emission, Request, SequenceFinish
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+    from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
@@ -97,9 +97,9 @@ class Engine:
             raise ValueError("request id is live")
         criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
         strategy = self._strategy(request, criteria, lambda: next(self._seq_ids))
-        sequences, settled = strategy.start()
+        sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
-        group = SequenceGroup(request, strategy, RequestReport(request, self._clock, settled), key, sequences)
+        group = SequenceGroup(request, strategy, RequestReport(request, self._clock, preset_events), key, sequences)
         self._groups[request.request_id] = group
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(group)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.common.errors import PenstockError, to_status
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     Logprob,
     PositionLogprobs,
@@ -22,7 +22,7 @@ from penstock.generation.wire.options import DEFAULT_LIMITS, check_count, to_opt
 from penstock.generation.wire.tensors import fill_tensors
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
-Event = StartedOutput | DeltaOutput | FinishedOutput
+Event = StartedOutput | Emission | FinishedOutput
 GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
@@ -122,7 +122,7 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
         message.healed_token_ids.append(token_id)
 
 
-def fill_delta(message: generation_pb2.TokenDelta, delta: DeltaOutput) -> None:
+def fill_delta(message: generation_pb2.TokenDelta, delta: Emission) -> None:
     """New tokens of one sequence. Filled in place: on the token path a copied message costs more than its fields."""
     message.seq = delta.seq
     message.index = delta.index
@@ -205,7 +205,7 @@ def add_event(response: SessionResponse, request: Request, model: str, event: Ev
     _fill(message, request, model, event)
 
 
-def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, DeltaOutput]]) -> None:
+def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, Emission]]) -> None:
     """Append one event of all deltas that are one token each, by the handles of their requests."""
     if tokens:
         columns = response.events.add().tokens
@@ -220,7 +220,7 @@ def add_error(response: SessionResponse, request_id: str, attempt_epoch: int, er
 
 
 def _fill(message: GenerateResponse | SessionEvent, request: Request, model: str, event: Event) -> None:
-    if isinstance(event, DeltaOutput):
+    if isinstance(event, Emission):
         fill_delta(message.delta, event)
     elif isinstance(event, StartedOutput):
         fill_started(message.started, request, model, event)

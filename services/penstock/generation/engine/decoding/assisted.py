@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
+from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftOrder
-from penstock.generation.engine.decoding.base import Decision, Emission
+from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
 from penstock.generation.engine.drafts import goes_on, until_end

@@ -10,28 +10,15 @@ from typing import TYPE_CHECKING
 from penstock.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import FinishReason, PositionLogprobs, SequenceFinish
+    from penstock.generation.core.request import Emission, FinishReason
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import DraftOrder, SampledToken
-    from penstock.generation.core.tensors import StepTensors
 
 
 def no_token_left() -> InvalidArgument:
     """What a request ends with whose options have taken every token away."""
     what = "leaves no token to draw here: what one of its options allows, others forbid"
     return InvalidArgument("config", what, reason="NO_TOKEN_LEFT")
-
-
-@dataclass(slots=True)
-class Emission:
-    """Something the caller is told about returned sequence `index`; the engine numbers it."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...] = ()
-    finish: SequenceFinish | None = None
-    # One entry per token, or none at all.
-    tensors: tuple[StepTensors | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,7 +60,7 @@ class DecodingStrategy(ABC):
 
     @abstractmethod
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """The first live sequences, and what is already settled (a resumed sequence that had ended)."""
+        """The first live sequences, and what is known already (a resumed sequence that had ended)."""
 
     @abstractmethod
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:

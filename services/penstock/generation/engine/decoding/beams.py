@@ -14,9 +14,9 @@ from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
 from penstock.generation.core.modes import BeamOptions
-from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 from penstock.generation.engine.decoding.beam_logprobs import Trail
 from penstock.generation.engine.stopping import Stop
 

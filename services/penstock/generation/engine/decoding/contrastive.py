@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.request import FinishReason, Logprob, PositionLogprobs, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission, no_token_left
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, no_token_left
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:

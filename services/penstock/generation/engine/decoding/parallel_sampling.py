@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 from penstock.generation.engine.decoding.guidance import new_guide
 from penstock.generation.engine.stopping import Stop
 
@@ -61,7 +61,7 @@ class ParallelSampling(DecodingStrategy):
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
         """Raises InvalidArgument when resumed ids go on after their own end."""
-        settled: list[Emission] = []
+        preset_events: list[Emission] = []
         for index in range(self._request.params.num_return_sequences):
             track = self._new_track(index)
             resumed = self._request.resumed_token_ids[index] if self._request.resumed_token_ids else []
@@ -69,8 +69,8 @@ class ParallelSampling(DecodingStrategy):
             if stop is None:
                 self._tracks[track.sequence] = track
             else:
-                settled.append(Emission(index, (), (), self._finish(track, stop)))
-        return [one for track in self._tracks.values() for one in track.sequences], settled
+                preset_events.append(Emission(index, (), (), self._finish(track, stop)))
+        return [one for track in self._tracks.values() for one in track.sequences], preset_events
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         decision = Decision()

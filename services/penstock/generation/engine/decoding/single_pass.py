@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.core.request import Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import FinishReason

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.request import Emission
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import FinishReason, HealingOptions, Request
@@ -54,8 +55,8 @@ class TokenHealing(DecodingStrategy):
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
         """Raises what the request's own strategy raises."""
-        sequences, settled = self._strategy.start()
-        return [self._healer] if sequences and self._healer is not None else [], settled
+        sequences, preset_events = self._strategy.start()
+        return [self._healer] if sequences and self._healer is not None else [], preset_events
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         if self._healer is None:
