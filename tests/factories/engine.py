@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -23,6 +24,9 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftOrder, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import ASSISTED
+from penstock.generation.engine.decoding.modes import ModeRegistry
+from penstock.generation.engine.decoding.parallel_sampling import PLAIN_SPEC
 from penstock.generation.engine.engine import Engine
 
 _ids = itertools.count()
@@ -279,4 +283,8 @@ def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = 
 def make_engine(config: EngineConfig | None = None, **kwargs: Any) -> tuple[Engine, FakeRunner]:
     config = config or engine_config()
     runner = FakeRunner(config, **{key: kwargs.pop(key) for key in ("vocab_size", "script") if key in kwargs})
+    if "strategy" in kwargs:
+        # In the place of those of greedy search, sampling and assisted generation.
+        strategy = kwargs.pop("strategy")
+        kwargs["modes"] = ModeRegistry(dataclasses.replace(spec, strategy=strategy) for spec in (PLAIN_SPEC, ASSISTED))
     return Engine(config, runner, kwargs.pop("stop_text", None), **kwargs), runner

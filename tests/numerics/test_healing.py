@@ -12,15 +12,13 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.engine import engine_config, request
 from factories.model_engine import answer_alone, check_company, load_tiny
-from penstock.generation.core.modes import (
-    AssistanceOptions,
-    BeamOptions,
-    ContrastiveOptions,
-    DolaOptions,
-    GuidanceOptions,
-)
+from penstock.generation.core.modes import GuidanceOptions
 from penstock.generation.core.request import HealingOptions, Request
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
 from penstock.text.token_bytes import TokenBytes
 from penstock.text.token_prefixes import TokenPrefixes
@@ -93,12 +91,12 @@ MODES: dict[str, dict[str, Any]] = {
     "sample": {"do_sample": True, "num_return_sequences": 3, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     "guidance": {"guidance": GuidanceOptions(1.6, (4, 5)), "num_return_sequences": 2, "do_sample": True},
     "guidance without a negative prompt": {"guidance": GuidanceOptions(1.6, ())},
-    "dola": {"dola": DolaOptions((0, 2))},
-    "contrastive": {"contrastive": ContrastiveOptions(0.6, 4)},
-    "beams": {"beams": BeamOptions(num_beams=3), "num_return_sequences": 2},
-    "beam sampling": {"beams": BeamOptions(num_beams=3), "do_sample": True},
-    "group beams": {"beams": BeamOptions(num_beams=4, num_beam_groups=2, diversity_penalty=0.5)},
-    "prompt lookup": {"assistance": AssistanceOptions(prompt_lookup_num_tokens=3)},
+    "dola": {"mode": DolaOptions((0, 2))},
+    "contrastive": {"mode": ContrastiveOptions(0.6, 4)},
+    "beams": {"mode": BeamOptions(num_beams=3), "num_return_sequences": 2},
+    "beam sampling": {"mode": BeamOptions(num_beams=3), "do_sample": True},
+    "group beams": {"mode": BeamOptions(num_beams=4, num_beam_groups=2, diversity_penalty=0.5)},
+    "prompt lookup": {"mode": AssistanceOptions(prompt_lookup_num_tokens=3)},
 }
 
 

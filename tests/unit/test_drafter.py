@@ -8,10 +8,11 @@ from typing import Any
 from factories.engine import FakeRunner, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import AssistanceOptions
+from penstock.generation.core.modes import PLAIN
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftOrder, RunnerOutput, SampledToken, SchedulerOutput
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.runner.drafter import ModelDrafter
 
 MODEL = AssistanceOptions(num_assistant_tokens=5, confidence_threshold=0.0)
@@ -69,12 +70,9 @@ def test_whatever_its_pool_a_drafter_changes_no_id(
     drafter, model = make_drafter(num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens)
     model.wrong_every = wrong_every
     expected = []
-    for assistance in (None, MODEL):
+    for mode in (PLAIN, MODEL):
         engine, _ = make_engine(engine_config(num_blocks=200), drafter=drafter)
-        items = [
-            request(p, max_new_tokens=12, do_sample=True, num_return_sequences=copies, assistance=assistance)
-            for p in prompts
-        ]
+        items = [request(p, max_new_tokens=12, do_sample=True, num_return_sequences=copies, mode=mode) for p in prompts]
         answers = run(engine, *items)
         drafter.check_integrity()
         expected.append([answers[item.request_id].ids for item in items])

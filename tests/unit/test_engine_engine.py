@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from factories.engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
 from penstock.common.errors import Aborted, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
-from penstock.generation.core.modes import AssistanceOptions
 from penstock.generation.core.request import Emission, FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftOrder, SampledToken
-from penstock.generation.engine.decoding.assisted import AssistedGeneration
+from penstock.generation.engine.decoding.assisted import AssistanceOptions, AssistedGeneration
 from penstock.generation.engine.decoding.base import Decision
-from penstock.generation.engine.decoding.capacity import most_output_tokens
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
 from penstock.text.token_bytes import TokenBytes
 
@@ -220,7 +219,7 @@ class Unsteady(AssistedGeneration):
 def test_whatever_a_strategy_is_asked_only_its_own_request_fails(method: str) -> None:
     clock = Clock()
     engine, _ = make_engine(strategy=Unsteady, drafter=FakeDrafter(0.5), clock=clock)
-    options: dict[str, Any] = {"max_new_tokens": 20, "assistance": AssistanceOptions(num_assistant_tokens=2)}
+    options: dict[str, Any] = {"max_new_tokens": 20, "mode": AssistanceOptions(num_assistant_tokens=2)}
     bad = request([Unsteady.METHODS.index(method), 1], max_time=1.0, **options)
     good = request([9, 1], **options)
     answers: dict[str, Answer] = {}
@@ -307,7 +306,7 @@ def test_stop_strings_without_a_table_of_token_bytes_are_refused() -> None:
 
 def test_what_an_empty_pool_could_not_hold_is_refused_and_what_it_just_holds_runs() -> None:
     config = engine_config(num_blocks=10)
-    limit = most_output_tokens(config, SamplingParams(1, num_return_sequences=2), 10)
+    limit = MODES.most_output_tokens(config, SamplingParams(1, num_return_sequences=2), 10)
     engine, _ = make_engine(config)
     with pytest.raises(ResourceExhausted) as caught:
         engine.check(request([1] * 10, max_new_tokens=limit + 1, num_return_sequences=2))

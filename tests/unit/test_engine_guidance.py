@@ -11,13 +11,13 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_sequences
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.engine import Engine
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
@@ -95,8 +95,8 @@ def test_a_negative_prompt_takes_its_place_in_the_context_and_in_the_pool() -> N
     item = request([1], max_new_tokens=100, guidance=guidance(*range(15)))
     assert len(run(engine, item)[item.request_id].ids[0]) == 5
     params = request([1], guidance=guidance(*range(15)), num_return_sequences=2, do_sample=True).params
-    assert most_sequences(params) == 4
-    assert blocks_needed(config, params, 1, 8) == config.blocks_needed(1, 8, 2) + config.blocks_needed(15, 8, 2)
+    assert MODES.most_sequences(params) == 4
+    assert MODES.blocks_needed(config, params, 1, 8) == config.blocks_needed(1, 8, 2) + config.blocks_needed(15, 8, 2)
 
 
 def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
@@ -155,7 +155,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "do_sample": True,
         "seed": draw(st.integers(0, 3)),
         "eos_token_ids": draw(st.sampled_from([(), (3, 4, 5, 6, 7)])),
-        "guidance": None if negative is None else guidance(*negative),
+        "guidance": NO_GUIDANCE if negative is None else guidance(*negative),
         "priority": draw(st.integers(0, 2)),
     }
 
@@ -173,7 +173,7 @@ configs = st.builds(
 
 def fits(config: EngineConfig, item: Request) -> bool:
     params = item.params
-    return blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
+    return MODES.blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
 
 
 @settings(max_examples=150, deadline=None)

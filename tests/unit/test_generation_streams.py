@@ -13,7 +13,6 @@ from penstock.common.errors import (
     PenstockError,
     ResourceExhausted,
 )
-from penstock.generation.core.modes import BeamOptions
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -31,6 +30,7 @@ from penstock.generation.delivery.delta_buffer import Outbox
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.streams import RequestStream, SessionStream
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from prometheus_client import CollectorRegistry, generate_latest
@@ -188,7 +188,7 @@ async def test_many_logprobs_in_one_step_travel_in_several_messages() -> None:
 async def test_a_burst_that_fits_no_message_is_cut_and_numbered_anew() -> None:
     harness = Harness()
     session = SessionStream(64)
-    params = SamplingParams(9, beams=BeamOptions(num_beams=2), num_return_sequences=2)
+    params = SamplingParams(9, mode=BeamOptions(num_beams=2), num_return_sequences=2)
     emitter = Emitter(Request("a", [1, 2], params, 0.0), "tiny", 1)
     harness.hub.attach(session)
     harness.hub.submit(emitter.request, session)

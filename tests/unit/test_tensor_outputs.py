@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import BeamOptions, TensorOutputs
+from penstock.generation.core.modes import TensorOutputs
 from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import StepTensors, TensorData
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, split, with_tensors
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.options.generate_options import RequestedOutput, RequestLimits
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 
@@ -77,7 +78,7 @@ def test_a_token_must_fit_a_message() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_beam_modes_have_none(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        resolve((name,), params={"beams": BeamOptions(num_beams=2)})
+        resolve((name,), params={"mode": BeamOptions(num_beams=2)})
     assert caught.value.field == f"output.{name}"
 
 

@@ -75,9 +75,8 @@ class Request:
     first_needed_row: int | None = None
 
     def __post_init__(self) -> None:
-        # Contrastive search compares with every token's hidden state.
-        if self.params.contrastive is not None:
-            self.first_needed_row = 0
+        if self.params.mode.first_needed_row is not None:
+            self.first_needed_row = self.params.mode.first_needed_row
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class Emitter:
         self.model = model
         # By which its session's caller knows it; 0: by its id alone.
         self.handle = 0
-        has_tensors, in_one = request.params.tensors is not None, request.params.beams is not None
+        has_tensors, in_one = request.params.tensors is not None, not request.params.mode.streams
         is_plain = stream_interval == 1 and not has_tensors and not in_one
         self._merger = None if is_plain else DeltaMerger(stream_interval, has_tensors)
 

@@ -6,23 +6,20 @@ from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.generation.core.request import Purpose
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_sequences
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request
-    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.decoding.modes import ModeRegistry
 
 
 def output_limit(config: EngineConfig, request: Request) -> int:
-    """Most new tokens a sequence of `request` may have: its own limit, cut at the context's end (its guide's, too)."""
-    longest = len(request.prompt_token_ids)
-    if request.params.guidance is not None:
-        longest = max(longest, len(request.params.guidance.negative_prompt_ids))
+    """Most new tokens of a sequence: the request's limit, cut where the context of it or of its guide ends."""
+    longest = max(len(request.prompt_token_ids), len(request.params.guidance.negative_prompt_ids))
     return min(request.params.max_new_tokens, config.max_context_tokens - longest)
 
 
-def check_request(config: EngineConfig, request: Request, *, has_stop_text: bool) -> None:
+def check_request(config: EngineConfig, modes: ModeRegistry, request: Request, *, has_stop_text: bool) -> None:
     """Raise what makes `request` impossible for this engine, however long it waited. Thread-safe.
 
     Raises InvalidArgument (prompt, priority, config.*, stop.*, resumed_token_ids), or ResourceExhausted EXCEEDS_KV_POOL
@@ -36,7 +33,7 @@ def check_request(config: EngineConfig, request: Request, *, has_stop_text: bool
         raise InvalidArgument("prompt", "must not be empty")
     if len(request.prompt_token_ids) >= config.max_context_tokens:
         raise InvalidArgument("prompt", f"must be shorter than the context of {config.max_context_tokens} tokens")
-    if params.guidance is not None and len(params.guidance.negative_prompt_ids) >= config.max_context_tokens:
+    if len(params.guidance.negative_prompt_ids) >= config.max_context_tokens:
         raise InvalidArgument(
             "config.negative_prompt_ids", f"must be shorter than the context of {config.max_context_tokens} tokens"
         )
@@ -46,9 +43,10 @@ def check_request(config: EngineConfig, request: Request, *, has_stop_text: bool
         raise InvalidArgument("config.max_new_tokens", "must be at least 1")
     if not 1 <= params.num_return_sequences <= config.max_running_sequences:
         raise InvalidArgument("config.num_return_sequences", f"must be from 1 to {config.max_running_sequences}")
-    if most_sequences(params) > config.max_running_sequences:
+    if modes.most_sequences(params) > config.max_running_sequences:
         raise InvalidArgument(
-            _width_field(params), f"needs more than the {config.max_running_sequences} sequences that run at once"
+            f"config.{modes.of(params).width_option}",
+            f"needs more than the {config.max_running_sequences} sequences that run at once",
         )
     if params.stop_strings and not has_stop_text:
         raise InvalidArgument("stop.stop_strings", "the model's tokenizer does not allow exact stop strings")
@@ -57,7 +55,7 @@ def check_request(config: EngineConfig, request: Request, *, has_stop_text: bool
     if not all(params.stop_token_ids):
         raise InvalidArgument("stop.stop_token_ids", "must not hold an empty sequence")
     _check_resumed(config, request)
-    needed = blocks_needed(config, params, len(request.prompt_token_ids), output_limit(config, request))
+    needed = modes.blocks_needed(config, params, len(request.prompt_token_ids), output_limit(config, request))
     _check_pool(config, needed, "lower max_new_tokens, num_return_sequences or the prompt's length")
 
 
@@ -78,12 +76,6 @@ def _check_pool(config: EngineConfig, needed: int, advice: str) -> None:
             reason="EXCEEDS_KV_POOL",
             metadata={"needed_blocks": str(needed), "pool_blocks": str(config.num_blocks)},
         )
-
-
-def _width_field(params: SamplingParams) -> str:
-    if params.beams is not None:
-        return "config.num_beams"
-    return "config.num_return_sequences" if params.contrastive is None else "config.top_k"
 
 
 def _check_resumed(config: EngineConfig, request: Request) -> None:

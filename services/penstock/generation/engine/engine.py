@@ -20,7 +20,7 @@ from penstock.generation.core.request import FinishReason, RequestOutput
 from penstock.generation.engine.admission import check_request, output_limit
 from penstock.generation.engine.deadlines import TimeLimits
 from penstock.generation.engine.decoding.base import no_token_left
-from penstock.generation.engine.decoding.modes import make_strategy
+from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.report import RequestReport
@@ -33,12 +33,10 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
+    from penstock.generation.engine.decoding.base import Decision
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
-
-StrategyFactory = Callable[["Request", StopCriteria, Callable[[], int]], "DecodingStrategy"]
 
 
 class Engine:
@@ -55,7 +53,7 @@ class Engine:
         runner: Runner,
         stop_text: TokenBytes | None,
         *,
-        strategy: StrategyFactory = make_strategy,
+        modes: ModeRegistry = MODES,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,7 +63,7 @@ class Engine:
         self._runner = runner
         self._drafter = drafter
         self._stop_text = stop_text
-        self._strategy = strategy
+        self._modes = modes
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
         self._groups: dict[str, SequenceGroup] = {}
@@ -88,7 +86,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise what makes `request` impossible; see `admission.check_request`. Safe on any thread."""
-        check_request(self.config, request, has_stop_text=self._stop_text is not None)
+        check_request(self.config, self._modes, request, has_stop_text=self._stop_text is not None)
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises as `check` does, ValueError for the id of a live request."""
@@ -96,7 +94,7 @@ class Engine:
         if request.request_id in self._groups:
             raise ValueError("request id is live")
         criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
-        strategy = self._strategy(request, criteria, lambda: next(self._seq_ids))
+        strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
         sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
         group = SequenceGroup(request, strategy, RequestReport(request, self._clock, preset_events), key, sequences)

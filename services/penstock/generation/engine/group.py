@@ -66,8 +66,8 @@ class SequenceGroup:
         sizes = Counter(sequence.family for sequence in self.sequences)
         self._unforked = {family for family, size in sizes.items() if size > 1}
         params = self.request.params
-        constrained_beams = params.beams is not None and self.request.grammar is not None
-        self._in_lockstep = len(sizes) > 1 or params.draws_together or constrained_beams
+        is_constrained = params.limits_tokens or self.request.grammar is not None
+        self._in_lockstep = len(sizes) > 1 or (params.mode.shares_constraint and is_constrained)
 
     @property
     def leaders(self) -> list[Sequence]:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.modes import PLAIN
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
@@ -227,5 +228,5 @@ def _draft_params(params: SamplingParams, confidence_threshold: float) -> Sampli
         top_logprobs=0 if confidence_threshold > 0.0 else None,
         prompt_logprobs=None,
         tensors=None,
-        assistance=None,
+        mode=PLAIN,
     )

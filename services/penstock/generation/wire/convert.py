@@ -111,7 +111,7 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
     params = request.params
     message.request_id = request.request_id
     message.model = model
-    message.generation_mode = common_pb2.GenerationMode.ValueType(params.mode.value)
+    message.generation_mode = common_pb2.GenerationMode.ValueType(params.generation_mode.value)
     message.seed = params.seed
     message.prompt_tokens = len(request.prompt_token_ids)
     message.cached_tokens = started.cached_tokens

@@ -1,18 +1,22 @@
-"""What a decoding mode is: an object that turns drawn tokens into sequences that go on, fork or end."""
+"""Contracts of a decoding mode: a strategy, which turns drawn tokens into sequences that go on, fork or end; a spec."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import Emission, FinishReason
+    from penstock.generation.core.modes import DecodingMode
+    from penstock.generation.core.request import Emission, FinishReason, Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import DraftOrder, SampledToken
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.stopping import StopCriteria
 
 
 def no_token_left() -> InvalidArgument:
@@ -81,3 +85,19 @@ class DecodingStrategy(ABC):
     @abstractmethod
     def end(self, reason: FinishReason) -> list[Emission]:
         """The request ends now from outside: the last emission of every returned sequence that has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSpec:
+    """A decoding mode, as the registry in modes.py has it. Every mode's file ends with its own."""
+
+    # Its options and facts: requests whose `params.mode` is of this type are of this mode.
+    options: type[DecodingMode]
+    # Decodes a request. The last argument gives ids for new sequences.
+    strategy: Callable[[Request, StopCriteria, Callable[[], int]], DecodingStrategy]
+    # Most sequences of a request that are alive at once.
+    most_sequences: Callable[[SamplingParams], int]
+    # (sizes, options, prompt tokens, output tokens) -> most KV blocks that a request can ever hold.
+    blocks_needed: Callable[[EngineConfig, SamplingParams, int, int], int]
+    # Option that is to blame for a request with more sequences than run at once.
+    width_option: str = "num_return_sequences"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.modes import PLAIN, DecodingMode
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import FinishReason, HealingOptions, Request
     from penstock.generation.core.step import DraftOrder, SampledToken
 
+
+class _Keeping(DecodingMode):
+    """Greedy search of which the runner keeps the hidden states, since the request's own mode needs them."""
+
+    __slots__ = ()
+    keeps_hidden_states = True
+
+
+_KEEPING = _Keeping()
 # What favours the token that stood there, as in transformers: "http" rather than "https".
 _FAVOUR = 1.0
 
@@ -96,5 +106,5 @@ def _params(request: Request, healing: HealingOptions) -> SamplingParams:
         max_new_tokens=1,
         allowed_token_ids=healing.token_ids,
         logit_bias={request.prompt_token_ids[-1]: _FAVOUR},
-        contrastive=request.params.contrastive,
+        mode=_KEEPING if request.params.mode.keeps_hidden_states else PLAIN,
     )
