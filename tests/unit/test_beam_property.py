@@ -8,7 +8,7 @@ from factories.engine import Answer, collect, engine_config, make_engine, reques
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import EarlyStopping
-from penstock.generation.engine.admission import check_request
+from penstock.generation.engine.admission import check_capacity
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.modes import MODES
@@ -87,7 +87,7 @@ def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
     answers: dict[str, Answer] = {}
     submitted = [(spec, request(**spec)) for spec in drawn if fits(config, spec)]
     for (_, item), gap in zip(submitted, gaps, strict=False):
-        check_request(config, MODES, item, has_stop_text=False)
+        check_capacity(config, MODES, item)
         engine.add(item)
         for _ in range(gap):
             collect(answers, engine.step())

@@ -10,7 +10,6 @@ from factories.engine import Answer, collect, engine_config, is_guide, make_engi
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
@@ -90,8 +89,6 @@ def test_cached_tokens_are_the_prompts_not_the_negative_prompts() -> None:
 def test_a_negative_prompt_takes_its_place_in_the_context_and_in_the_pool() -> None:
     config = engine_config(max_context_tokens=20)
     engine, _ = make_engine(config)
-    with pytest.raises(InvalidArgument, match=r"config\.negative_prompt_ids"):
-        engine.check(request([1], guidance=guidance(*range(20))))
     item = request([1], max_new_tokens=100, guidance=guidance(*range(15)))
     assert len(run(engine, item)[item.request_id].ids[0]) == 5
     params = request([1], guidance=guidance(*range(15)), num_return_sequences=2, do_sample=True).params

@@ -114,6 +114,21 @@ async def test_an_idle_engine_takes_no_step() -> None:
         assert len(bench.runner.steps) == 2
 
 
+async def test_a_request_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = Engine.check
+
+    def counting(engine: Engine, item: Request) -> None:
+        checked.append(item.request_id)
+        check(engine, item)
+
+    monkeypatch.setattr(Engine, "check", counting)
+    async with running() as bench:
+        bench.loop.submit(item := request([1], max_new_tokens=2))
+        await bench.end_of(item)
+    assert checked == [item.request_id]
+
+
 async def test_the_id_of_a_live_request_is_refused_and_free_again_after_its_end() -> None:
     runner = GatedRunner(engine_config())
     async with running(runner) as bench:

@@ -17,7 +17,7 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, RequestOutput
-from penstock.generation.engine.admission import check_request, output_limit
+from penstock.generation.engine.admission import check_capacity, output_limit
 from penstock.generation.engine.deadlines import TimeLimits
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
@@ -57,7 +57,7 @@ class Engine:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stop_text` None: requests with stop strings are refused. `clock` is that of Request's times."""
+        """`stop_text` None: no request may have stop strings. `clock` is that of Request's times."""
         self.config = config
         self.stats = EngineStats()
         self._runner = runner
@@ -85,12 +85,12 @@ class Engine:
         return len(self._scheduler.waiting)
 
     def check(self, request: Request) -> None:
-        """Raise what makes `request` impossible; see `admission.check_request`. Safe on any thread."""
-        check_request(self.config, self._modes, request, has_stop_text=self._stop_text is not None)
+        """Raise where `request` is too much for this engine; see `admission.check_capacity`. Safe on any thread."""
+        check_capacity(self.config, self._modes, request)
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raises as `check` does, ValueError for the id of a live request."""
-        self.check(request)
+        """Accept a request that `check` has let pass. Raises what its strategy finds wrong with its resumed ids, and
+        ValueError for the id of a live request."""
         if request.request_id in self._groups:
             raise ValueError("request id is live")
         criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
