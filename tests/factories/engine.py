@@ -22,7 +22,7 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftOrder, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import DraftRequest, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import ASSISTED
 from penstock.generation.engine.decoding.modes import ModeRegistry
@@ -134,11 +134,11 @@ class FakeDrafter:
         """`lengths`: how many tokens the answers have at most, in turns."""
         self.quality = quality
         self.vocab_size = vocab_size
-        self.calls: list[list[DraftOrder]] = []
+        self.calls: list[list[DraftRequest]] = []
         self.released: list[int] = []
         self._lengths = itertools.cycle(lengths)
 
-    def draft(self, orders: Items[DraftOrder]) -> list[list[int]]:
+    def draft(self, orders: Items[DraftRequest]) -> list[list[int]]:
         self.calls.append(list(orders))
         assert all(order.num_tokens > 0 for order in orders)
         assert all(order.sequence.num_draft_tokens == 0 for order in orders), "drafts upon drafts"

@@ -78,7 +78,7 @@ def test_beside_every_other_mode_and_preempted_it_gives_what_it_gives_alone(mode
             for number, (name, options) in enumerate(modes.items())
         ]
 
-    blocks = {"num_blocks": 26, "watermark": 0.0} if tight else {"num_blocks": 300}
+    blocks = {"num_blocks": 26, "reserve_share": 0.0} if tight else {"num_blocks": 300}
     config = engine_config(max_running_sequences=16, max_batch_tokens=40, **blocks)
     engine = check_company(model, requests, config, WITH_ALTERNATE)
     assert (engine.stats.preemptions > 0) == tight

@@ -181,7 +181,7 @@ def test_every_beam_mode_gives_the_same_in_company_and_when_preempted(model: Cau
         ]  # fmt: skip
 
     roomy = engine_config(num_blocks=200, max_batch_tokens=64)
-    tight = engine_config(num_blocks=44, block_size=3, max_batch_tokens=16, watermark=0.0)
+    tight = engine_config(num_blocks=44, block_size=3, max_batch_tokens=16, reserve_share=0.0)
     assert check_company(model, crowd, roomy).stats.preemptions == 0
     assert check_company(model, crowd, tight).stats.preemptions > 0
 

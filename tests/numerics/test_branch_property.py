@@ -13,14 +13,14 @@ from factories.model_engine import answer_alone, load_tiny, model_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, GuidanceOptions
-from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.core.request import Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
 
-HEALING = HealingOptions(frozenset({3, 14, 15, 92, 65}), str)
+HEALING = TokenHealingOptions(frozenset({3, 14, 15, 92, 65}), str)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def make(spec: dict[str, Any]) -> Request:
     fields = dict(spec)
     healed = fields.pop("healed")
     item = request(**fields)
-    return replace(item, healing=HEALING) if healed else item
+    return replace(item, token_healing=HEALING) if healed else item
 
 
 tight = st.builds(

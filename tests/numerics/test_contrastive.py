@@ -109,7 +109,7 @@ def requests() -> list[Request]:
     [
         engine_config(),
         engine_config(max_batch_tokens=14, max_running_sequences=14, num_blocks=80),
-        engine_config(num_blocks=26, block_size=3, max_running_sequences=16, max_batch_tokens=16, watermark=0.0),
+        engine_config(num_blocks=26, block_size=3, max_running_sequences=16, max_batch_tokens=16, reserve_share=0.0),
     ],
     ids=["roomy", "chunked", "preempted"],
 )
@@ -130,7 +130,7 @@ def test_a_step_brings_a_token_and_computes_a_row_per_candidate(model: CausalLM)
 def test_the_pool_that_is_promised_is_enough_and_no_block_of_it_is_copied_in_vain(model: CausalLM) -> None:
     item = contrastive(PROMPT, 0.6, 4, max_new_tokens=20)
     needed = MODES.blocks_needed(engine_config(), item.params, len(PROMPT), 20)
-    engine = model_engine(model, engine_config(num_blocks=needed, watermark=0.0))
+    engine = model_engine(model, engine_config(num_blocks=needed, reserve_share=0.0))
     answer = run(engine, item)[item.request_id]
     assert answer.ids == answer_alone(model, contrastive(PROMPT, 0.6, 4, max_new_tokens=20)).ids
     assert engine.stats.preemptions == 0

@@ -13,7 +13,7 @@ from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.engine import engine_config, request
 from factories.model_engine import answer_alone, check_company, load_tiny
 from penstock.generation.core.modes import GuidanceOptions
-from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.core.request import Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -39,7 +39,7 @@ def with_healing(item: Request, prefixes: TokenPrefixes) -> Request:
     token_ids = prefixes.extensions(last)
     if len(item.prompt_token_ids) < 2 or len(token_ids) < 2:
         return item
-    return replace(item, healing=HealingOptions(token_ids, partial(prefixes.added_text, last)))
+    return replace(item, token_healing=TokenHealingOptions(token_ids, partial(prefixes.added_text, last)))
 
 
 def helpful_tokenizer() -> Any:
@@ -136,7 +136,7 @@ def test_every_mode_gives_what_it_gives_on_the_healed_prompt(model: CausalLM, mo
     "config",
     [
         engine_config(max_running_sequences=32, num_blocks=200),
-        engine_config(num_blocks=40, block_size=3, max_running_sequences=16, max_batch_tokens=16, watermark=0.0),
+        engine_config(num_blocks=40, block_size=3, max_running_sequences=16, max_batch_tokens=16, reserve_share=0.0),
     ],
     ids=["roomy", "preempted"],
 )

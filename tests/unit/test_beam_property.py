@@ -55,7 +55,7 @@ tight = st.builds(
     max_running_sequences=st.integers(4, 9),
     max_batch_tokens=st.integers(9, 24),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.2]),
+    reserve_share=st.sampled_from([0.0, 0.2]),
 )
 
 
@@ -101,10 +101,10 @@ def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
 @settings(max_examples=80, deadline=None)
 @given(specs(), st.integers(1, 4))
 def test_a_pool_of_just_the_blocks_that_admission_counts_is_enough(spec: dict[str, Any], block_size: int) -> None:
-    config = engine_config(block_size=block_size, watermark=0.0, prefix_cache=False)
+    config = engine_config(block_size=block_size, reserve_share=0.0, prefix_cache=False)
     item = request(**spec)
     needed = MODES.blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
-    engine, _ = make_engine(engine_config(num_blocks=needed, block_size=block_size, watermark=0.0))
+    engine, _ = make_engine(engine_config(num_blocks=needed, block_size=block_size, reserve_share=0.0))
     assert outcome(run(engine, item)[item.request_id]) == alone(spec)
     assert engine.stats.preemptions == 0
     assert engine.load().kv_blocks_used == 0
@@ -118,7 +118,7 @@ def test_a_crowd_of_beams_in_a_small_pool_is_preempted_and_gives_the_same() -> N
         {"mode": BeamOptions(4, constraints=(((7, 8),),))},
     ]
     crowd = [{"prompt": [1, 2, 3, 4, i], "max_new_tokens": 12, **kinds[i % 4]} for i in range(8)]
-    engine, _ = make_engine(engine_config(num_blocks=44, block_size=2, watermark=0.0))
+    engine, _ = make_engine(engine_config(num_blocks=44, block_size=2, reserve_share=0.0))
     items = [request(**spec) for spec in crowd]
     answers = run(engine, *items)
     assert engine.stats.preemptions > 0

@@ -64,7 +64,7 @@ configs = st.builds(
     max_batch_tokens=st.integers(9, 40),
     max_draft_rows=st.integers(0, 30),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
+    reserve_share=st.sampled_from([0.0, 0.1]),
 )
 drafters = st.builds(
     FakeDrafter,
@@ -207,7 +207,7 @@ def test_lookup_drafts_that_a_step_has_no_room_for_wait_for_the_next() -> None:
 
 def test_nobody_gives_way_for_a_draft() -> None:
     """Two requests that fit the pool exactly, but not with drafts beyond what they will keep."""
-    config = engine_config(num_blocks=12, block_size=1, watermark=0.0)
+    config = engine_config(num_blocks=12, block_size=1, reserve_share=0.0)
     engine, _ = make_engine(config, drafter=FakeDrafter(0.0))
     run(engine, *(request([number, 1], max_new_tokens=5, mode=MODEL) for number in (0, 1)))
     assert engine.stats.preemptions == 0

@@ -10,7 +10,7 @@ from factories.engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.engine.deadlines import TimeLimits
+from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.modes import MODES
 
 
@@ -22,7 +22,7 @@ from penstock.generation.engine.decoding.modes import MODES
         ({"max_context_tokens": 1}, "max_context_tokens"),
         ({"max_batch_tokens": 8, "max_running_sequences": 9}, "max_batch_tokens"),
         ({"max_queued_requests": 0}, "max_queued_requests"),
-        ({"watermark": 1.0}, "watermark"),
+        ({"reserve_share": 1.0}, "reserve_share"),
         ({"long_prompt_share": 0.0}, "long_prompt_share"),
         ({"priority_seconds": 0.0}, "priority_seconds"),
         ({"max_priority": -1}, "max_priority"),
@@ -50,7 +50,7 @@ def test_the_context_bounds_the_output_too() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=40))
 def test_time_limits_are_due_once_earliest_first_and_only_while_set(events: list[tuple[int, int, bool]]) -> None:
-    limits: TimeLimits[int] = TimeLimits()
+    limits: DeadlineQueue[int] = DeadlineQueue()
     expected: dict[int, float] = {}
     for now, (time, key, keep) in enumerate(events):
         if keep:

@@ -12,7 +12,7 @@ from penstock.generation.core.modes import GuidanceOptions
 from penstock.generation.core.request import Emission, FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftOrder, SampledToken
+from penstock.generation.core.step import DraftRequest, SampledToken
 from penstock.generation.engine.decoding.assisted import AssistanceOptions, AssistedGeneration
 from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -197,11 +197,11 @@ class Stumbling(ParallelSampling):
 class Unsteady(AssistedGeneration):
     """Where the first prompt token is a method's number here, that method fails."""
 
-    METHODS = ("draft_orders", "take_drafts", "end")
+    METHODS = ("draft_requests", "take_drafts", "end")
 
-    def draft_orders(self) -> list[DraftOrder]:
-        self._stumble("draft_orders")
-        return super().draft_orders()
+    def draft_requests(self) -> list[DraftRequest]:
+        self._stumble("draft_requests")
+        return super().draft_requests()
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         self._stumble("take_drafts")

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
-from penstock.generation.core.request import FinishReason, HealingOptions, Request
+from penstock.generation.core.request import FinishReason, Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.modes import MODES
 
 VOCABULARY = 50
 # The fake runner's draws know no bounds.
-ANY = HealingOptions(frozenset(range(VOCABULARY)), lambda token_id: f"+{token_id}")
+ANY = TokenHealingOptions(frozenset(range(VOCABULARY)), lambda token_id: f"+{token_id}")
 
 
 def healing(prompt: list[int], **fields: Any) -> Request:
-    return replace(request(prompt, **fields), healing=ANY)
+    return replace(request(prompt, **fields), token_healing=ANY)
 
 
 def healed(prompt: list[int]) -> list[int]:
@@ -128,7 +128,7 @@ configs = st.builds(
     max_running_sequences=st.integers(6, 9),
     max_batch_tokens=st.integers(9, 40),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
+    reserve_share=st.sampled_from([0.0, 0.1]),
 )
 
 

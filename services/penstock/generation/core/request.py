@@ -40,7 +40,7 @@ class Purpose(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HealingOptions:
+class TokenHealingOptions:
     """Token healing: what the prompt's last token may become."""
 
     # Those that begin with its text; itself is one.
@@ -69,7 +69,7 @@ class Request:
     # Structured output: compiled; every returned sequence has a state of it.
     grammar: Grammar | None = None
     # Token healing, where the prompt's last token has another to become; at least two prompt tokens then.
-    healing: HealingOptions | None = None
+    token_healing: TokenHealingOptions | None = None
     # First token whose row somebody wants to see (its hidden state, its logits): a cached prefix may be reused up to
     # here. None: only the last row matters.
     first_needed_row: int | None = None

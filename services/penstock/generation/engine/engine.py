@@ -18,7 +18,7 @@ from penstock.common.errors import (
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, RequestOutput
 from penstock.generation.engine.admission import check_capacity, output_limit
-from penstock.generation.engine.deadlines import TimeLimits
+from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
@@ -31,7 +31,7 @@ from penstock.generation.engine.stopping import StopCriteria
 if TYPE_CHECKING:
     from penstock.generation.core.request import Emission, Request, SequenceFinish
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
+    from penstock.generation.core.step import Drafter, DraftRequest, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.text.token_bytes import TokenBytes
@@ -67,8 +67,8 @@ class Engine:
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
         self._groups: dict[str, SequenceGroup] = {}
-        self._deadlines: TimeLimits[SequenceGroup] = TimeLimits()
-        self._max_times: TimeLimits[SequenceGroup] = TimeLimits()
+        self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         # Groups with events that the caller has not got yet, in the order of the events.
         self._news: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
@@ -255,17 +255,17 @@ class Engine:
         """
         if self._drafter is None:
             return False
-        asked = [(group, order) for group in groups for order in self._orders(group)]
+        asked = [(group, request) for group in groups for request in self._draft_requests(group)]
         if not asked:
             return False
         room = min(self.config.max_draft_rows, self.config.max_batch_tokens) - self._scheduler.num_running_sequences
-        orders = share_room([order for _, order in asked], room)
-        if not orders:
+        requests = share_room([request for _, request in asked], room)
+        if not requests:
             return False
-        owners = {order.sequence: group for group, order in asked}
+        owners = {request.sequence: group for group, request in asked}
         answers: dict[SequenceGroup, dict[Sequence, list[int]]] = {}
-        for order, tokens in zip(orders, self._drafter.draft(orders), strict=True):
-            answers.setdefault(owners[order.sequence], {})[order.sequence] = tokens
+        for request, tokens in zip(requests, self._drafter.draft(requests), strict=True):
+            answers.setdefault(owners[request.sequence], {})[request.sequence] = tokens
         for group, drafts in answers.items():
             try:
                 group.strategy.take_drafts(drafts)
@@ -273,9 +273,9 @@ class Engine:
                 self._fail(group, error)
         return True
 
-    def _orders(self, group: SequenceGroup) -> list[DraftOrder]:
+    def _draft_requests(self, group: SequenceGroup) -> list[DraftRequest]:
         try:
-            return group.strategy.draft_orders()
+            return group.strategy.draft_requests()
         except Exception as error:
             self._fail(group, error)
             return []

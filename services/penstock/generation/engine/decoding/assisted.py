@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftOrder
+from penstock.generation.core.step import DraftRequest
 from penstock.generation.engine.decoding.base import Decision, ModeSpec
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling, blocks_needed, most_sequences
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
@@ -103,12 +103,12 @@ class AssistedGeneration(ParallelSampling):
                 self._draft(sequence, self._look_up(sequence))
         return decision
 
-    def draft_orders(self) -> list[DraftOrder]:
+    def draft_requests(self) -> list[DraftRequest]:
         if not self._options.uses_draft_model:
             return []
         threshold = self._options.confidence_threshold
-        orders = [DraftOrder(one, min(self._wanted(one), self._room(one)), threshold) for one in self._ready]
-        return [order for order in orders if order.num_tokens > 0]
+        requests = [DraftRequest(one, min(self._wanted(one), self._room(one)), threshold) for one in self._ready]
+        return [request for request in requests if request.num_tokens > 0]
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         for sequence, token_ids in drafts.items():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import Emission, FinishReason, Request
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import DraftOrder, SampledToken
+    from penstock.generation.core.step import DraftRequest, SampledToken
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.stopping import StopCriteria
 
@@ -75,12 +75,12 @@ class DecodingStrategy(ABC):
         are others than before (fewer: what they share beyond the prompt would be computed once for each)."""
         return None
 
-    def draft_orders(self) -> list[DraftOrder]:
+    def draft_requests(self) -> list[DraftRequest]:
         """What the draft model shall propose before the next step; asked after every `advance`."""
         return []
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:  # noqa: B027 (most have no drafts)
-        """The answers to `draft_orders`, by sequence; only the strategy of the orders is called."""
+        """The answers to `draft_requests`, by sequence; only the strategy that asked is called."""
 
     @abstractmethod
     def end(self, reason: FinishReason) -> list[Emission]:

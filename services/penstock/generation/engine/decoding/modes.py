@@ -55,10 +55,10 @@ class ModeRegistry:
         if request.purpose is not Purpose.GENERATE:
             return (Scoring if request.purpose is Purpose.SCORE else Embedding)(request, criteria, next_seq_id)
         strategy = self.of(request.params).strategy
-        if request.healing is None:
+        if request.token_healing is None:
             return strategy(request, criteria, next_seq_id)
         return TokenHealing(
-            request, request.healing, lambda healed: strategy(healed, criteria, next_seq_id), next_seq_id
+            request, request.token_healing, lambda healed: strategy(healed, criteria, next_seq_id), next_seq_id
         )
 
     def most_sequences(self, params: SamplingParams) -> int:
