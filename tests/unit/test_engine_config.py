@@ -10,6 +10,7 @@ from factories.engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.modes import MODES
 
@@ -37,7 +38,7 @@ def test_a_bound_that_cannot_work_is_refused_by_name(changes: dict[str, Any], fi
 def test_the_longest_output_is_the_longest_whose_blocks_fit(blocks: int, size: int, prompt: int, n: int) -> None:
     config = engine_config(num_blocks=blocks, block_size=size, max_context_tokens=10_000)
     params = SamplingParams(1, num_return_sequences=n)
-    longest = MODES.most_output_tokens(config, params, prompt)
+    longest = most_output_tokens(config, MODES, params, prompt)
     if longest >= 1:
         assert MODES.blocks_needed(config, params, prompt, longest) <= blocks
     assert MODES.blocks_needed(config, params, prompt, longest + 1) > blocks
@@ -45,7 +46,7 @@ def test_the_longest_output_is_the_longest_whose_blocks_fit(blocks: int, size: i
 
 def test_the_context_bounds_the_output_too() -> None:
     config = engine_config(num_blocks=1000, max_context_tokens=50)
-    assert MODES.most_output_tokens(config, SamplingParams(1), 20) == 30
+    assert most_output_tokens(config, MODES, SamplingParams(1), 20) == 30
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=40))

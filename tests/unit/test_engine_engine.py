@@ -13,6 +13,7 @@ from penstock.generation.core.request import Emission, FinishedOutput, FinishRea
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import DraftRequest, SampledToken
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.decoding.assisted import AssistanceOptions, AssistedGeneration
 from penstock.generation.engine.decoding.base import Decision
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -305,7 +306,7 @@ def test_resumed_ids_that_go_on_after_their_end_are_refused() -> None:
 
 def test_what_an_empty_pool_could_not_hold_is_refused_and_what_it_just_holds_runs() -> None:
     config = engine_config(num_blocks=10)
-    limit = MODES.most_output_tokens(config, SamplingParams(1, num_return_sequences=2), 10)
+    limit = most_output_tokens(config, MODES, SamplingParams(1, num_return_sequences=2), 10)
     engine, _ = make_engine(config)
     with pytest.raises(ResourceExhausted) as caught:
         engine.check(request([1] * 10, max_new_tokens=limit + 1, num_return_sequences=2))

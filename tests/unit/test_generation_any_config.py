@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, NotFound
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
@@ -21,7 +22,7 @@ from penstock.v1 import config_pb2
 ENGINE = EngineConfig(num_blocks=64, block_size=4, max_context_tokens=128)
 MODEL = ServedModel(
     "tiny", 100, 128, has_token_bytes=True, num_layers=6, assistant_model="a",
-    max_output_tokens=lambda params, prompt: MODES.most_output_tokens(ENGINE, params, prompt),
+    max_output_tokens=lambda params, prompt: most_output_tokens(ENGINE, MODES, params, prompt),
 )  # fmt: skip
 LIMITS = RequestLimits()
 # Mostly possible: one impossible value hides everything else.

@@ -15,6 +15,7 @@ from penstock.generation.core.modes import (
     WatermarkOptions,
 )
 from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -248,7 +249,7 @@ def test_a_grammar_goes_with_beams_but_not_with_forced_words() -> None:
 )
 def test_an_unset_length_is_the_longest_that_the_pool_holds(options: dict[str, Any]) -> None:
     config = EngineConfig(num_blocks=40, block_size=4, max_context_tokens=120)
-    model = ServedModel("tiny", 100, 120, max_output_tokens=lambda *of: MODES.most_output_tokens(config, *of))
+    model = ServedModel("tiny", 100, 120, max_output_tokens=lambda *of: most_output_tokens(config, MODES, *of))
     params = resolved(model=model, max_new_tokens=None, **options).params
     longest = params.max_new_tokens
     assert MODES.blocks_needed(config, params, 10, longest) <= 40

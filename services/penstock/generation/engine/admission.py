@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
@@ -9,6 +10,7 @@ from penstock.generation.core.request import Purpose
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.modes import ModeRegistry
 
@@ -41,6 +43,17 @@ def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) 
         raise InvalidArgument(f"config.{option}", f"needs more than the {most} sequences that run at once")
     needed = modes.blocks_needed(config, params, prompt_tokens, output_limit(config, request))
     _check_pool(config, needed, "lower max_new_tokens, num_return_sequences or the prompt's length")
+
+
+def most_output_tokens(config: EngineConfig, modes: ModeRegistry, params: SamplingParams, prompt_tokens: int) -> int:
+    """Most new tokens per sequence that context and pool allow (what an unset length means); may be 0."""
+    room = config.max_context_tokens - prompt_tokens
+    # The need grows with the output: bisect for the longest that fits.
+    return bisect_right(
+        range(1, room + 1),
+        config.num_blocks,
+        key=lambda tokens: modes.blocks_needed(config, params, prompt_tokens, tokens),
+    )
 
 
 def _check_pool(config: EngineConfig, needed: int, advice: str) -> None:

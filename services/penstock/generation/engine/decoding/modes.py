@@ -5,7 +5,6 @@ A mode is a file here: its options and facts (a DecodingMode), its strategy, and
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -70,15 +69,6 @@ class ModeRegistry:
     ) -> int:
         """Most KV blocks that a request can ever hold."""
         return self.of(params).blocks_needed(config, params, prompt_tokens, output_tokens)
-
-    def most_output_tokens(self, config: EngineConfig, params: SamplingParams, prompt_tokens: int) -> int:
-        """Most new tokens per sequence that context and pool allow (what an unset length means); may be 0."""
-        needed = self.of(params).blocks_needed
-        room = config.max_context_tokens - prompt_tokens
-        # The need grows with the output: bisect for the longest that fits.
-        return bisect_right(
-            range(1, room + 1), config.num_blocks, key=lambda tokens: needed(config, params, prompt_tokens, tokens)
-        )
 
 
 def _beam_strategy(request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> DecodingStrategy:
