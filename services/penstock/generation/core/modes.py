@@ -88,7 +88,7 @@ class DecodingMode:
 
     @property
     def uses(self) -> frozenset[str]:
-        """Names of the options that have no effect in every mode and have one in this."""
+        """Names of the options that have an effect in this mode and none in others."""
         return frozenset()
 
     @property

@@ -79,5 +79,6 @@ def _beam_strategy(request: Request, criteria: StopCriteria, next_seq_id: Callab
     return (GroupBeamSearch if options.num_beam_groups > 1 else BeamSearch)(request, criteria, next_seq_id)
 
 
+# The beam modes have one set of options, and so one spec.
 BEAMS = ModeSpec(BeamOptions, _beam_strategy, beam_width, beams_blocks_needed, "num_beams")
 MODES = ModeRegistry((PLAIN_SPEC, DOLA, ASSISTED, BEAMS, CONTRASTIVE))
