@@ -34,11 +34,11 @@ from _report import write
 from forward import BLOCK_SIZE, SHAPE, checkpoint
 from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import AssistanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
@@ -154,7 +154,7 @@ def compare(bench: Bench, assistance: AssistanceOptions, rounds: int, **options:
     """Plain and assisted rounds in turns after one of each to warm up."""
     engine = bench.engine()
     plain = SamplingParams(bench.tokens, ignore_eos=True, **options)
-    assisted = SamplingParams(bench.tokens, ignore_eos=True, assistance=assistance, **options)
+    assisted = SamplingParams(bench.tokens, ignore_eos=True, mode=assistance, **options)
     results: dict[str, list[Round]] = {"plain": [], "assisted": []}
     for number in range(rounds + 1):
         prompts = bench.prompts(number, repeated=not assistance.uses_draft_model)

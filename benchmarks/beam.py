@@ -28,11 +28,12 @@ from _report import write
 from forward import BLOCK_SIZE, SHAPE, checkpoint
 from penstock.common.environment import quiet_environment
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import BeamOptions
+from penstock.generation.core.modes import PLAIN
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
@@ -80,10 +81,10 @@ class Measured:
         return {"seconds": last - start, "cpu": cpu, "step": step, "peak": peak}
 
     def _requests(self, kind: str, round_number: int) -> list[Request]:
-        beams = BeamOptions(self.num_beams) if kind == "beams" else None
+        beams = BeamOptions(self.num_beams) if kind == "beams" else PLAIN
         count = self.num_beams if kind == "together" else 1
         sampling: dict[str, Any] = {"do_sample": True, "top_k": 50} if self.sample else {}
-        params = SamplingParams(self.new_tokens, num_return_sequences=count, beams=beams, **sampling)
+        params = SamplingParams(self.new_tokens, num_return_sequences=count, mode=beams, **sampling)
         return [
             Request(
                 request_id=f"{kind}-{round_number}-{number}",

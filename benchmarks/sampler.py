@@ -27,11 +27,12 @@ import torch
 from _report import write
 from penstock.common.environment import cache_folder
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import Fork
 from penstock.generation.devices.native import library
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.ops import green_lists
 from penstock.generation.sampling.sampler import Sampler
@@ -71,10 +72,10 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy, 200 bad words": {"bad_words_ids": tuple((i, i + 1, i + 2) for i in range(200))},
     "greedy, watermark": {"watermark": WatermarkOptions()},
     "greedy, selfhash watermark": {"watermark": WatermarkOptions(seeding_scheme="selfhash", context_width=4)},
-    "beams of 4": {"beams": BeamOptions(4)},
-    "beams of 4, repetition 1.05": {"beams": BeamOptions(4), "repetition_penalty": 1.05},
-    "beams of 4, sampled, top_k 50": {"beams": BeamOptions(4), "do_sample": True, "top_k": 50},
-    "beams of 4, sampled": {"beams": BeamOptions(4), "do_sample": True},
+    "beams of 4": {"mode": BeamOptions(4)},
+    "beams of 4, repetition 1.05": {"mode": BeamOptions(4), "repetition_penalty": 1.05},
+    "beams of 4, sampled, top_k 50": {"mode": BeamOptions(4), "do_sample": True, "top_k": 50},
+    "beams of 4, sampled": {"mode": BeamOptions(4), "do_sample": True},
 }
 
 
@@ -147,7 +148,7 @@ class Transformers:
     def __init__(self, options: dict[str, Any], rows: int, vocab: int) -> None:
         self.ids = torch.randint(0, vocab, (rows, PROMPT))
         self.sampled = bool(options.get("do_sample"))
-        self.beams = "beams" in options
+        self.beams = "mode" in options
         kinds: list[tuple[str, Callable[[Any], hf.LogitsProcessor]]] = [
             ("repetition_penalty", hf.RepetitionPenaltyLogitsProcessor),
             ("no_repeat_ngram_size", hf.NoRepeatNGramLogitsProcessor),
@@ -197,7 +198,7 @@ def measure(
     options: dict[str, Any], given: torch.Tensor, repeats: int, kernels: Kernels, *, has_reference: bool
 ) -> dict[str, dict[str, float]]:
     """ms per step of each, taken in turns; the copy of the logits that is consumed is not counted."""
-    ours = OurBeams if "beams" in options else Ours
+    ours = OurBeams if "mode" in options else Ours
     contenders: dict[str, Contender] = {name: ours(options, *given.shape, kind) for name, kind in kernels.items()}
     if has_reference:
         contenders["transformers"] = Transformers(options, *given.shape)

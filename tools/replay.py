@@ -30,15 +30,25 @@ from typing import Any
 
 from penstock.common.errors import Cancelled, PenstockError
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions, ContrastiveOptions, GuidanceOptions
-from penstock.generation.core.request import FinishReason, Logprob, PositionLogprobs, Purpose, Request, RequestOutput
+from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
+from penstock.generation.core.request import (
+    Emission,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    Purpose,
+    Request,
+    RequestOutput,
+)
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
+from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.step_trace import FORMAT, row_of
+from penstock.generation.engine.stopping import StopCriteria
 
 Line = dict[str, Any]
 # Ids of tokens that are in no full block: never those of a block, which are counted from 1.
@@ -324,17 +334,16 @@ def _by_sequence(facts: Line, script: Iterable[Line]) -> dict[int, deque[Line]] 
 
 def _params(facts: Line) -> SamplingParams:
     """What the scheduler and the checks of admission look at."""
-    beams = BeamOptions(*facts["beams"]) if "beams" in facts else None
-    guidance = GuidanceOptions(1.0, (0,) * facts["guidance"]) if "guidance" in facts else None
+    guidance = GuidanceOptions(2.0, (0,) * facts["guidance"]) if "guidance" in facts else NO_GUIDANCE
+    mode = MODES.named(*facts["mode"])
     return SamplingParams(
         max_new_tokens=facts["max_new_tokens"],
         num_return_sequences=facts["n"],
         prompt_logprobs=0 if facts["prompt_logprobs"] else None,
-        beams=beams,
-        contrastive=ContrastiveOptions(0.0, facts["contrastive"]) if "contrastive" in facts else None,
+        mode=mode,
         guidance=guidance,
         # Beams that decide together what they may draw.
-        allowed_token_ids=frozenset([0]) if beams is not None and facts["lockstep"] else None,
+        allowed_token_ids=frozenset([0]) if mode.shares_constraint and facts["lockstep"] else None,
     )
 
 
@@ -372,6 +381,20 @@ def _prompt_rows(entry: ScheduledSequence) -> int:
     return max(min(entry.start + entry.num_tokens, last) - max(entry.start, sequence.first_logprob_row), 0)
 
 
+class _Recorded(ModeRegistry):
+    """The modes as they are, but that every request is decoded by what was recorded of it."""
+
+    def __init__(self, strategy: Callable[..., DecodingStrategy]) -> None:
+        super().__init__(MODES)
+        self._strategy = strategy
+
+    def make_strategy(
+        self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]
+    ) -> DecodingStrategy:
+        """See ModeRegistry."""
+        return self._strategy(request, criteria, next_seq_id)
+
+
 class Replay:
     """One run of a trace through an engine."""
 
@@ -384,7 +407,7 @@ class Replay:
         self.runner = StandIn()
         self._tokens = Tokens(trace.config.block_size)
         self._exact = exact
-        self.engine = Engine(config, self.runner, None, strategy=self._strategy, clock=lambda: self.now)
+        self.engine = Engine(config, self.runner, None, modes=_Recorded(self._strategy), clock=lambda: self.now)
         self._facts: dict[str, Line] = {}
         self._strategies: dict[str, RecordedStrategy] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -11,7 +12,7 @@ from typing import Any
 
 from penstock.generation.core.draw import Candidates, DrawKind
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     Logprob,
     PositionLogprobs,
@@ -21,8 +22,11 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftOrder, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import DraftRequest, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import ASSISTED
+from penstock.generation.engine.decoding.modes import ModeRegistry
+from penstock.generation.engine.decoding.parallel_sampling import PLAIN_SPEC
 from penstock.generation.engine.engine import Engine
 
 _ids = itertools.count()
@@ -130,11 +134,11 @@ class FakeDrafter:
         """`lengths`: how many tokens the answers have at most, in turns."""
         self.quality = quality
         self.vocab_size = vocab_size
-        self.calls: list[list[DraftOrder]] = []
+        self.calls: list[list[DraftRequest]] = []
         self.released: list[int] = []
         self._lengths = itertools.cycle(lengths)
 
-    def draft(self, orders: Items[DraftOrder]) -> list[list[int]]:
+    def draft(self, orders: Items[DraftRequest]) -> list[list[int]]:
         self.calls.append(list(orders))
         assert all(order.num_tokens > 0 for order in orders)
         assert all(order.sequence.num_draft_tokens == 0 for order in orders), "drafts upon drafts"
@@ -229,7 +233,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.started: StartedOutput | None = None
-        self.deltas: list[DeltaOutput] = []
+        self.deltas: list[Emission] = []
         self.finished: FinishedOutput | None = None
 
     def add(self, output: RequestOutput) -> None:
@@ -279,4 +283,8 @@ def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = 
 def make_engine(config: EngineConfig | None = None, **kwargs: Any) -> tuple[Engine, FakeRunner]:
     config = config or engine_config()
     runner = FakeRunner(config, **{key: kwargs.pop(key) for key in ("vocab_size", "script") if key in kwargs})
+    if "strategy" in kwargs:
+        # In the place of those of greedy search, sampling and assisted generation.
+        strategy = kwargs.pop("strategy")
+        kwargs["modes"] = ModeRegistry(dataclasses.replace(spec, strategy=strategy) for spec in (PLAIN_SPEC, ASSISTED))
     return Engine(config, runner, kwargs.pop("stop_text", None), **kwargs), runner

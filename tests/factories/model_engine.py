@@ -13,6 +13,7 @@ from factories.pools import unwritten_pool
 from factories.run_kernels import cpu_device, new_runner
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
@@ -26,26 +27,33 @@ def load_tiny(folder: Path) -> CausalLM:
     return load_model(folder, dtype="float32", device=cpu_device())
 
 
-def model_engine(model: CausalLM, config: EngineConfig = ROOMY, kv_dtype: torch.dtype | None = None) -> Engine:
+def model_engine(
+    model: CausalLM,
+    config: EngineConfig = ROOMY,
+    kv_dtype: torch.dtype | None = None,
+    modes: ModeRegistry = MODES,
+) -> Engine:
     """An engine on a pool of its own; what is read before it is written shows."""
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
-    return Engine(config, new_runner(model, kv), None)
+    return Engine(config, new_runner(model, kv), None, modes=modes)
 
 
-def answer_alone(model: CausalLM, item: Request) -> Answer:
+def answer_alone(model: CausalLM, item: Request, modes: ModeRegistry = MODES) -> Answer:
     """What the request gets from an idle engine."""
-    return run(model_engine(model), item)[item.request_id]
+    return run(model_engine(model, modes=modes), item)[item.request_id]
 
 
-def check_company(model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig) -> Engine:
+def check_company(
+    model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig, modes: ModeRegistry = MODES
+) -> Engine:
     """Every request gets what it gets alone, one joining per step, and again with whatever prefixes are cached then.
 
     The engine is returned for its counters.
     """
-    alone = {item.request_id: answer_alone(model, item).ids for item in make_requests()}
-    engine = model_engine(model, config)
+    alone = {item.request_id: answer_alone(model, item, modes).ids for item in make_requests()}
+    engine = model_engine(model, config, modes=modes)
     answers: dict[str, Answer] = {}
     for item in make_requests():
         engine.add(item)

@@ -42,7 +42,7 @@ class ReferenceProcessors(GenerationMixin):
         config = GenerationConfig(
             do_sample=params.do_sample,
             max_length=len(prompt) + params.max_new_tokens,
-            num_beams=1 if params.beams is None else params.beams.num_beams,
+            num_beams=getattr(params.mode, "num_beams", 1),
             **{name: getattr(params, name) for name, off in _ALIKE.items() if getattr(params, name) != off},
             **_converted(params),
         )

@@ -16,8 +16,9 @@ from factories.assisted import assisted_engine, noised_checkpoint
 from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import engine_config, request, run
 from factories.model_engine import load_tiny
-from penstock.generation.core.modes import AssistanceOptions
+from penstock.generation.core.modes import PLAIN, DecodingMode
 from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.models.decoder import CausalLM
 from transformers import PreTrainedModel
 
@@ -64,14 +65,12 @@ def probabilities(model: PreTrainedModel, temperature: float) -> dict[tuple[int,
 
 
 def draws(
-    model: CausalLM, draft: CausalLM | None, assistance: AssistanceOptions | None, **options: float
+    model: CausalLM, draft: CausalLM | None, mode: DecodingMode, **options: float
 ) -> tuple[Counter[tuple[int, ...]], float]:
     """Outputs of SAMPLES requests with seeds of their own, and the share of drafts that were accepted."""
     engine = assisted_engine(model, draft, CONFIG)
     items = [
-        request(
-            PROMPT, max_new_tokens=LENGTH, do_sample=True, seed=derive_seed(77, i), assistance=assistance, **options
-        )
+        request(PROMPT, max_new_tokens=LENGTH, do_sample=True, seed=derive_seed(77, i), mode=mode, **options)
         for i in range(SAMPLES)
     ]
     answers = run(engine, *items)
@@ -120,7 +119,7 @@ def test_warped_sampling_has_the_warped_distribution(folders: dict[str, Path], m
 def test_plain_sampling_has_the_models_distribution(
     models: dict[str, CausalLM], exact: dict[tuple[int, ...], float]
 ) -> None:
-    outputs, _ = draws(models["same"], None, None)
+    outputs, _ = draws(models["same"], None, PLAIN)
     assert p_value(outputs, exact) > 0.001
 
 
@@ -130,5 +129,5 @@ def test_the_test_would_notice_another_distribution(
 ) -> None:
     """Outputs of the draft model nearest to the model, and of a temperature near to its own."""
     model = models["near"] if wrong == "draft" else models["same"]
-    outputs, _ = draws(model, None, None, temperature=1.0 if wrong == "draft" else 1.25)
+    outputs, _ = draws(model, None, PLAIN, temperature=1.0 if wrong == "draft" else 1.25)
     assert p_value(outputs, exact) < 1e-6

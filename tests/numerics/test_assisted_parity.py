@@ -12,7 +12,8 @@ from factories.assisted import WIDE, assisted_engine, noised_checkpoint
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.engine import Answer, engine_config, request, run
 from factories.model_engine import load_tiny
-from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
+from penstock.generation.core.modes import AssistantSchedule
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.decoder import CausalLM
 from transformers import PreTrainedModel
@@ -69,7 +70,7 @@ def counts(answers: list[Answer]) -> tuple[int, int]:
 def test_prompt_lookup_gives_what_transformers_gives(
     models: tuple[CausalLM, CausalLM], references: tuple[PreTrainedModel, PreTrainedModel], processors: dict[str, Any]
 ) -> None:
-    answers = ours(assisted_engine(models[0]), assistance=LOOKUP, **processors)
+    answers = ours(assisted_engine(models[0]), mode=LOOKUP, **processors)
     for prompt, answer in zip(prompts(), answers, strict=True):
         expected = theirs(references[0], prompt, prompt_lookup_num_tokens=7, max_matching_ngram_size=3, **processors)
         assert answer.ids[0] == expected
@@ -86,7 +87,7 @@ def test_a_draft_model_gives_what_transformers_gives(
     threshold: float,
 ) -> None:
     options = AssistanceOptions(num_assistant_tokens=5, schedule=schedule, confidence_threshold=threshold)
-    answers = ours(assisted_engine(*models), assistance=options)
+    answers = ours(assisted_engine(*models), mode=options)
     draft = references[1]
     draft.generation_config.num_assistant_tokens = 5
     draft.generation_config.num_assistant_tokens_schedule = schedule.value
@@ -118,7 +119,7 @@ def test_assistance_changes_neither_ids_nor_logprobs(
     cramped = engine_config(num_blocks=70, max_batch_tokens=17, max_running_sequences=16, max_draft_rows=12)
     plain = ours(assisted_engine(models[0]), seed=5, top_logprobs=2, **options)
     engine = assisted_engine(*models, cramped, draft_blocks=40) if tight else assisted_engine(*models)
-    assisted = ours(engine, seed=5, top_logprobs=2, assistance=assistance, **options)
+    assisted = ours(engine, seed=5, top_logprobs=2, mode=assistance, **options)
     for one, other in zip(plain, assisted, strict=True):
         assert one.ids == other.ids
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
@@ -142,7 +143,7 @@ def logprobs(answer: Answer) -> list[float]:
 def test_the_model_as_its_own_draft_model_is_never_refused(models: tuple[CausalLM, CausalLM]) -> None:
     """The draft model draws with the same options, history and uniforms."""
     for options in ({}, {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9}):
-        answers = ours(assisted_engine(models[0], models[0]), assistance=DRAFT, seed=9, **options)
+        answers = ours(assisted_engine(models[0], models[0]), mode=DRAFT, seed=9, **options)
         accepted, rejected = counts(answers)
         assert accepted > 200
         assert rejected == 0
@@ -153,7 +154,7 @@ def test_refused_drafts_never_reach_the_prefix_cache(models: tuple[CausalLM, Cau
     cached = engine_config(num_blocks=WIDE.num_blocks, max_batch_tokens=600, max_draft_rows=400, block_size=2)
     assert cached.prefix_cache
     engine = assisted_engine(*models, cached)
-    first = ours(engine, assistance=DRAFT, do_sample=True)
+    first = ours(engine, mode=DRAFT, do_sample=True)
     follow_ups = [
         request([*prompt, *answer.ids[0], 3], max_new_tokens=8) for prompt, answer in zip(prompts(), first, strict=True)
     ]

@@ -13,8 +13,9 @@ import torch
 from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import Answer, engine_config, request, run
 from factories.model_engine import answer_alone, check_company, load_tiny, model_engine
-from penstock.generation.core.modes import BeamOptions, EarlyStopping
+from penstock.generation.core.modes import EarlyStopping
 from penstock.generation.core.request import FinishReason, Request
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.models.decoder import CausalLM
 from transformers import PreTrainedModel
 
@@ -98,7 +99,7 @@ def test_sequences_and_scores_are_those_of_generate(model: CausalLM, reference: 
             num_return_sequences=count,
             eos_token_ids=tuple(eos),
             repetition_penalty=1.2,
-            beams=BeamOptions(num_beams, early_stopping=early, length_penalty=penalty),
+            mode=BeamOptions(num_beams, early_stopping=early, length_penalty=penalty),
         )
         check(answer_alone(model, item), expected)
 
@@ -107,7 +108,7 @@ def test_more_end_ids_than_beams_leave_enough_to_go_on(model: CausalLM, referenc
     eos = [*usual_ids(reference, 6), *range(300, 310)]
     expected = generate(reference, PROMPT, num_beams=3, num_return_sequences=3, max_new_tokens=15, eos_token_id=eos)
     item = request(
-        PROMPT, max_new_tokens=15, num_return_sequences=3, eos_token_ids=tuple(eos), beams=BeamOptions(num_beams=3)
+        PROMPT, max_new_tokens=15, num_return_sequences=3, eos_token_ids=tuple(eos), mode=BeamOptions(num_beams=3)
     )
     answer = answer_alone(model, item)
     check(answer, expected)
@@ -126,7 +127,7 @@ def test_min_new_tokens_keeps_beams_from_ending(model: CausalLM, reference: PreT
         min_new_tokens=9,
         num_return_sequences=4,
         eos_token_ids=tuple(eos),
-        beams=BeamOptions(num_beams=4),
+        mode=BeamOptions(num_beams=4),
     )
     check(answer_alone(model, item), expected)
 
@@ -136,7 +137,7 @@ def test_beam_sampling_draws_what_generate_draws(model: CausalLM, reference: Pre
     options: dict[str, Any] = {"max_new_tokens": 2, "num_return_sequences": 2, "temperature": 2.0, "top_k": 6}
     runs = 400
     engine = model_engine(model)
-    items = [request(PROMPT, do_sample=True, seed=seed, beams=BeamOptions(2), **options) for seed in range(runs)]
+    items = [request(PROMPT, do_sample=True, seed=seed, mode=BeamOptions(2), **options) for seed in range(runs)]
     ours = Counter(tuple(map(tuple, answer.ids.values())) for answer in run(engine, *items).values())
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -166,10 +167,10 @@ def test_every_beam_mode_gives_the_same_in_company_and_when_preempted(model: Cau
     def crowd() -> list[Request]:
         phrases = (((40, 41),), ((50,), (51, 52)))
         modes: list[dict[str, Any]] = [
-            {"beams": BeamOptions(4)},
-            {"beams": BeamOptions(3), "do_sample": True, "temperature": 1.5, "top_k": 20},
-            {"beams": BeamOptions(4, 2, 0.7)},
-            {"beams": BeamOptions(4, constraints=phrases)},
+            {"mode": BeamOptions(4)},
+            {"mode": BeamOptions(3), "do_sample": True, "temperature": 1.5, "top_k": 20},
+            {"mode": BeamOptions(4, 2, 0.7)},
+            {"mode": BeamOptions(4, constraints=phrases)},
             {"do_sample": True, "num_return_sequences": 3, "top_p": 0.9},
         ]
         penalties: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}]
@@ -180,7 +181,7 @@ def test_every_beam_mode_gives_the_same_in_company_and_when_preempted(model: Cau
         ]  # fmt: skip
 
     roomy = engine_config(num_blocks=200, max_batch_tokens=64)
-    tight = engine_config(num_blocks=44, block_size=3, max_batch_tokens=16, watermark=0.0)
+    tight = engine_config(num_blocks=44, block_size=3, max_batch_tokens=16, reserve_share=0.0)
     assert check_company(model, crowd, roomy).stats.preemptions == 0
     assert check_company(model, crowd, tight).stats.preemptions > 0
 
@@ -195,7 +196,7 @@ def test_whether_any_beam_can_go_on_is_decided_by_all_of_them_even_after_a_preem
             allowed_token_ids=frozenset({10, 11, 12}),
             bad_words_ids=((10, 10), (10, 11), (10, 12)),
             sequence_bias={(10,): 4.0},
-            beams=BeamOptions(6),
+            mode=BeamOptions(6),
             num_return_sequences=3,
         )
 

@@ -12,13 +12,15 @@ from factories.engine import Answer, collect, engine_config, request, run
 from factories.model_engine import answer_alone, load_tiny, model_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import ContrastiveOptions, DolaOptions, GuidanceOptions
-from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, GuidanceOptions
+from penstock.generation.core.request import Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
 
-HEALING = HealingOptions(frozenset({3, 14, 15, 92, 65}), str)
+HEALING = TokenHealingOptions(frozenset({3, 14, 15, 92, 65}), str)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 @st.composite
 def modes(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
-        return {"contrastive": ContrastiveOptions(draw(st.sampled_from([0.2, 0.6, 0.95])), draw(st.integers(2, 4)))}
+        return {"mode": ContrastiveOptions(draw(st.sampled_from([0.2, 0.6, 0.95])), draw(st.integers(2, 4)))}
     sampled = {
         "do_sample": True,
         "num_return_sequences": draw(st.sampled_from([1, 2])),
@@ -38,8 +40,8 @@ def modes(draw: st.DrawFn) -> dict[str, Any]:
     layers = draw(st.sampled_from([None, (0,), (1, 2), (0, 1, 2)]))
     negative = draw(st.sampled_from([None, (), (5,), (11, 12, 13, 14, 15, 16)]))
     return {
-        "dola": None if layers is None else DolaOptions(layers),
-        "guidance": None if negative is None else GuidanceOptions(draw(st.sampled_from([0.5, 2.5])), negative),
+        "mode": PLAIN if layers is None else DolaOptions(layers),
+        "guidance": NO_GUIDANCE if negative is None else GuidanceOptions(draw(st.sampled_from([0.5, 2.5])), negative),
         **(sampled if draw(st.booleans()) else {}),
     }
 
@@ -61,7 +63,7 @@ def make(spec: dict[str, Any]) -> Request:
     fields = dict(spec)
     healed = fields.pop("healed")
     item = request(**fields)
-    return replace(item, healing=HEALING) if healed else item
+    return replace(item, token_healing=HEALING) if healed else item
 
 
 tight = st.builds(
@@ -85,7 +87,7 @@ def check(model: CausalLM, drawn: list[dict[str, Any]], config: EngineConfig, ga
     for spec, gap in zip(drawn, gaps, strict=False):
         item = make(spec)
         if (
-            blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
+            MODES.blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
             > config.num_blocks
         ):
             continue

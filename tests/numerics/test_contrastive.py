@@ -13,10 +13,10 @@ from factories.engine import engine_config, request, run
 from factories.golden_models import EOS, golden_checkpoint
 from factories.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import ContrastiveOptions
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.models.decoder import CausalLM
 from transformers import PreTrainedModel
 
@@ -48,7 +48,7 @@ def reference(folder: Path) -> PreTrainedModel:
 
 
 def contrastive(prompt: list[int], alpha: float = 0.6, top_k: int = 4, **fields: Any) -> Request:
-    return request(prompt, contrastive=ContrastiveOptions(alpha, top_k), **fields)
+    return request(prompt, mode=ContrastiveOptions(alpha, top_k), **fields)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
@@ -109,7 +109,7 @@ def requests() -> list[Request]:
     [
         engine_config(),
         engine_config(max_batch_tokens=14, max_running_sequences=14, num_blocks=80),
-        engine_config(num_blocks=26, block_size=3, max_running_sequences=16, max_batch_tokens=16, watermark=0.0),
+        engine_config(num_blocks=26, block_size=3, max_running_sequences=16, max_batch_tokens=16, reserve_share=0.0),
     ],
     ids=["roomy", "chunked", "preempted"],
 )
@@ -129,8 +129,8 @@ def test_a_step_brings_a_token_and_computes_a_row_per_candidate(model: CausalLM)
 
 def test_the_pool_that_is_promised_is_enough_and_no_block_of_it_is_copied_in_vain(model: CausalLM) -> None:
     item = contrastive(PROMPT, 0.6, 4, max_new_tokens=20)
-    needed = blocks_needed(engine_config(), item.params, len(PROMPT), 20)
-    engine = model_engine(model, engine_config(num_blocks=needed, watermark=0.0))
+    needed = MODES.blocks_needed(engine_config(), item.params, len(PROMPT), 20)
+    engine = model_engine(model, engine_config(num_blocks=needed, reserve_share=0.0))
     answer = run(engine, item)[item.request_id]
     assert answer.ids == answer_alone(model, contrastive(PROMPT, 0.6, 4, max_new_tokens=20)).ids
     assert engine.stats.preemptions == 0

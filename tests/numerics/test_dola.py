@@ -14,9 +14,10 @@ from factories.checkpoints import reference_model, tiny_checkpoint
 from factories.engine import engine_config, request
 from factories.golden_models import EOS, GOLDEN_MODELS, golden_checkpoint
 from factories.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
-from penstock.generation.core.modes import DolaOptions, GuidanceOptions
+from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.capture import HiddenCapture
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.options.dola_layers import candidate_layers
@@ -55,7 +56,7 @@ def test_ids_are_those_of_the_last_release_that_had_it(golden: Mapping[str, Caus
     layers = candidate_layers(
         kwargs.pop("dola_layers"), config["num_hidden_layers"], tied=config["tie_word_embeddings"]
     )
-    item = request(case["prompt"], dola=DolaOptions(layers), eos_token_ids=(EOS,), **kwargs)
+    item = request(case["prompt"], mode=DolaOptions(layers), eos_token_ids=(EOS,), **kwargs)
     assert answer_alone(golden[case["model"]], item).ids == dict(enumerate(case["ids"]))
 
 
@@ -93,10 +94,10 @@ def expected_scores(reference: PreTrainedModel, ids: list[int], layers: tuple[in
 def test_sampled_logprobs_are_those_of_the_contrasted_distribution(
     model: CausalLM, reference: PreTrainedModel, layers: tuple[int, ...], scale: float | None
 ) -> None:
-    guidance = None if scale is None else GuidanceOptions(scale, (5, 6))
+    guidance = NO_GUIDANCE if scale is None else GuidanceOptions(scale, (5, 6))
     item = request(
         PROMPT, max_new_tokens=12, do_sample=True, seed=3, num_return_sequences=3, top_logprobs=0,
-        dola=DolaOptions(layers), guidance=guidance,
+        mode=DolaOptions(layers), guidance=guidance,
     )  # fmt: skip
     answer = answer_alone(model, item)
     for index, ids in answer.ids.items():
@@ -126,10 +127,10 @@ def test_where_a_grammar_may_allow_none_but_unlikely_tokens_these_come_last_by_t
 def requests() -> list[Request]:
     common: dict[str, Any] = {"max_new_tokens": 14, "eos_token_ids": (EOS,)}
     return [
-        request(PROMPT, request_id="greedy", dola=DolaOptions((0, 2, 4)), repetition_penalty=1.2, **common),
-        request(PROMPT * 2, request_id="other layers", dola=DolaOptions((3,)), **common),
-        request(PROMPT, request_id="n", dola=DolaOptions((0, 2, 4)), do_sample=True, num_return_sequences=3, **common),
-        request([3], request_id="guided", dola=DolaOptions((1, 5)), guidance=GuidanceOptions(1.5, (8, 9)), **common),
+        request(PROMPT, request_id="greedy", mode=DolaOptions((0, 2, 4)), repetition_penalty=1.2, **common),
+        request(PROMPT * 2, request_id="other layers", mode=DolaOptions((3,)), **common),
+        request(PROMPT, request_id="n", mode=DolaOptions((0, 2, 4)), do_sample=True, num_return_sequences=3, **common),
+        request([3], request_id="guided", mode=DolaOptions((1, 5)), guidance=GuidanceOptions(1.5, (8, 9)), **common),
         request(PROMPT * 3, request_id="plain", **common),
     ]
 
@@ -139,7 +140,7 @@ def requests() -> list[Request]:
     [
         engine_config(),
         engine_config(max_batch_tokens=12, max_running_sequences=12, num_blocks=80),
-        engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, watermark=0.0),
+        engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, reserve_share=0.0),
     ],
     ids=["roomy", "chunked", "preempted"],
 )
@@ -150,7 +151,7 @@ def test_the_same_ids_alone_and_in_any_company(model: CausalLM, config: EngineCo
 
 
 def test_resumed_ids_go_on_where_they_were(model: CausalLM) -> None:
-    spec: dict[str, Any] = {"max_new_tokens": 10, "dola": DolaOptions((0, 2)), "do_sample": True, "seed": 8}
+    spec: dict[str, Any] = {"max_new_tokens": 10, "mode": DolaOptions((0, 2)), "do_sample": True, "seed": 8}
     ids = answer_alone(model, request(PROMPT, **spec)).ids[0]
     assert answer_alone(model, request(PROMPT, resumed_token_ids=[ids[:4]], **spec)).ids == {0: ids[4:]}
 
@@ -166,7 +167,7 @@ def test_only_rows_and_layers_of_dola_draws_are_captured(model: CausalLM, monkey
 
     monkeypatch.setattr(HiddenCapture, "take", watch)
     engine = model_engine(model, engine_config())
-    for item in (request(PROMPT), request(PROMPT), request(PROMPT[1:], dola=DolaOptions((1, 4)))):
+    for item in (request(PROMPT), request(PROMPT), request(PROMPT[1:], mode=DolaOptions((1, 4)))):
         engine.add(item)
     engine.step()
     assert taken == [(1, 1), (4, 1)]
@@ -189,7 +190,7 @@ def test_early_exits_that_are_no_numbers_end_their_request_alone(
 
     monkeypatch.setattr(HiddenCapture, "take", broken)
     engine = model_engine(model)
-    plain, item = request(PROMPT), request(PROMPT, dola=DolaOptions((1, 4)))
+    plain, item = request(PROMPT), request(PROMPT, mode=DolaOptions((1, 4)))
     engine.add(plain)
     engine.add(item)
     outputs = {output.request.request_id: output for output in engine.step()}
@@ -203,7 +204,7 @@ def test_early_exits_that_are_no_numbers_end_their_request_alone(
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 2.0])
 def test_guidance_leaves_out_what_the_filter_leaves_out(model: CausalLM, scale: float) -> None:
     layers = DolaOptions((0, 2))
-    item = request([5, 6, 7, 8], max_new_tokens=5, dola=layers, guidance=GuidanceOptions(scale, (9, 10)))
+    item = request([5, 6, 7, 8], max_new_tokens=5, mode=layers, guidance=GuidanceOptions(scale, (9, 10)))
     answer = answer_alone(model, item)
     assert answer.finished is not None
     assert answer.finished.error is None

@@ -94,7 +94,7 @@ def requests() -> list[Request]:
     [
         engine_config(),
         engine_config(max_batch_tokens=12, max_running_sequences=12, num_blocks=80),
-        engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, watermark=0.0),
+        engine_config(num_blocks=34, block_size=3, max_running_sequences=12, max_batch_tokens=12, reserve_share=0.0),
     ],
     ids=["roomy", "chunked", "preempted"],
 )

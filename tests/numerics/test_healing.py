@@ -12,15 +12,13 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.engine import engine_config, request
 from factories.model_engine import answer_alone, check_company, load_tiny
-from penstock.generation.core.modes import (
-    AssistanceOptions,
-    BeamOptions,
-    ContrastiveOptions,
-    DolaOptions,
-    GuidanceOptions,
-)
-from penstock.generation.core.request import HealingOptions, Request
+from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.request import Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -40,7 +38,7 @@ def with_healing(item: Request, prefixes: TokenPrefixes) -> Request:
     token_ids = prefixes.extensions(last)
     if len(item.prompt_token_ids) < 2 or len(token_ids) < 2:
         return item
-    return replace(item, healing=HealingOptions(token_ids, partial(prefixes.added_text, last)))
+    return replace(item, token_healing=TokenHealingOptions(token_ids, partial(prefixes.added_text, last)))
 
 
 def helpful_tokenizer() -> Any:
@@ -92,12 +90,12 @@ MODES: dict[str, dict[str, Any]] = {
     "sample": {"do_sample": True, "num_return_sequences": 3, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     "guidance": {"guidance": GuidanceOptions(1.6, (4, 5)), "num_return_sequences": 2, "do_sample": True},
     "guidance without a negative prompt": {"guidance": GuidanceOptions(1.6, ())},
-    "dola": {"dola": DolaOptions((0, 2))},
-    "contrastive": {"contrastive": ContrastiveOptions(0.6, 4)},
-    "beams": {"beams": BeamOptions(num_beams=3), "num_return_sequences": 2},
-    "beam sampling": {"beams": BeamOptions(num_beams=3), "do_sample": True},
-    "group beams": {"beams": BeamOptions(num_beams=4, num_beam_groups=2, diversity_penalty=0.5)},
-    "prompt lookup": {"assistance": AssistanceOptions(prompt_lookup_num_tokens=3)},
+    "dola": {"mode": DolaOptions((0, 2))},
+    "contrastive": {"mode": ContrastiveOptions(0.6, 4)},
+    "beams": {"mode": BeamOptions(num_beams=3), "num_return_sequences": 2},
+    "beam sampling": {"mode": BeamOptions(num_beams=3), "do_sample": True},
+    "group beams": {"mode": BeamOptions(num_beams=4, num_beam_groups=2, diversity_penalty=0.5)},
+    "prompt lookup": {"mode": AssistanceOptions(prompt_lookup_num_tokens=3)},
 }
 
 
@@ -137,7 +135,7 @@ def test_every_mode_gives_what_it_gives_on_the_healed_prompt(model: CausalLM, mo
     "config",
     [
         engine_config(max_running_sequences=32, num_blocks=200),
-        engine_config(num_blocks=40, block_size=3, max_running_sequences=16, max_batch_tokens=16, watermark=0.0),
+        engine_config(num_blocks=40, block_size=3, max_running_sequences=16, max_batch_tokens=16, reserve_share=0.0),
     ],
     ids=["roomy", "preempted"],
 )

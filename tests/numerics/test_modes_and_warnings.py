@@ -86,7 +86,7 @@ def test_the_mode_is_transformers() -> None:
     accepted = 0
     for options in combinations():
         try:
-            ours = resolved(options).params.mode
+            ours = resolved(options).params.generation_mode
         except InvalidArgument:
             continue
         assert ours.name.lower() == their_mode(options).lower(), options

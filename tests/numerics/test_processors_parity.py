@@ -15,8 +15,9 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.sequence import Sequence
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -175,7 +176,7 @@ def test_beams_are_processed_as_log_probabilities_and_keep_a_token_beside_the_en
         chosen.pop("allowed_token_trie", None)
         chosen.pop("allowed_token_ids", None)
         eos = rng.choice([EOS, (5,), ()])
-        fixed = {"eos_token_ids": eos, "max_new_tokens": 5, "beams": BeamOptions(3)}
+        fixed = {"eos_token_ids": eos, "max_new_tokens": 5, "mode": BeamOptions(3)}
         if not eos:
             for name in ("min_new_tokens", "exponential_decay_length_penalty"):
                 chosen.pop(name, None)
@@ -190,7 +191,7 @@ def test_beams_are_processed_as_log_probabilities_and_keep_a_token_beside_the_en
 def test_a_constraint_that_some_beams_can_meet_is_forced_on_none(seed: int, all_stuck: bool) -> None:
     rng = random.Random(seed)
     options = params(
-        beams=BeamOptions(3), eos_token_ids=EOS, allowed_token_ids=frozenset({4, 5}), bad_words_ids=((7, 4), (7, 5))
+        mode=BeamOptions(3), eos_token_ids=EOS, allowed_token_ids=frozenset({4, 5}), bad_words_ids=((7, 4), (7, 5))
     )
     start = prompt(rng)
     batch = [sequence(start, options, seq_id=row, output=[7 if all_stuck or row else 6]) for row in range(3)]
@@ -220,7 +221,7 @@ def test_invalid_values_are_removed_where_asked_and_only_there() -> None:
 
 
 def test_tokens_that_other_groups_took_lose_the_penalty_once_for_each() -> None:
-    options = params(beams=BeamOptions(6, num_beam_groups=3, diversity_penalty=0.75))
+    options = params(mode=BeamOptions(6, num_beam_groups=3, diversity_penalty=0.75))
     batch = [sequence([1, 2], options, seq_id=row) for row in range(3)]
     taken = [(), (5,), (5, 8, 5, 5)]
     for one, ids in zip(batch, taken, strict=True):

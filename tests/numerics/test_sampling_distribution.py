@@ -11,9 +11,10 @@ import torch
 from factories.run_kernels import new_sampler
 from factories.sequences import params, sequence
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def test_tokens_are_drawn_with_the_processed_probabilities(options: dict[str, An
 
 
 def beam(seed: int, slot: int, seq_id: int, count: int, **options: Any) -> Sequence:
-    one = sequence([4, 5], params(do_sample=True, beams=BeamOptions(2), seed=seed, **options), seq_id=seq_id)
+    one = sequence([4, 5], params(do_sample=True, mode=BeamOptions(2), seed=seed, **options), seq_id=seq_id)
     one.draw = DrawSpec(DrawKind.CANDIDATES, count, log_softmax=True, gumbel_slot=slot)
     return one
 

@@ -14,16 +14,13 @@ import torch
 from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.engine import Answer, engine_config, request, run
 from factories.model_engine import load_tiny, model_engine
-from penstock.generation.core.modes import (
-    AssistanceOptions,
-    BeamOptions,
-    ContrastiveOptions,
-    DolaOptions,
-    GuidanceOptions,
-    TensorOutputs,
-)
+from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.core.tensors import StepTensors, TensorData
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.decoder import CausalLM
 from transformers import (
     LogitsProcessorList,
@@ -181,7 +178,7 @@ def test_assisted_answers_carry_the_tensors_of_the_unassisted(pair: Pair, do_sam
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "tensors": EVERYTHING, "do_sample": do_sample, "seed": 7}
     plain = request(repeating(), **options)
     assisted = request(
-        repeating(), assistance=AssistanceOptions(prompt_lookup_num_tokens=3, max_matching_ngram_size=2), **options
+        repeating(), mode=AssistanceOptions(prompt_lookup_num_tokens=3, max_matching_ngram_size=2), **options
     )
     one, other = (run(model_engine(pair.ours), item)[item.request_id] for item in (plain, assisted))
     assert one.ids == other.ids
@@ -194,7 +191,7 @@ def test_assisted_answers_carry_the_tensors_of_the_unassisted(pair: Pair, do_sam
 
 def test_contrastive_answers_carry_the_tensors_of_the_row_the_candidates_came_from(pair: Pair) -> None:
     ids = prompt(15)
-    item = request(ids, max_new_tokens=NEW_TOKENS, contrastive=ContrastiveOptions(0.6, 4), tensors=EVERYTHING)
+    item = request(ids, max_new_tokens=NEW_TOKENS, mode=ContrastiveOptions(0.6, 4), tensors=EVERYTHING)
     item.first_needed_row = 0
     answer = run(model_engine(pair.ours), item)[item.request_id]
     steps = steps_of(answer)
@@ -212,8 +209,8 @@ def test_guided_scores_are_guided_and_logits_are_not(pair: Pair) -> None:
 
 def test_early_exits_and_hidden_states_come_from_one_forward_pass(pair: Pair) -> None:
     ids = prompt(18)
-    asked = request(ids, max_new_tokens=NEW_TOKENS, dola=DolaOptions((0, 1)), tensors=EVERYTHING)
-    plain = request(ids, max_new_tokens=NEW_TOKENS, dola=DolaOptions((0, 1)))
+    asked = request(ids, max_new_tokens=NEW_TOKENS, mode=DolaOptions((0, 1)), tensors=EVERYTHING)
+    plain = request(ids, max_new_tokens=NEW_TOKENS, mode=DolaOptions((0, 1)))
     answers = run(model_engine(pair.ours), asked, plain)
     answer = answers[asked.request_id]
     assert answer.ids == answers[plain.request_id].ids
@@ -289,7 +286,7 @@ def test_a_preempted_request_has_its_tensors_once(pair: Pair) -> None:
 
 def test_beam_sequences_carry_none(pair: Pair) -> None:
     """The service refuses the combination; an engine that is given it goes on."""
-    item = request(prompt(8), max_new_tokens=4, beams=BeamOptions(num_beams=3), tensors=EVERYTHING)
+    item = request(prompt(8), max_new_tokens=4, mode=BeamOptions(num_beams=3), tensors=EVERYTHING)
     answer = run(model_engine(pair.ours), item)[item.request_id]
     assert len(answer.ids[0]) == 4
     assert not any(steps_of(answer))

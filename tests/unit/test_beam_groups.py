@@ -8,10 +8,11 @@ import pytest
 from factories.engine import Answer, engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import BeamOptions, EarlyStopping
+from penstock.generation.core.modes import EarlyStopping
 from penstock.generation.core.request import FinishReason
-from penstock.generation.engine.decoding.capacity import blocks_needed
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.constraints import Constraint, Progress
+from penstock.generation.engine.decoding.modes import MODES
 
 VOCABULARY = 50
 
@@ -32,7 +33,7 @@ def groups_of_one(prompt: list[int], length: int, num_groups: int) -> list[list[
 @pytest.mark.parametrize("prompt", [[1], [1, 2, 3], [1, 2, 3, 4], [1] * 12])
 def test_groups_choose_as_if_one_after_the_other_at_every_position(prompt: list[int], block_size: int) -> None:
     engine, _ = make_engine(engine_config(num_blocks=300, block_size=block_size))
-    item = request(prompt, max_new_tokens=7, num_return_sequences=4, beams=BeamOptions(4, 4, 1.0, length_penalty=0.0))
+    item = request(prompt, max_new_tokens=7, num_return_sequences=4, mode=BeamOptions(4, 4, 1.0, length_penalty=0.0))
     answer = run(engine, item)[item.request_id]
     assert sorted(answer.ids.values()) == sorted(groups_of_one(prompt, 7, 4))
     assert engine.load().kv_blocks_used == 0
@@ -40,15 +41,15 @@ def test_groups_choose_as_if_one_after_the_other_at_every_position(prompt: list[
 
 def test_groups_run_staggered_one_step_apart_and_the_prompt_is_computed_once() -> None:
     engine, runner = make_engine()
-    run(engine, request([1] * 16, max_new_tokens=5, num_return_sequences=6, beams=BeamOptions(6, 3, 1.0)))
+    run(engine, request([1] * 16, max_new_tokens=5, num_return_sequences=6, mode=BeamOptions(6, 3, 1.0)))
     # Each later group computes the prompt's last token again for its first draw; the last tokens are never computed.
     assert [step.num_tokens for step in runner.steps] == [16, 2 + 1, 2 + 2 + 1, 2 + 2 + 2, 2 + 2 + 2, 2 + 2, 2]
 
 
 def test_groups_hold_the_blocks_of_their_prompt_once() -> None:
     config = engine_config(block_size=4)
-    item = request([1] * 16, max_new_tokens=5, num_return_sequences=6, beams=BeamOptions(6, 3, 1.0))
-    assert blocks_needed(config, item.params, 16, 5) == 4 + 6 * 1 + 2
+    item = request([1] * 16, max_new_tokens=5, num_return_sequences=6, mode=BeamOptions(6, 3, 1.0))
+    assert MODES.blocks_needed(config, item.params, 16, 5) == 4 + 6 * 1 + 2
     engine, _ = make_engine(config)
     engine.add(item)
     most = 0
@@ -76,7 +77,7 @@ def test_a_group_that_is_over_counts_as_padding_for_the_others() -> None:
     def ids(pad: int) -> list[list[int]]:
         engine, _ = make_engine()
         options = BeamOptions(2, 2, 1.0, early_stopping=EarlyStopping.TRUE, pad_token_id=pad, length_penalty=0.0)
-        item = request([start], max_new_tokens=3, num_return_sequences=2, eos_token_ids=(end,), beams=options)
+        item = request([start], max_new_tokens=3, num_return_sequences=2, eos_token_ids=(end,), mode=options)
         return sorted(run(engine, item)[item.request_id].ids.values(), key=len)
 
     assert ids(pad=first) == [[first, end], [second, third, wanted]]
@@ -85,7 +86,7 @@ def test_a_group_that_is_over_counts_as_padding_for_the_others() -> None:
 
 def constrained(prompt: list[int], phrases: tuple[tuple[tuple[int, ...], ...], ...], **fields: object) -> Answer:
     engine, _ = make_engine(engine_config(num_blocks=400))
-    item = request(prompt, beams=BeamOptions(4, length_penalty=0.0, constraints=phrases), **fields)
+    item = request(prompt, mode=BeamOptions(4, length_penalty=0.0, constraints=phrases), **fields)
     answer = run(engine, item)[item.request_id]
     assert engine.load().kv_blocks_used == 0
     return answer
@@ -116,7 +117,7 @@ def test_one_of_the_alternatives_occurs() -> None:
 def test_a_sequence_that_ends_before_it_meets_everything_is_no_hypothesis() -> None:
     eos = ranking(0, [1, 2], VOCABULARY)[0][0]
     engine, _ = make_engine()
-    free = request([1, 2], max_new_tokens=12, eos_token_ids=(eos,), beams=BeamOptions(4, length_penalty=0.0))
+    free = request([1, 2], max_new_tokens=12, eos_token_ids=(eos,), mode=BeamOptions(4, length_penalty=0.0))
     assert run(engine, free)[free.request_id].ids[0] == [eos]
     answer = constrained([1, 2], (((41, 42),),), max_new_tokens=2, eos_token_ids=(eos,))
     assert holds(answer.ids[0], (41, 42))
@@ -177,7 +178,7 @@ def test_progress_is_complete_when_every_phrase_has_been_worked_through(ids: lis
 def test_who_was_forked_is_released_however_early_the_request_goes(prompt: list[int]) -> None:
     for steps in range(1, 5):
         engine, runner = make_engine(engine_config(num_blocks=100))
-        item = request(prompt, max_new_tokens=6, beams=BeamOptions(4, num_beam_groups=4, diversity_penalty=1.0))
+        item = request(prompt, max_new_tokens=6, mode=BeamOptions(4, num_beam_groups=4, diversity_penalty=1.0))
         engine.add(item)
         for _ in range(steps):
             engine.step()

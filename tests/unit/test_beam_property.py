@@ -7,10 +7,11 @@ from typing import Any
 from factories.engine import Answer, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import BeamOptions, EarlyStopping
-from penstock.generation.engine.admission import check_request
+from penstock.generation.core.modes import EarlyStopping
+from penstock.generation.engine.admission import check_capacity
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.modes import MODES
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 
@@ -25,12 +26,12 @@ def beam_options(draw: st.DrawFn) -> dict[str, Any]:
     mode = draw(st.sampled_from(["beam", "sample", "group", "constrained"]))
     if mode == "group":
         groups, size = draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1)]))
-        return {"beams": BeamOptions(groups * size, groups, 1.0, pad_token_id=3, **shared)}
+        return {"mode": BeamOptions(groups * size, groups, 1.0, pad_token_id=3, **shared)}
     num_beams = draw(st.integers(2, 4))
     if mode == "constrained":
         phrases = draw(st.sampled_from([(((7, 8, 9),),), (((7,),), ((8, 9), (10,))), (((1, 1),), ((2, 2),))]))
-        return {"beams": BeamOptions(num_beams, constraints=phrases, **shared)}
-    return {"beams": BeamOptions(num_beams, **shared), "do_sample": mode == "sample", "seed": draw(st.integers(0, 9))}
+        return {"mode": BeamOptions(num_beams, constraints=phrases, **shared)}
+    return {"mode": BeamOptions(num_beams, **shared), "do_sample": mode == "sample", "seed": draw(st.integers(0, 9))}
 
 
 @st.composite
@@ -54,7 +55,7 @@ tight = st.builds(
     max_running_sequences=st.integers(4, 9),
     max_batch_tokens=st.integers(9, 24),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.2]),
+    reserve_share=st.sampled_from([0.0, 0.2]),
 )
 
 
@@ -72,7 +73,8 @@ def alone(spec: dict[str, Any]) -> list[Any]:
 def fits(config: EngineConfig, spec: dict[str, Any]) -> bool:
     item = request(**spec)
     return (
-        blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens) <= config.num_blocks
+        MODES.blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
+        <= config.num_blocks
     )
 
 
@@ -85,7 +87,7 @@ def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
     answers: dict[str, Answer] = {}
     submitted = [(spec, request(**spec)) for spec in drawn if fits(config, spec)]
     for (_, item), gap in zip(submitted, gaps, strict=False):
-        check_request(config, item, has_stop_text=False)
+        check_capacity(config, MODES, item)
         engine.add(item)
         for _ in range(gap):
             collect(answers, engine.step())
@@ -99,10 +101,10 @@ def test_the_same_sequences_and_scores_alone_batched_chunked_and_preempted(
 @settings(max_examples=80, deadline=None)
 @given(specs(), st.integers(1, 4))
 def test_a_pool_of_just_the_blocks_that_admission_counts_is_enough(spec: dict[str, Any], block_size: int) -> None:
-    config = engine_config(block_size=block_size, watermark=0.0, prefix_cache=False)
+    config = engine_config(block_size=block_size, reserve_share=0.0, prefix_cache=False)
     item = request(**spec)
-    needed = blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
-    engine, _ = make_engine(engine_config(num_blocks=needed, block_size=block_size, watermark=0.0))
+    needed = MODES.blocks_needed(config, item.params, len(item.prompt_token_ids), item.params.max_new_tokens)
+    engine, _ = make_engine(engine_config(num_blocks=needed, block_size=block_size, reserve_share=0.0))
     assert outcome(run(engine, item)[item.request_id]) == alone(spec)
     assert engine.stats.preemptions == 0
     assert engine.load().kv_blocks_used == 0
@@ -110,13 +112,13 @@ def test_a_pool_of_just_the_blocks_that_admission_counts_is_enough(spec: dict[st
 
 def test_a_crowd_of_beams_in_a_small_pool_is_preempted_and_gives_the_same() -> None:
     kinds: list[dict[str, Any]] = [
-        {"beams": BeamOptions(4)},
-        {"beams": BeamOptions(4), "do_sample": True, "seed": 5},
-        {"beams": BeamOptions(4, 2, 1.0)},
-        {"beams": BeamOptions(4, constraints=(((7, 8),),))},
+        {"mode": BeamOptions(4)},
+        {"mode": BeamOptions(4), "do_sample": True, "seed": 5},
+        {"mode": BeamOptions(4, 2, 1.0)},
+        {"mode": BeamOptions(4, constraints=(((7, 8),),))},
     ]
     crowd = [{"prompt": [1, 2, 3, 4, i], "max_new_tokens": 12, **kinds[i % 4]} for i in range(8)]
-    engine, _ = make_engine(engine_config(num_blocks=44, block_size=2, watermark=0.0))
+    engine, _ = make_engine(engine_config(num_blocks=44, block_size=2, reserve_share=0.0))
     items = [request(**spec) for spec in crowd]
     answers = run(engine, *items)
     assert engine.stats.preemptions > 0

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import Internal, InvalidArgument
 from penstock.generation.core.draw import Candidates, DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions, EarlyStopping
+from penstock.generation.core.modes import EarlyStopping
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import SampledToken
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.beam_search import BeamSearch
 from penstock.generation.engine.decoding.beams import Beam
 from penstock.generation.engine.decoding.hypotheses import Hypotheses
@@ -79,7 +80,7 @@ def test_one_beam_to_begin_with_finds_what_equal_barred_beams_find(
             do_sample=seed is not None,
             seed=seed or 0,
             num_return_sequences=num_beams,
-            beams=BeamOptions(num_beams, length_penalty=0.0, early_stopping=EarlyStopping.NEVER),
+            mode=BeamOptions(num_beams, length_penalty=0.0, early_stopping=EarlyStopping.NEVER),
         )
         answer = answer_of(item)
         assert answer.finished is not None
@@ -91,12 +92,12 @@ def test_one_beam_to_begin_with_finds_what_equal_barred_beams_find(
 
 def test_beams_compute_their_prompt_once_and_one_row_each_a_step() -> None:
     engine, runner = make_engine()
-    run(engine, request([1] * 16, max_new_tokens=5, beams=BeamOptions(3)))
+    run(engine, request([1] * 16, max_new_tokens=5, mode=BeamOptions(3)))
     assert [step.num_tokens for step in runner.steps] == [16, 3, 3, 3, 3]
 
 
 def test_nothing_is_said_before_the_end_and_then_everything_at_once() -> None:
-    item = request([1, 2], max_new_tokens=6, num_return_sequences=3, beams=BeamOptions(4))
+    item = request([1, 2], max_new_tokens=6, num_return_sequences=3, mode=BeamOptions(4))
     answer = answer_of(item)
     assert [delta.index for delta in answer.deltas] == [0, 1, 2]
     assert all(delta.finish is not None for delta in answer.deltas)
@@ -108,7 +109,7 @@ def test_logprobs_of_a_beam_sum_up_to_its_score_and_lead_along_its_own_way() -> 
     for sampling in ({}, {"do_sample": True, "seed": 8}):
         item = request(
             [1, 2], max_new_tokens=6, num_return_sequences=3, top_logprobs=2,
-            beams=BeamOptions(3, length_penalty=0.0), **sampling,
+            mode=BeamOptions(3, length_penalty=0.0), **sampling,
         )  # fmt: skip
         for delta in answer_of(item).deltas:
             chosen = [entry.chosen for entry in delta.logprobs if entry.chosen is not None]
@@ -122,7 +123,7 @@ def test_logprobs_of_a_beam_sum_up_to_its_score_and_lead_along_its_own_way() -> 
 
 def test_a_stop_string_ends_a_beam_wherever_its_tokens_are_cut() -> None:
     table = TokenBytes({token: bytes([97 + token % 3]) for token in range(VOCABULARY)}, special=[])
-    options = {"max_new_tokens": 10, "num_return_sequences": 4, "beams": BeamOptions(4, length_penalty=0.0)}
+    options = {"max_new_tokens": 10, "num_return_sequences": 4, "mode": BeamOptions(4, length_penalty=0.0)}
     answer = answer_of(request([1, 2], stop_strings=("abc", "cc"), **options), stop_text=table)
     assert answer.finished is not None
     reasons = {finish.reason for finish in answer.finished.sequences}
@@ -137,7 +138,7 @@ def test_max_time_returns_the_best_so_far() -> None:
     now = [0.0]
     engine, _ = make_engine(clock=lambda: now[0])
     item = request(
-        [1, 2, 3], max_new_tokens=50, max_time=5.0, num_return_sequences=2, beams=BeamOptions(3, length_penalty=0.0)
+        [1, 2, 3], max_new_tokens=50, max_time=5.0, num_return_sequences=2, mode=BeamOptions(3, length_penalty=0.0)
     )
     engine.add(item)
     answers: dict[str, Answer] = {}
@@ -156,7 +157,7 @@ def test_max_time_returns_the_best_so_far() -> None:
 def test_max_time_before_the_first_token_returns_nothing_of_everything() -> None:
     now = [0.0]
     engine, _ = make_engine(engine_config(max_batch_tokens=16), clock=lambda: now[0])
-    item = request([1] * 40, max_time=5.0, num_return_sequences=2, beams=BeamOptions(2))
+    item = request([1] * 40, max_time=5.0, num_return_sequences=2, mode=BeamOptions(2))
     engine.add(item)
     engine.step()
     now[0] = 6.0
@@ -166,7 +167,7 @@ def test_max_time_before_the_first_token_returns_nothing_of_everything() -> None
 
 def test_a_request_that_is_cut_off_counts_no_token_since_none_was_said() -> None:
     engine, _ = make_engine()
-    item = request([1, 2, 3], max_new_tokens=50, num_return_sequences=2, beams=BeamOptions(3))
+    item = request([1, 2, 3], max_new_tokens=50, num_return_sequences=2, mode=BeamOptions(3))
     engine.add(item)
     answers: dict[str, Answer] = {}
     for _ in range(4):
@@ -180,7 +181,7 @@ def test_a_request_that_is_cut_off_counts_no_token_since_none_was_said() -> None
 
 
 def test_sequences_that_were_delivered_whole_are_settled_and_parts_of_one_are_refused() -> None:
-    options = {"max_new_tokens": 6, "num_return_sequences": 2, "eos_token_ids": (4,), "beams": BeamOptions(3)}
+    options = {"max_new_tokens": 6, "num_return_sequences": 2, "eos_token_ids": (4,), "mode": BeamOptions(3)}
     answer = answer_of(request([1, 2], resumed_token_ids=[[7, 4], [1, 2, 3, 5, 6, 7]], **options))
     assert answer.finished is not None
     reasons = [finish.reason for finish in answer.finished.sequences]
@@ -209,7 +210,7 @@ class Repeating:
 
 def test_delivered_ids_that_do_not_obey_the_constraint_are_refused() -> None:
     engine, _ = make_engine()
-    item = request([1, 2], max_new_tokens=2, beams=BeamOptions(3), resumed_token_ids=[[7, 8]])
+    item = request([1, 2], max_new_tokens=2, mode=BeamOptions(3), resumed_token_ids=[[7, 8]])
     item.grammar = Repeating()
     with pytest.raises(InvalidArgument, match="do not obey the constraint"):
         engine.add(item)
@@ -221,7 +222,7 @@ def test_delivered_ids_that_do_not_obey_the_constraint_are_refused() -> None:
     count=st.integers(1, 8),
 )
 def test_the_best_extensions_of_all_beams_are_those_of_a_stable_sort(scores: list[list[int]], count: int) -> None:
-    search = BeamSearch(request([1], beams=BeamOptions(4)), StopCriteria(SamplingParams(9), 9, None), lambda: 0)
+    search = BeamSearch(request([1], mode=BeamOptions(4)), StopCriteria(SamplingParams(9), 9, None), lambda: 0)
     beams = [
         Beam(Sequence(row, 0, SamplingParams(9), 0, [1], 1), -row / 2, StopState(None)) for row in range(len(scores))
     ]
@@ -242,7 +243,7 @@ def _scores(drawn: dict[Sequence, SampledToken], beam: Beam) -> tuple[float, ...
 
 
 def test_where_fewer_sequences_exist_than_are_asked_for_the_best_come_again() -> None:
-    item = request([1, 2], max_new_tokens=1, num_return_sequences=5, beams=BeamOptions(5))
+    item = request([1, 2], max_new_tokens=1, num_return_sequences=5, mode=BeamOptions(5))
     engine, _ = make_engine(vocab_size=3)
     answer = run(engine, item)[item.request_id]
     assert sorted({tuple(ids) for ids in answer.ids.values()}) == [(0,), (1,), (2,)]

@@ -9,10 +9,11 @@ import pytest
 from factories.engine import Answer, FakeDrafter, FakeRunner, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
+from penstock.generation.core.modes import PLAIN, AssistantSchedule, DecodingMode
 from penstock.generation.core.request import FinishReason
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import SampledToken
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
 from penstock.text.token_bytes import TokenBytes
 
@@ -63,7 +64,7 @@ configs = st.builds(
     max_batch_tokens=st.integers(9, 40),
     max_draft_rows=st.integers(0, 30),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
+    reserve_share=st.sampled_from([0.0, 0.1]),
 )
 drafters = st.builds(
     FakeDrafter,
@@ -97,20 +98,20 @@ def words(answer: Answer) -> list[Any]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    drawn=st.lists(st.tuples(specs(), st.none() | assistances), min_size=1, max_size=7),
+    drawn=st.lists(st.tuples(specs(), st.just(PLAIN) | assistances), min_size=1, max_size=7),
     config=configs,
     drafter=drafters,
     data=st.data(),
 )
 def test_assisted_requests_get_exactly_what_they_get_unassisted(
-    drawn: list[tuple[dict[str, Any], AssistanceOptions | None]], config: Any, drafter: FakeDrafter, data: st.DataObject
+    drawn: list[tuple[dict[str, Any], DecodingMode]], config: Any, drafter: FakeDrafter, data: st.DataObject
 ) -> None:
     engine, _ = engine_of(config, drafter=drafter)
     answers: dict[str, Answer] = {}
     submitted = []
     for spec, assistance in drawn:
         if fits(config, spec):
-            item = request(**spec, assistance=assistance)
+            item = request(**spec, mode=assistance)
             engine.add(item)
             submitted.append((spec, item))
         for _ in range(data.draw(st.integers(0, 4))):
@@ -128,7 +129,7 @@ def test_an_aborted_request_has_counted_no_draft_as_output(
     spec: dict[str, Any], assistance: AssistanceOptions, drafter: FakeDrafter, moment: int
 ) -> None:
     engine, _ = engine_of(drafter=drafter)
-    item = request(**spec, assistance=assistance)
+    item = request(**spec, mode=assistance)
     answers: dict[str, Answer] = {}
     engine.add(item)
     for _ in range(moment):
@@ -145,7 +146,7 @@ def test_an_aborted_request_has_counted_no_draft_as_output(
 def test_right_drafts_save_steps_and_are_counted() -> None:
     drafter = FakeDrafter(1.0)
     engine, runner = make_engine(drafter=drafter)
-    item = request([1, 2, 3], max_new_tokens=19, assistance=MODEL)
+    item = request([1, 2, 3], max_new_tokens=19, mode=MODEL)
     finished = run(engine, item)[item.request_id].finished
     assert finished is not None
     # The prompt's draw, then 6 tokens a step: 5 drafts and the token after them.
@@ -156,7 +157,7 @@ def test_right_drafts_save_steps_and_are_counted() -> None:
 
 def test_wrong_drafts_cost_no_step_and_are_counted() -> None:
     engine, runner = make_engine(drafter=FakeDrafter(0.0))
-    item = request([1, 2, 3], max_new_tokens=4, assistance=MODEL)
+    item = request([1, 2, 3], max_new_tokens=4, mode=MODEL)
     finished = run(engine, item)[item.request_id].finished
     assert finished is not None
     # Never more drafts than the length limit leaves a use for.
@@ -166,7 +167,7 @@ def test_wrong_drafts_cost_no_step_and_are_counted() -> None:
 
 def test_a_prompt_lookup_continues_a_repetition() -> None:
     engine, runner = make_engine(script=dict(enumerate([7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9])))
-    item = request([1, 7, 8, 9, 7, 8, 9], max_new_tokens=12, assistance=LOOKUP)
+    item = request([1, 7, 8, 9, 7, 8, 9], max_new_tokens=12, mode=LOOKUP)
     answer = run(engine, item)[item.request_id]
     assert answer.ids[0] == [7, 8, 9] * 4
     assert len(runner.steps) < 6
@@ -180,7 +181,7 @@ def test_the_number_of_drafts_follows_the_schedule(schedule: AssistantSchedule) 
     good, bad = FakeDrafter(1.0), FakeDrafter(0.0)
     for drafter, expected in ((good, [4, 6, 8, 10]), (bad, [4, 3, 2, 1, 1])):
         engine, _ = make_engine(ROOMY, drafter=drafter)
-        run(engine, request([1, 2], max_new_tokens=60, assistance=options))
+        run(engine, request([1, 2], max_new_tokens=60, mode=options))
         asked = [call[0].num_tokens for call in drafter.calls[: len(expected)]]
         assert asked == ([4] * len(expected) if schedule is AssistantSchedule.CONSTANT else expected)
 
@@ -189,14 +190,14 @@ def test_drafts_fill_a_step_up_to_its_bound_and_end_where_it_is_full() -> None:
     config = engine_config(max_draft_rows=10, num_blocks=300, max_batch_tokens=200)
     for count, expected in ((1, 6), (2, 10), (4, 10), (10, 10), (12, 12)):
         engine, runner = make_engine(config, drafter=FakeDrafter(0.0))
-        run(engine, *(request([number], max_new_tokens=30, assistance=MODEL) for number in range(count)))
+        run(engine, *(request([number], max_new_tokens=30, mode=MODEL) for number in range(count)))
         assert runner.steps[5].num_tokens == expected
 
 
 def test_lookup_drafts_that_a_step_has_no_room_for_wait_for_the_next() -> None:
     script = dict(enumerate([7, 8] * 12))
     engine, runner = make_engine(engine_config(max_draft_rows=3), script=script)
-    item = request([7, 8, 7, 8], max_new_tokens=24, assistance=LOOKUP)
+    item = request([7, 8, 7, 8], max_new_tokens=24, mode=LOOKUP)
     answer = run(engine, item)[item.request_id]
     assert answer.ids[0] == [7, 8] * 12
     assert max(step.num_tokens for step in runner.steps[1:]) == 3
@@ -206,16 +207,16 @@ def test_lookup_drafts_that_a_step_has_no_room_for_wait_for_the_next() -> None:
 
 def test_nobody_gives_way_for_a_draft() -> None:
     """Two requests that fit the pool exactly, but not with drafts beyond what they will keep."""
-    config = engine_config(num_blocks=12, block_size=1, watermark=0.0)
+    config = engine_config(num_blocks=12, block_size=1, reserve_share=0.0)
     engine, _ = make_engine(config, drafter=FakeDrafter(0.0))
-    run(engine, *(request([number, 1], max_new_tokens=5, assistance=MODEL) for number in (0, 1)))
+    run(engine, *(request([number, 1], max_new_tokens=5, mode=MODEL) for number in (0, 1)))
     assert engine.stats.preemptions == 0
 
 
 def test_the_drafter_hears_of_every_sequence_that_is_gone() -> None:
     drafter = FakeDrafter(0.5)
     engine, _ = make_engine(drafter=drafter)
-    run(engine, request([1], max_new_tokens=5, num_return_sequences=3, do_sample=True, assistance=MODEL))
+    run(engine, request([1], max_new_tokens=5, num_return_sequences=3, do_sample=True, mode=MODEL))
     run(engine, request([2], max_new_tokens=2))
     assert {order.sequence.seq_id for call in drafter.calls for order in call} <= set(drafter.released)
 
@@ -223,7 +224,7 @@ def test_the_drafter_hears_of_every_sequence_that_is_gone() -> None:
 def test_max_time_ends_a_request_with_drafts_at_its_last_token() -> None:
     now = [0.0]
     engine, _ = make_engine(drafter=FakeDrafter(1.0), clock=lambda: now[0])
-    item = request([1, 2], max_new_tokens=60, max_time=1.0, assistance=MODEL)
+    item = request([1, 2], max_new_tokens=60, max_time=1.0, mode=MODEL)
     answers: dict[str, Answer] = {}
     engine.add(item)
     for _ in range(4):
@@ -274,10 +275,10 @@ class GrammaticalRunner(FakeRunner):
 @given(length=st.integers(1, 30), quality=st.sampled_from([0.3, 1.0]), lookup=st.booleans(), n=st.integers(1, 2))
 def test_every_probe_draws_by_its_own_state_of_the_grammar(length: int, quality: float, lookup: bool, n: int) -> None:
     ids = []
-    for assistance in (None, LOOKUP if lookup else MODEL):
+    for mode in (PLAIN, LOOKUP if lookup else MODEL):
         drafter = FakeDrafter(quality, vocab_size=VOCABULARY)
         engine = Engine(ROOMY, GrammaticalRunner(ROOMY, vocab_size=VOCABULARY), None, drafter=drafter)
-        item = request([1, 0, 1, 0], max_new_tokens=40, assistance=assistance, do_sample=True, num_return_sequences=n)
+        item = request([1, 0, 1, 0], max_new_tokens=40, mode=mode, do_sample=True, num_return_sequences=n)
         item.grammar = Alternating(length)
         answer = run(engine, item)[item.request_id]
         assert answer.finished is not None
@@ -289,7 +290,7 @@ def test_every_probe_draws_by_its_own_state_of_the_grammar(length: int, quality:
 def test_a_very_long_prompt_is_indexed_over_several_steps() -> None:
     config = engine_config(num_blocks=40, block_size=512, max_context_tokens=20_000, max_batch_tokens=20_000)
     engine, runner = make_engine(config, script=dict.fromkeys(range(12), 7))
-    item = request([*range(100, 9100), 7, 7], max_new_tokens=12, assistance=LOOKUP)
+    item = request([*range(100, 9100), 7, 7], max_new_tokens=12, mode=LOOKUP)
     answer = run(engine, item)[item.request_id]
     assert answer.ids[0] == [7] * 12
     # 4096 prompt tokens a step: the third knows them all.

@@ -10,8 +10,9 @@ from factories.engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.engine.deadlines import TimeLimits
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_output_tokens
+from penstock.generation.engine.admission import most_output_tokens
+from penstock.generation.engine.deadlines import DeadlineQueue
+from penstock.generation.engine.decoding.modes import MODES
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from penstock.generation.engine.decoding.capacity import blocks_needed, most_out
         ({"max_context_tokens": 1}, "max_context_tokens"),
         ({"max_batch_tokens": 8, "max_running_sequences": 9}, "max_batch_tokens"),
         ({"max_queued_requests": 0}, "max_queued_requests"),
-        ({"watermark": 1.0}, "watermark"),
+        ({"reserve_share": 1.0}, "reserve_share"),
         ({"long_prompt_share": 0.0}, "long_prompt_share"),
         ({"priority_seconds": 0.0}, "priority_seconds"),
         ({"max_priority": -1}, "max_priority"),
@@ -37,20 +38,20 @@ def test_a_bound_that_cannot_work_is_refused_by_name(changes: dict[str, Any], fi
 def test_the_longest_output_is_the_longest_whose_blocks_fit(blocks: int, size: int, prompt: int, n: int) -> None:
     config = engine_config(num_blocks=blocks, block_size=size, max_context_tokens=10_000)
     params = SamplingParams(1, num_return_sequences=n)
-    longest = most_output_tokens(config, params, prompt)
+    longest = most_output_tokens(config, MODES, params, prompt)
     if longest >= 1:
-        assert blocks_needed(config, params, prompt, longest) <= blocks
-    assert blocks_needed(config, params, prompt, longest + 1) > blocks
+        assert MODES.blocks_needed(config, params, prompt, longest) <= blocks
+    assert MODES.blocks_needed(config, params, prompt, longest + 1) > blocks
 
 
 def test_the_context_bounds_the_output_too() -> None:
     config = engine_config(num_blocks=1000, max_context_tokens=50)
-    assert most_output_tokens(config, SamplingParams(1), 20) == 30
+    assert most_output_tokens(config, MODES, SamplingParams(1), 20) == 30
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.booleans()), max_size=40))
 def test_time_limits_are_due_once_earliest_first_and_only_while_set(events: list[tuple[int, int, bool]]) -> None:
-    limits: TimeLimits[int] = TimeLimits()
+    limits: DeadlineQueue[int] = DeadlineQueue()
     expected: dict[int, float] = {}
     for now, (time, key, keep) in enumerate(events):
         if keep:

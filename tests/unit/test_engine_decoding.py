@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from factories.engine import engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.generation.core.request import FinishReason, Logprob, Request, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, Logprob, Request, SequenceFinish
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import SampledToken
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 from penstock.generation.engine.stopping import StopCriteria
 
 VOCABULARY = 50
@@ -124,7 +124,7 @@ def test_beam_search_over_forks_gives_what_it_gives_without_an_engine(
 
 
 def test_preempted_beams_share_their_prompt_again_and_end_the_same() -> None:
-    engine, _ = make_engine(engine_config(num_blocks=24, watermark=0.0), strategy=Beams)
+    engine, _ = make_engine(engine_config(num_blocks=24, reserve_share=0.0), strategy=Beams)
     items = [request([number] * 9, max_new_tokens=10, top_logprobs=6) for number in range(4)]
     answers = run(engine, *items)
     assert engine.stats.preemptions > 0

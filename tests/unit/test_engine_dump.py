@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from factories.engine import FakeDrafter, FakeRunner, collect, engine_config, make_engine, request
-from penstock.generation.core.modes import AssistanceOptions, BeamOptions, GuidanceOptions
+from penstock.generation.core.modes import GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.dump import EngineDump, GroupDump, request_key
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
@@ -40,7 +42,7 @@ def test_an_idle_engine() -> None:
 def test_who_runs_who_waits_and_for_what() -> None:
     engine, _ = make_engine(engine_config(max_running_sequences=4))
     several = request(range(30), num_return_sequences=3, priority=1)
-    beams = request(range(40, 60), beams=BeamOptions(2))
+    beams = request(range(40, 60), mode=BeamOptions(2))
     engine.add(several)
     engine.add(beams)
     before = engine.dump()
@@ -92,7 +94,7 @@ def test_a_pool_that_is_full_holds_back() -> None:
 
 def test_drafts_are_counted() -> None:
     engine, _ = make_engine(drafter=FakeDrafter(1.0, lengths=(4,)))
-    engine.add(item := request([1, 2, 3], max_new_tokens=30, assistance=AssistanceOptions(4)))
+    engine.add(item := request([1, 2, 3], max_new_tokens=30, mode=AssistanceOptions(4)))
     engine.step()
     assert by_key(engine.dump(), item).sequences[0].draft_tokens == 4
     engine.step()

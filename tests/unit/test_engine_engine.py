@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from factories.engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
 from penstock.common.errors import Aborted, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
-from penstock.generation.core.modes import AssistanceOptions
-from penstock.generation.core.request import FinishedOutput, FinishReason, RequestTimings, SequenceFinish
+from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.request import Emission, FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftOrder, SampledToken
-from penstock.generation.engine.decoding.assisted import AssistedGeneration
-from penstock.generation.engine.decoding.base import Decision, Emission
-from penstock.generation.engine.decoding.capacity import most_output_tokens
+from penstock.generation.core.step import DraftRequest, SampledToken
+from penstock.generation.engine.admission import most_output_tokens
+from penstock.generation.engine.decoding.assisted import AssistanceOptions, AssistedGeneration
+from penstock.generation.engine.decoding.base import Decision
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
-from penstock.text.token_bytes import TokenBytes
 
 
 class Clock:
@@ -196,11 +198,11 @@ class Stumbling(ParallelSampling):
 class Unsteady(AssistedGeneration):
     """Where the first prompt token is a method's number here, that method fails."""
 
-    METHODS = ("draft_orders", "take_drafts", "end")
+    METHODS = ("draft_requests", "take_drafts", "end")
 
-    def draft_orders(self) -> list[DraftOrder]:
-        self._stumble("draft_orders")
-        return super().draft_orders()
+    def draft_requests(self) -> list[DraftRequest]:
+        self._stumble("draft_requests")
+        return super().draft_requests()
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         self._stumble("take_drafts")
@@ -220,7 +222,7 @@ class Unsteady(AssistedGeneration):
 def test_whatever_a_strategy_is_asked_only_its_own_request_fails(method: str) -> None:
     clock = Clock()
     engine, _ = make_engine(strategy=Unsteady, drafter=FakeDrafter(0.5), clock=clock)
-    options: dict[str, Any] = {"max_new_tokens": 20, "assistance": AssistanceOptions(num_assistant_tokens=2)}
+    options: dict[str, Any] = {"max_new_tokens": 20, "mode": AssistanceOptions(num_assistant_tokens=2)}
     bad = request([Unsteady.METHODS.index(method), 1], max_time=1.0, **options)
     good = request([9, 1], **options)
     answers: dict[str, Answer] = {}
@@ -277,37 +279,34 @@ def test_stopping_tells_who_may_retry_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("prompt", "fields", "field"),
     [
-        ([], {}, "prompt"),
-        ([1] * 200, {}, "prompt"),
         ([1], {"priority": 101}, "priority"),
         ([1], {"priority": -(2**31)}, "priority"),
-        ([1], {"max_new_tokens": 0}, "config.max_new_tokens"),
         ([1], {"num_return_sequences": 17}, "config.num_return_sequences"),
-        ([1], {"num_return_sequences": 0}, "config.num_return_sequences"),
-        ([1], {"stop_strings": ("",)}, "stop.stop_strings"),
-        ([1], {"stop_token_ids": ((),)}, "stop.stop_token_ids"),
-        ([1], {"resumed_token_ids": [[1], [2]]}, "resumed_token_ids"),
-        ([1], {"resumed_token_ids": [[1, 2, 3]], "max_new_tokens": 2}, "resumed_token_ids"),
-        ([1], {"resumed_token_ids": [[1, 2, 3]], "eos_token_ids": (2,)}, "resumed_token_ids"),
+        ([1], {"num_return_sequences": 9, "guidance": GuidanceOptions(2.0)}, "config.num_return_sequences"),
+        ([1], {"mode": BeamOptions(17)}, "config.num_beams"),
+        ([1], {"mode": ContrastiveOptions(0.6, 17)}, "config.top_k"),
     ],
 )
 def test_impossible_requests_are_refused_by_field(prompt: list[int], fields: dict[str, Any], field: str) -> None:
-    engine, _ = make_engine(stop_text=TokenBytes({0: b"a"}, special=[]))
-    with pytest.raises(InvalidArgument) as caught:
-        engine.add(request(prompt, **fields))
-    assert caught.value.field == field
-    assert not engine.has_work
-
-
-def test_stop_strings_without_a_table_of_token_bytes_are_refused() -> None:
     engine, _ = make_engine()
-    with pytest.raises(InvalidArgument, match=r"stop\.stop_strings"):
-        engine.check(request([1], stop_strings=("x",)))
+    with pytest.raises(InvalidArgument) as caught:
+        engine.check(request(prompt, **fields))
+    assert caught.value.field == field
+
+
+def test_resumed_ids_that_go_on_after_their_end_are_refused() -> None:
+    engine, _ = make_engine()
+    item = request([1], resumed_token_ids=[[1, 2, 3]], eos_token_ids=(2,))
+    engine.check(item)
+    with pytest.raises(InvalidArgument) as caught:
+        engine.add(item)
+    assert caught.value.field == "resumed_token_ids"
+    assert not engine.has_work
 
 
 def test_what_an_empty_pool_could_not_hold_is_refused_and_what_it_just_holds_runs() -> None:
     config = engine_config(num_blocks=10)
-    limit = most_output_tokens(config, SamplingParams(1, num_return_sequences=2), 10)
+    limit = most_output_tokens(config, MODES, SamplingParams(1, num_return_sequences=2), 10)
     engine, _ = make_engine(config)
     with pytest.raises(ResourceExhausted) as caught:
         engine.check(request([1] * 10, max_new_tokens=limit + 1, num_return_sequences=2))

@@ -10,14 +10,13 @@ from factories.engine import Answer, collect, engine_config, is_guide, make_engi
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_sequences
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.engine import Engine
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
@@ -90,13 +89,11 @@ def test_cached_tokens_are_the_prompts_not_the_negative_prompts() -> None:
 def test_a_negative_prompt_takes_its_place_in_the_context_and_in_the_pool() -> None:
     config = engine_config(max_context_tokens=20)
     engine, _ = make_engine(config)
-    with pytest.raises(InvalidArgument, match=r"config\.negative_prompt_ids"):
-        engine.check(request([1], guidance=guidance(*range(20))))
     item = request([1], max_new_tokens=100, guidance=guidance(*range(15)))
     assert len(run(engine, item)[item.request_id].ids[0]) == 5
     params = request([1], guidance=guidance(*range(15)), num_return_sequences=2, do_sample=True).params
-    assert most_sequences(params) == 4
-    assert blocks_needed(config, params, 1, 8) == config.blocks_needed(1, 8, 2) + config.blocks_needed(15, 8, 2)
+    assert MODES.most_sequences(params) == 4
+    assert MODES.blocks_needed(config, params, 1, 8) == config.blocks_needed(1, 8, 2) + config.blocks_needed(15, 8, 2)
 
 
 def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
@@ -155,7 +152,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "do_sample": True,
         "seed": draw(st.integers(0, 3)),
         "eos_token_ids": draw(st.sampled_from([(), (3, 4, 5, 6, 7)])),
-        "guidance": None if negative is None else guidance(*negative),
+        "guidance": NO_GUIDANCE if negative is None else guidance(*negative),
         "priority": draw(st.integers(0, 2)),
     }
 
@@ -167,13 +164,13 @@ configs = st.builds(
     max_running_sequences=st.integers(4, 9),
     max_batch_tokens=st.integers(9, 40),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
+    reserve_share=st.sampled_from([0.0, 0.1]),
 )
 
 
 def fits(config: EngineConfig, item: Request) -> bool:
     params = item.params
-    return blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
+    return MODES.blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks
 
 
 @settings(max_examples=150, deadline=None)

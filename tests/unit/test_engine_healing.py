@@ -10,18 +10,18 @@ from factories.engine import Answer, collect, engine_config, make_engine, rankin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import GuidanceOptions
-from penstock.generation.core.request import FinishReason, HealingOptions, Request
+from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
+from penstock.generation.core.request import FinishReason, Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed
+from penstock.generation.engine.decoding.modes import MODES
 
 VOCABULARY = 50
 # The fake runner's draws know no bounds.
-ANY = HealingOptions(frozenset(range(VOCABULARY)), lambda token_id: f"+{token_id}")
+ANY = TokenHealingOptions(frozenset(range(VOCABULARY)), lambda token_id: f"+{token_id}")
 
 
 def healing(prompt: list[int], **fields: Any) -> Request:
-    return replace(request(prompt, **fields), healing=ANY)
+    return replace(request(prompt, **fields), token_healing=ANY)
 
 
 def healed(prompt: list[int]) -> list[int]:
@@ -116,7 +116,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "do_sample": True,
         "seed": draw(st.integers(0, 3)),
         "eos_token_ids": draw(st.sampled_from([(), (3, 4, 5, 6, 7)])),
-        "guidance": draw(st.sampled_from([None, None, GuidanceOptions(2.0, (1, 2, 3, 4, 5))])),
+        "guidance": draw(st.sampled_from([NO_GUIDANCE, NO_GUIDANCE, GuidanceOptions(2.0, (1, 2, 3, 4, 5))])),
         "priority": draw(st.integers(0, 2)),
     }
 
@@ -128,7 +128,7 @@ configs = st.builds(
     max_running_sequences=st.integers(6, 9),
     max_batch_tokens=st.integers(9, 40),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
+    reserve_share=st.sampled_from([0.0, 0.1]),
 )
 
 
@@ -143,7 +143,7 @@ def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     for spec in drawn:
         item = healing(**spec)
         params = item.params
-        if blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks:
+        if MODES.blocks_needed(config, params, len(item.prompt_token_ids), params.max_new_tokens) <= config.num_blocks:
             engine.add(item)
             submitted.append((spec, item))
         for _ in range(data.draw(st.integers(0, 4))):

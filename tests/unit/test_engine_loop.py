@@ -114,6 +114,21 @@ async def test_an_idle_engine_takes_no_step() -> None:
         assert len(bench.runner.steps) == 2
 
 
+async def test_a_request_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = Engine.check
+
+    def counting(engine: Engine, item: Request) -> None:
+        checked.append(item.request_id)
+        check(engine, item)
+
+    monkeypatch.setattr(Engine, "check", counting)
+    async with running() as bench:
+        bench.loop.submit(item := request([1], max_new_tokens=2))
+        await bench.end_of(item)
+    assert checked == [item.request_id]
+
+
 async def test_the_id_of_a_live_request_is_refused_and_free_again_after_its_end() -> None:
     runner = GatedRunner(engine_config())
     async with running(runner) as bench:
@@ -124,7 +139,6 @@ async def test_the_id_of_a_live_request_is_refused_and_free_again_after_its_end(
         runner.open()
         await bench.end_of(item)
         bench.answers.clear()
-        await bench.loop.wait_idle()
         bench.loop.submit(again := request([1], request_id="same", max_new_tokens=2))
         await bench.end_of(again)
 
@@ -206,23 +220,6 @@ async def test_an_abort_costs_at_most_the_step_in_progress() -> None:
         assert used == 0
 
 
-async def test_draining_refuses_new_requests_finishes_live_ones_and_can_be_taken_back() -> None:
-    runner = GatedRunner(engine_config())
-    async with running(runner) as bench:
-        bench.loop.submit(item := request([1], max_new_tokens=3))
-        bench.loop.drain()
-        with pytest.raises(Unavailable) as caught:
-            bench.loop.submit(request([2]))
-        assert caught.value.reason == "DRAINING"
-        idle = asyncio.ensure_future(bench.loop.wait_idle())
-        runner.open()
-        await idle
-        assert len(bench.answers[item.request_id].ids[0]) == 3
-        bench.loop.resume()
-        bench.loop.submit(again := request([1], max_new_tokens=1))
-        await bench.end_of(again)
-
-
 async def test_stopping_ends_every_request_and_joins_the_thread() -> None:
     runner = GatedRunner(engine_config(max_running_sequences=1))
     async with running(runner) as bench:
@@ -271,7 +268,6 @@ async def test_a_request_that_turns_out_impossible_on_the_thread_still_gets_its_
         answer = await bench.end_of(item)
         assert answer.finished is not None
         assert isinstance(answer.finished.error, InvalidArgument)
-        await bench.loop.wait_idle()
 
 
 async def test_work_on_the_engine_thread_returns_or_raises_to_its_caller() -> None:

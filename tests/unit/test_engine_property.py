@@ -38,7 +38,7 @@ configs = st.builds(
     max_running_sequences=st.integers(4, 9),
     max_batch_tokens=st.integers(9, 40),
     prefix_cache=st.booleans(),
-    watermark=st.sampled_from([0.0, 0.1]),
+    reserve_share=st.sampled_from([0.0, 0.1]),
 )
 
 

@@ -55,7 +55,7 @@ def test_waiting_long_enough_outweighs_a_higher_priority() -> None:
 
 
 def test_nobody_passes_a_waiting_request_that_does_not_fit_yet() -> None:
-    engine, runner = make_engine(engine_config(num_blocks=10, watermark=0.0))
+    engine, runner = make_engine(engine_config(num_blocks=10, reserve_share=0.0))
     run(
         engine,
         request([1] * 24, max_new_tokens=4, arrival_time=0.0),
@@ -68,7 +68,7 @@ def test_nobody_passes_a_waiting_request_that_does_not_fit_yet() -> None:
 
 
 def test_admission_leaves_the_watermark_free_while_others_run() -> None:
-    engine, _ = make_engine(engine_config(num_blocks=10, watermark=0.3))
+    engine, _ = make_engine(engine_config(num_blocks=10, reserve_share=0.3))
     engine.add(request([1] * 8, max_new_tokens=3))
     engine.add(request([2] * 24, max_new_tokens=3))
     engine.step()
@@ -87,7 +87,7 @@ def test_when_blocks_run_out_the_lowest_priority_latest_arrival_gives_way_and_lo
     roomy, _ = make_engine()
     untroubled = requests()
     calm = run(roomy, *untroubled)
-    tight, runner = make_engine(engine_config(num_blocks=11, watermark=0.0))
+    tight, runner = make_engine(engine_config(num_blocks=11, reserve_share=0.0))
     submitted = requests()
     answers = run(tight, *submitted)
     assert tight.stats.preemptions > 0
@@ -97,7 +97,7 @@ def test_when_blocks_run_out_the_lowest_priority_latest_arrival_gives_way_and_lo
 
 
 def test_a_preempted_request_with_several_sequences_shares_its_prompt_again() -> None:
-    config = engine_config(num_blocks=14, watermark=0.0)
+    config = engine_config(num_blocks=14, reserve_share=0.0)
     alone, _ = make_engine()
     wide = {"max_new_tokens": 8, "num_return_sequences": 3, "do_sample": True, "seed": 5}
     expected = run(alone, item := request([2] * 18, **wide))[item.request_id].ids

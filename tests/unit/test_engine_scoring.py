@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from factories.engine import engine_config, make_engine, request, run
-from penstock.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from penstock.common.errors import DeadlineExceeded, ResourceExhausted
 from penstock.generation.core.request import Purpose, Request
 from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
 
@@ -119,18 +119,11 @@ def test_the_whole_context_may_be_used(make: Any) -> None:
     assert run(engine, item)[item.request_id].finished is not None
 
 
-@pytest.mark.parametrize("make", [lambda: scoring(range(1, 190), range(1, 14)), lambda: embedding(range(1, 202))])
-def test_more_than_the_context_is_refused(make: Any) -> None:
-    engine, _ = make_engine(engine_config(max_context_tokens=200))
-    with pytest.raises(InvalidArgument, match="context"):
-        engine.add(make())
-
-
 def test_what_an_empty_pool_cannot_hold_is_refused() -> None:
     engine, _ = make_engine(engine_config(num_blocks=8))
     run(engine, scoring(range(1, 33), range(5, 6)))
     with pytest.raises(ResourceExhausted):
-        engine.add(scoring(range(1, 33), range(5, 7)))
+        engine.check(scoring(range(1, 33), range(5, 7)))
 
 
 def test_a_deadline_ends_an_item_with_its_error() -> None:

@@ -158,7 +158,7 @@ def test_what_a_long_prompt_leaves_of_its_share_goes_back_to_it() -> None:
 
 @pytest.mark.parametrize("width", [2, 3])
 def test_siblings_that_compute_their_outputs_again_after_a_preemption_share_safely(width: int) -> None:
-    config = engine_config(num_blocks=24, block_size=2, max_running_sequences=8, max_batch_tokens=24, watermark=0.0)
+    config = engine_config(num_blocks=24, block_size=2, max_running_sequences=8, max_batch_tokens=24, reserve_share=0.0)
     wide = {"max_new_tokens": 12, "num_return_sequences": width, "do_sample": True, "seed": 5}
     expected = run(make_engine()[0], item := request([2] * 10, **wide))[item.request_id].ids
     engine, _ = make_engine(config)

@@ -10,8 +10,9 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, NotFound
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_output_tokens, most_sequences
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.validate import validate
@@ -21,7 +22,7 @@ from penstock.v1 import config_pb2
 ENGINE = EngineConfig(num_blocks=64, block_size=4, max_context_tokens=128)
 MODEL = ServedModel(
     "tiny", 100, 128, has_token_bytes=True, num_layers=6, assistant_model="a",
-    max_output_tokens=lambda params, prompt: most_output_tokens(ENGINE, params, prompt),
+    max_output_tokens=lambda params, prompt: most_output_tokens(ENGINE, MODES, params, prompt),
 )  # fmt: skip
 LIMITS = RequestLimits()
 # Mostly possible: one impossible value hides everything else.
@@ -98,8 +99,8 @@ def outcome_of(message: config_pb2.GenerationConfig) -> str:
     params = resolved.params
     assert 0 <= params.min_new_tokens <= params.max_new_tokens
     assert 1 <= params.max_new_tokens <= MODEL.max_context_tokens - 3
-    assert params.num_return_sequences <= most_sequences(params)
-    assert blocks_needed(ENGINE, params, 3, params.max_new_tokens) > 0
+    assert params.num_return_sequences <= MODES.most_sequences(params)
+    assert MODES.blocks_needed(ENGINE, params, 3, params.max_new_tokens) > 0
     # What was accepted can be told again (GetModelInfo does), and means the same.
     assert to_options(from_options(options), LIMITS) == options
-    return params.mode.name
+    return params.generation_mode.name

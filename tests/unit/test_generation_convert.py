@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, ResourceExhausted, from_status
 from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     FinishReason,
     Logprob,
@@ -170,7 +170,7 @@ def test_started_tells_mode_seed_and_warnings() -> None:
 
 def test_a_delta_carries_how_its_sequence_ended() -> None:
     finish = SequenceFinish(1, FinishReason.STOP_STRING, 2, stop_token_id=9, stop_string="END")
-    delta = DeltaOutput(seq=3, index=1, token_ids=(8, 9), finish=finish)
+    delta = Emission(seq=3, index=1, token_ids=(8, 9), finish=finish)
     message = convert.to_response(request_of(), "tiny", delta).delta
     assert (message.seq, message.index, list(message.token_ids)) == (3, 1, [8, 9])
     assert message.finished.finish_reason == common_pb2.FINISH_REASON_STOP_STRING
@@ -179,7 +179,7 @@ def test_a_delta_carries_how_its_sequence_ended() -> None:
 
 
 def test_an_empty_first_delta_is_still_a_delta() -> None:
-    message = convert.to_response(request_of(), "tiny", DeltaOutput(seq=0, index=0, token_ids=()))
+    message = convert.to_response(request_of(), "tiny", Emission(seq=0, index=0, token_ids=()))
     assert message.WhichOneof("event") == "delta"
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from penstock.common.options import options_of
 from penstock.generation.config import GenerationServiceConfig
-from penstock.generation.core.modes import AssistanceOptions, BeamOptions
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.options.checks import BOUNDS, Bounds
 from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
 from penstock.generation.options.request_options import GROUP_OF, RequestedOptions

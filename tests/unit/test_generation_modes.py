@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.generation.core.modes import (
-    AssistanceOptions,
+    NO_GUIDANCE,
     AssistantSchedule,
-    BeamOptions,
-    ContrastiveOptions,
-    DolaOptions,
     EarlyStopping,
     GenerationMode,
     GuidanceOptions,
     WatermarkOptions,
 )
 from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_output_tokens
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.modes import MODES
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
 from penstock.generation.options.modes import check_assistant
@@ -46,7 +48,7 @@ def file_of(**options: Any) -> ModelDefaults:
 
 def test_beam_options_have_transformers_defaults() -> None:
     params = params_of(num_beams=4)
-    assert (params.mode, params.beams) == (GenerationMode.BEAM_SEARCH, BeamOptions(4))
+    assert (params.generation_mode, params.mode) == (GenerationMode.BEAM_SEARCH, BeamOptions(4))
     assert (params.top_k, params.temperature) == (0, 1.0)
 
 
@@ -59,54 +61,54 @@ def test_every_beam_option_arrives() -> None:
         early_stopping=EarlyStopping.NEVER,
         num_return_sequences=3,
     )
-    assert params.mode is GenerationMode.GROUP_BEAM_SEARCH
-    assert params.beams == BeamOptions(4, 2, 0.5, -2.0, EarlyStopping.NEVER)
+    assert params.generation_mode is GenerationMode.GROUP_BEAM_SEARCH
+    assert params.mode == BeamOptions(4, 2, 0.5, -2.0, EarlyStopping.NEVER)
     assert params.num_return_sequences == 3
 
 
 def test_a_length_penalty_of_zero_is_not_unset() -> None:
-    beams = params_of(num_beams=2, length_penalty=0.0).beams
+    beams = params_of(num_beams=2, length_penalty=0.0).mode
     assert beams is not None
     assert beams.length_penalty == 0.0
 
 
 def test_beam_sampling_has_the_warpers() -> None:
     params = params_of(num_beams=2, do_sample=True, top_p=0.9)
-    assert (params.mode, params.top_p, params.top_k) == (GenerationMode.BEAM_SAMPLE, 0.9, 50)
+    assert (params.generation_mode, params.top_p, params.top_k) == (GenerationMode.BEAM_SAMPLE, 0.9, 50)
 
 
 def test_constraints_come_before_forced_words() -> None:
     params = params_of(num_beams=2, force_words_ids=(((1,),),), constraints=(((2,), (3,)),))
-    assert params.mode is GenerationMode.CONSTRAINED_BEAM_SEARCH
-    assert params.beams is not None
-    assert params.beams.constraints == (((2,), (3,)), ((1,),))
+    assert params.generation_mode is GenerationMode.CONSTRAINED_BEAM_SEARCH
+    assert isinstance(params.mode, BeamOptions)
+    assert params.mode.constraints == (((2,), (3,)), ((1,),))
 
 
 def test_finished_groups_count_as_the_models_pad_token() -> None:
-    beams = resolved(ModelDefaults(pad_token_id=7), num_beams=2).params.beams
-    assert beams is not None
+    beams = resolved(ModelDefaults(pad_token_id=7), num_beams=2).params.mode
+    assert isinstance(beams, BeamOptions)
     assert beams.pad_token_id == 7
 
 
 def test_contrastive_search_takes_top_k_from_the_defaults() -> None:
-    assert params_of(penalty_alpha=0.6).contrastive == ContrastiveOptions(0.6, 50)
+    assert params_of(penalty_alpha=0.6).mode == ContrastiveOptions(0.6, 50)
     params = params_of(penalty_alpha=0.6, top_k=4)
-    assert (params.mode, params.contrastive) == (GenerationMode.CONTRASTIVE_SEARCH, ContrastiveOptions(0.6, 4))
+    assert (params.generation_mode, params.mode) == (GenerationMode.CONTRASTIVE_SEARCH, ContrastiveOptions(0.6, 4))
     assert resolved(penalty_alpha=0.6, top_k=4).warnings == ()
-    assert params_of(penalty_alpha=0.6, top_k=4, do_sample=True).mode is GenerationMode.SAMPLE
+    assert params_of(penalty_alpha=0.6, top_k=4, do_sample=True).generation_mode is GenerationMode.SAMPLE
 
 
 def test_prompt_lookup_is_assistance() -> None:
     params = params_of(prompt_lookup_num_tokens=3)
-    assert params.mode is GenerationMode.ASSISTED_GENERATION
-    assert params.assistance == AssistanceOptions(prompt_lookup_num_tokens=3)
-    sized = params_of(prompt_lookup_num_tokens=3, max_matching_ngram_size=5).assistance
+    assert params.generation_mode is GenerationMode.ASSISTED_GENERATION
+    assert params.mode == AssistanceOptions(prompt_lookup_num_tokens=3)
+    sized = params_of(prompt_lookup_num_tokens=3, max_matching_ngram_size=5).mode
     assert sized is not None
     assert sized.max_matching_ngram_size == 5
 
 
 def test_a_draft_model_is_assistance() -> None:
-    assert params_of(assistant_model="draft").assistance == AssistanceOptions()
+    assert params_of(assistant_model="draft").mode == AssistanceOptions()
     params = params_of(
         assistant_model="draft",
         num_assistant_tokens=7,
@@ -115,7 +117,7 @@ def test_a_draft_model_is_assistance() -> None:
         do_sample=True,
         num_return_sequences=2,
     )
-    assert params.assistance == AssistanceOptions(7, AssistantSchedule.HEURISTIC, 0.0)
+    assert params.mode == AssistanceOptions(7, AssistantSchedule.HEURISTIC, 0.0)
     assert params.num_return_sequences == 2
 
 
@@ -123,7 +125,7 @@ def test_a_draft_model_is_assistance() -> None:
     "options", [{"assistant_model": ""}, {"prompt_lookup_num_tokens": 0}, {"num_assistant_tokens": 3}]
 )
 def test_nothing_is_drafted_unless_it_is_asked_for(options: dict[str, Any]) -> None:
-    assert params_of(**options).assistance is None
+    assert not isinstance(params_of(**options).mode, AssistanceOptions)
 
 
 def test_an_unknown_assistant_is_not_found() -> None:
@@ -135,10 +137,10 @@ def test_an_unknown_assistant_is_not_found() -> None:
 
 
 def test_guidance_of_one_is_off() -> None:
-    assert params_of(guidance_scale=1.0, negative_prompt_ids=(3,)).guidance is None
+    assert params_of(guidance_scale=1.0, negative_prompt_ids=(3,)).guidance == NO_GUIDANCE
     assert params_of(guidance_scale=0.0).guidance == GuidanceOptions(0.0, ())
     assert params_of(guidance_scale=1.5, negative_prompt_ids=(3,)).guidance == GuidanceOptions(1.5, (3,))
-    assert params_of(guidance_scale=1.5, dola_layers="low").guidance is not None
+    assert params_of(guidance_scale=1.5, dola_layers="low").guidance.is_on
 
 
 def test_a_negative_prompt_takes_room_too() -> None:
@@ -148,8 +150,8 @@ def test_a_negative_prompt_takes_room_too() -> None:
 
 def test_dola_names_layers() -> None:
     params = params_of(dola_layers="low", repetition_penalty=1.2)
-    assert (params.mode, params.dola) == (GenerationMode.DOLA_GENERATION, DolaOptions((0, 2)))
-    assert params_of(dola_layers=(1, 3), repetition_penalty=1.2).dola == DolaOptions((1, 3))
+    assert (params.generation_mode, params.mode) == (GenerationMode.DOLA_GENERATION, DolaOptions((0, 2)))
+    assert params_of(dola_layers=(1, 3), repetition_penalty=1.2).mode == DolaOptions((1, 3))
     with pytest.raises(InvalidArgument) as refused:
         params_of(dola_layers=(6,))
     assert refused.value.field == "config.dola_layers"
@@ -157,13 +159,13 @@ def test_dola_names_layers() -> None:
 
 def test_the_models_file_chooses_a_mode_and_the_request_another() -> None:
     beams = file_of(num_beams=3, length_penalty=0.5)
-    assert resolved(beams).params.mode is GenerationMode.BEAM_SEARCH
-    assert resolved(beams, num_beams=1).params.mode is GenerationMode.GREEDY_SEARCH
+    assert resolved(beams).params.generation_mode is GenerationMode.BEAM_SEARCH
+    assert resolved(beams, num_beams=1).params.generation_mode is GenerationMode.GREEDY_SEARCH
     assert resolved(beams, num_beams=1).warnings == ()
     guided = file_of(guidance_scale=1.5)
     with pytest.raises(InvalidArgument):
         resolved(guided, num_beams=2)
-    assert resolved(guided, num_beams=2, guidance_scale=1.0).params.guidance is None
+    assert resolved(guided, num_beams=2, guidance_scale=1.0).params.guidance == NO_GUIDANCE
 
 
 PROCESSORS: dict[str, Any] = {
@@ -229,7 +231,7 @@ def test_token_healing_needs_a_tokenizer() -> None:
 
 def test_a_grammar_goes_with_beams_but_not_with_forced_words() -> None:
     grammar = ConstraintSpec(ConstraintKind.REGEX, "a+")
-    assert resolved(constraint=grammar, num_beams=2).params.beams is not None
+    assert resolved(constraint=grammar, num_beams=2).params.mode == BeamOptions(2)
     with pytest.raises(InvalidArgument) as refused:
         resolved(file_of(force_words_ids=(((1,),),), num_beams=2), constraint=grammar)
     assert refused.value.field == "constraint"
@@ -247,9 +249,9 @@ def test_a_grammar_goes_with_beams_but_not_with_forced_words() -> None:
 )
 def test_an_unset_length_is_the_longest_that_the_pool_holds(options: dict[str, Any]) -> None:
     config = EngineConfig(num_blocks=40, block_size=4, max_context_tokens=120)
-    model = ServedModel("tiny", 100, 120, max_output_tokens=lambda *of: most_output_tokens(config, *of))
+    model = ServedModel("tiny", 100, 120, max_output_tokens=lambda *of: most_output_tokens(config, MODES, *of))
     params = resolved(model=model, max_new_tokens=None, **options).params
     longest = params.max_new_tokens
-    assert blocks_needed(config, params, 10, longest) <= 40
+    assert MODES.blocks_needed(config, params, 10, longest) <= 40
     room = 120 - max(10, len(options.get("negative_prompt_ids", ())))
-    assert longest == room or blocks_needed(config, params, 10, longest + 1) > 40
+    assert longest == room or MODES.blocks_needed(config, params, 10, longest + 1) > 40

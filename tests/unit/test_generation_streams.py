@@ -13,9 +13,8 @@ from penstock.common.errors import (
     PenstockError,
     ResourceExhausted,
 )
-from penstock.generation.core.modes import BeamOptions
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     FinishReason,
     Logprob,
@@ -30,6 +29,7 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.streams import Outbox, RequestStream, SessionStream
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from prometheus_client import CollectorRegistry, generate_latest
@@ -91,8 +91,8 @@ def emitter_of(name: str, interval: int = 1) -> Emitter:
     return Emitter(Request(name, [1, 2], SamplingParams(9), 0.0, attempt_epoch=3), "tiny", interval)
 
 
-def delta(seq: int, *ids: int, index: int = 0, finish: SequenceFinish | None = None) -> DeltaOutput:
-    return DeltaOutput(seq, index, ids, finish=finish)
+def delta(seq: int, *ids: int, index: int = 0, finish: SequenceFinish | None = None) -> Emission:
+    return Emission(index, ids, finish=finish, seq=seq)
 
 
 def finished(error: PenstockError | None = None, last_seq: int | None = 0) -> FinishedOutput:
@@ -157,11 +157,11 @@ async def test_prompt_logprobs_travel_in_a_message_of_their_own() -> None:
     assert [[event.request_id for event in message.events] for message in messages] == [["a"], ["b"], ["c"]]
 
 
-def with_logprobs(num_tokens: int, *, seq: int = 0, index: int = 0) -> DeltaOutput:
+def with_logprobs(num_tokens: int, *, seq: int = 0, index: int = 0) -> Emission:
     """All tokens of a sequence at once, each with 20 alternatives."""
     entry = Logprob(150_000, -12.5, 150_000)
     finish = SequenceFinish(index, FinishReason.LENGTH, num_tokens)
-    return DeltaOutput(seq, index, (5,) * num_tokens, (PositionLogprobs(entry, (entry,) * 20),) * num_tokens, finish)
+    return Emission(index, (5,) * num_tokens, (PositionLogprobs(entry, (entry,) * 20),) * num_tokens, finish, seq=seq)
 
 
 async def test_many_logprobs_in_one_step_travel_in_several_messages() -> None:
@@ -187,7 +187,7 @@ async def test_many_logprobs_in_one_step_travel_in_several_messages() -> None:
 async def test_a_burst_that_fits_no_message_is_cut_and_numbered_anew() -> None:
     harness = Harness()
     session = SessionStream(64)
-    params = SamplingParams(9, beams=BeamOptions(num_beams=2), num_return_sequences=2)
+    params = SamplingParams(9, mode=BeamOptions(num_beams=2), num_return_sequences=2)
     emitter = Emitter(Request("a", [1, 2], params, 0.0), "tiny", 1)
     harness.hub.attach(session)
     harness.hub.submit(emitter.request, session)

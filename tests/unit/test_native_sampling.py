@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.attention.kv_cache import KVCachePool
-from penstock.generation.core.modes import BeamOptions
 from penstock.generation.core.step import SampledToken
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
@@ -123,7 +123,7 @@ def test_the_nucleus_is_the_smallest_set_that_holds_top_p(scale: float, top_p: f
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([129, 40_009]), st.booleans())
 def check_warpers(seed: int, vocab: int, has_beams: bool) -> None:
-    beams = {"beams": BeamOptions(2)} if has_beams else {}
+    beams = {"mode": BeamOptions(2)} if has_beams else {}
     batch = random_batch(random.Random(seed), 4, do_sample=True, **beams)
     kept = [one for one in batch if one.params.temperature]
     states = [SamplingState(one) for one in kept]
@@ -243,7 +243,7 @@ def test_the_demo_model_answers_as_without_kernels() -> None:
         {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8},
         {"do_sample": True, "top_p": 0.95, "top_logprobs": 2},
         {"do_sample": True, "min_p": 0.02, "typical_p": 0.95},
-        {"beams": BeamOptions(3)},
+        {"mode": BeamOptions(3)},
     ]
     answers = []
     for instruction_set in (None, "native"):

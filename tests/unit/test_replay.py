@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 from factories.engine import FakeDrafter, FakeRunner, engine_config, request
 from penstock.common.errors import ResourceExhausted
-from penstock.generation.core.modes import (
-    AssistanceOptions,
-    BeamOptions,
-    ContrastiveOptions,
-    GuidanceOptions,
-)
-from penstock.generation.core.request import HealingOptions, Purpose, Request
+from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.request import Purpose, Request, TokenHealingOptions
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.trace_file import TraceFile
 from structlog.testing import capture_logs
@@ -31,13 +29,13 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "several": {"num_return_sequences": 3, "do_sample": True},
     "logprobs": {"prompt_logprobs": 0},
-    "beams": {"beams": BeamOptions(3)},
-    "beams that decide together": {"beams": BeamOptions(3), "allowed_token_ids": frozenset(range(40))},
-    "group beams": {"beams": BeamOptions(4, num_beam_groups=2, diversity_penalty=0.5)},
+    "beams": {"mode": BeamOptions(3)},
+    "beams that decide together": {"mode": BeamOptions(3), "allowed_token_ids": frozenset(range(40))},
+    "group beams": {"mode": BeamOptions(4, num_beam_groups=2, diversity_penalty=0.5)},
     "guidance": {"guidance": GuidanceOptions(1.5, (40, 41, 42, 43, 44, 45))},
-    "prompt lookup": {"assistance": AssistanceOptions(prompt_lookup_num_tokens=4)},
-    "draft model": {"assistance": AssistanceOptions(5), "num_return_sequences": 2, "do_sample": True},
-    "contrastive": {"contrastive": ContrastiveOptions(0.6, 3)},
+    "prompt lookup": {"mode": AssistanceOptions(prompt_lookup_num_tokens=4)},
+    "draft model": {"mode": AssistanceOptions(5), "num_return_sequences": 2, "do_sample": True},
+    "contrastive": {"mode": ContrastiveOptions(0.6, 3)},
 }
 
 
@@ -69,7 +67,7 @@ def random_request(random: Random, mode: str) -> Request:
         if len(item.prompt_token_ids) < 2:
             item.purpose = Purpose.EMBED
     elif mode in ("several", "beams") and len(prompt) > 1 and random.random() < 0.3:
-        item.healing = HealingOptions(frozenset([prompt[-1], 30]), lambda _: "")
+        item.token_healing = TokenHealingOptions(frozenset([prompt[-1], 30]), lambda _: "")
     return item
 
 

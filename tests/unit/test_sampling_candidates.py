@@ -13,9 +13,9 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.draw import Candidates, DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import Fork
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.sampling.sampler import Sampler
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def logits(rows: int, seed: int, vocab: int = VOCAB, *, ties: bool = True) -> Te
 def beam(
     prompt: list[int], spec: dict[str, Any], *, seq_id: int = 0, output: list[int] | None = None, **options: Any
 ) -> Sequence:
-    one = sequence(prompt, params(**({"beams": BeamOptions(4)} | options)), seq_id=seq_id, output=output)
+    one = sequence(prompt, params(**({"mode": BeamOptions(4)} | options)), seq_id=seq_id, output=output)
     one.draw = DrawSpec(DrawKind.CANDIDATES, **spec)
     return one
 

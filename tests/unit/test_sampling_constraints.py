@@ -12,7 +12,8 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import BeamOptions, WatermarkOptions
+from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -157,7 +158,7 @@ def test_processed_scores_leave_no_trace() -> None:
 
 
 def test_a_request_of_beams_and_one_of_tokens_share_a_step() -> None:
-    beams = [sequence([1, 3], params(beams=BeamOptions(2)), seq_id=seq_id) for seq_id in range(2)]
+    beams = [sequence([1, 3], params(mode=BeamOptions(2)), seq_id=seq_id) for seq_id in range(2)]
     for one in beams:
         one.draw = DrawSpec(DrawKind.CANDIDATES, 4, log_softmax=True)
     alone = sequence([1, 3], params(), seq_id=2)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import BeamOptions, TensorOutputs
-from penstock.generation.core.request import DeltaOutput, FinishReason, SequenceFinish
+from penstock.generation.core.modes import TensorOutputs
+from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import StepTensors, TensorData
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, split, with_tensors
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.options.generate_options import RequestedOutput, RequestLimits
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 
@@ -77,7 +78,7 @@ def test_a_token_must_fit_a_message() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_beam_modes_have_none(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        resolve((name,), params={"beams": BeamOptions(num_beams=2)})
+        resolve((name,), params={"mode": BeamOptions(num_beams=2)})
     assert caught.value.field == f"output.{name}"
 
 
@@ -89,7 +90,7 @@ def test_a_delta_that_is_too_large_is_cut_between_tokens_and_ends_with_its_last_
     third = MAX_DELTA_BYTES // 3 - 8
     finish = SequenceFinish(0, FinishReason.LENGTH, 5)
     sizes = (third, third, third, MAX_DELTA_BYTES, 4)
-    delta = DeltaOutput(0, 0, (1, 2, 3, 4, 5), (), finish, tuple(map(tensors, sizes)))
+    delta = Emission(0, (1, 2, 3, 4, 5), (), finish, tuple(map(tensors, sizes)))
     parts = list(split(delta))
     assert [part.token_ids for part in parts] == [(1, 2, 3), (4,), (5,)]
     assert [part.finish for part in parts] == [None, None, finish]
@@ -97,11 +98,11 @@ def test_a_delta_that_is_too_large_is_cut_between_tokens_and_ends_with_its_last_
 
 
 def test_positions_without_tensors_have_empty_entries() -> None:
-    delta = with_tensors(DeltaOutput(0, 0, (1, 2)))
+    delta = with_tensors(Emission(0, (1, 2)))
     assert delta.tensors == (None, None)
     assert list(split(delta)) == [delta]
 
 
 def test_an_end_without_tokens_stays_one_delta() -> None:
-    delta = DeltaOutput(3, 0, (), (), SequenceFinish(0, FinishReason.ABORTED, 2))
+    delta = Emission(0, (), (), SequenceFinish(0, FinishReason.ABORTED, 2), seq=3)
     assert list(split(with_tensors(delta))) == [delta]

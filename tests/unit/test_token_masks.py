@@ -15,10 +15,10 @@ from factories.grammars import EOS, compiled, regex, text_tokenizer
 from factories.modes import ROOMY, load_service, new_engine, prepare, to_message
 from factories.run_kernels import new_sampler
 from penstock.common.checkpoint import demo_folder
-from penstock.generation.core.modes import BeamOptions
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.grammar.state import MaskWorkers, MatcherState
 from penstock.generation.runner.grammar_masks import GrammarMasks
 from penstock.generation.sampling.token_masks import TokenMasks
@@ -63,7 +63,7 @@ def test_where_nothing_finite_is_left_the_grammar_wins() -> None:
 
 
 def test_a_stuck_beam_ends_unless_every_beam_of_its_search_is_stuck() -> None:
-    params = [SamplingParams(max_new_tokens=4, beams=BeamOptions(2)) for _ in range(2)]
+    params = [SamplingParams(max_new_tokens=4, mode=BeamOptions(2)) for _ in range(2)]
     beams = [Sequence(row, 0, params[row // 2], 0, [1, 2], 2) for row in range(4)]
     scores = torch.zeros(4, 40)
     scores[:, 5] = -INF

@@ -13,7 +13,7 @@ from functools import partial
 from penstock.common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.request_context import new_request_id
 from penstock.generation.core.modes import WatermarkOptions
-from penstock.generation.core.request import HealingOptions, ItemResult, Request
+from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.delivery.hub import OutputHub
@@ -132,17 +132,17 @@ class GenerationCore:
             deadline=_earliest(deadline, arrival, command.timeout_seconds),
             attempt_epoch=command.attempt_epoch,
             warnings=resolved.warnings,
-            healing=self._healing(command) if resolved.params.token_healing else None,
+            token_healing=self._healing(command) if resolved.params.token_healing else None,
         )
         return Emitter(request, loaded.served.name, resolved.stream_interval)
 
-    def _healing(self, command: GenerateCommand) -> HealingOptions | None:
+    def _healing(self, command: GenerateCommand) -> TokenHealingOptions | None:
         """None where the prompt has no other last token to have, or only one token."""
         prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
         if prefixes is None or len(prompt) < 2:
             return None
         token_ids = prefixes.extensions(prompt[-1])
-        return HealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
+        return TokenHealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
 
     def _with_tensors(self, command: GenerateCommand, params: SamplingParams) -> SamplingParams:
         if not command.output.tensors:

@@ -1,8 +1,9 @@
-"""Options of the decoding modes, resolved. Names are transformers' GenerationConfig's. Plain data: no torch."""
+"""Facts that a decoding mode tells every room, and the options that go beside a mode. Plain data: no torch."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -36,64 +37,95 @@ class AssistantSchedule(enum.Enum):
     HEURISTIC_TRANSIENT = "heuristic_transient"
 
 
-@dataclass(frozen=True, slots=True)
-class BeamOptions:
-    """Beam search, beam sampling, group beam search and constrained beam search."""
+class Rescue(enum.Enum):
+    """Rows that get what a constraint allows in spite of the other options, when those have left none of it."""
 
-    num_beams: int
-    num_beam_groups: int = 1
+    # Every row of that kind.
+    EACH = 1
+    # Those of a request of which no sequence can go on.
+    TOGETHER = 2
+    # Every row that a grammar constrains; none that has allowed tokens only.
+    GRAMMAR_ONLY = 3
+
+
+class DecodingMode:
+    """Facts about the mode of a request that other rooms act on; those written here are greedy search's and sampling's.
+
+    Every other mode has a frozen dataclass derived from this one in engine/decoding/: its fields are its options, and
+    it sets anew the facts that differ. Outside that folder nobody asks which mode a request is in: facts tell what to
+    do.
+    """
+
+    __slots__ = ()
+
+    # For the engine.
+    # Tokens are told as they are drawn; else all of them at the end.
+    streams: bool = True
+    # First prompt token whose hidden state the mode needs; None: the last one alone.
+    first_needed_row: int | None = None
+    # What a constraint lets one sequence draw depends on whether any other can go on, so all draw in one step.
+    shares_constraint: bool = False
+    # For the runner.
+    # The final hidden states of every token are kept, to be compared with those of candidates.
+    keeps_hidden_states: bool = False
+    # Layers whose logits the last one's are contrasted with, by the numbers of transformers' hidden_states: 0 is the
+    # embedding.
+    early_exits: tuple[int, ...] = ()
+    # For the sampler.
+    # Warpers leave a token more than there are end-of-sequence ids, so that a sequence can go on.
+    keeps_more_than_ends: bool = False
+    # What a token loses for every other group that chose it (DrawSpec.taken_ids).
     diversity_penalty: float = 0.0
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = EarlyStopping.FALSE
-    # Group beam search: what a group that is done counts as, for the diversity penalty of the others. None: the first
-    # end-of-sequence id, as in transformers.
-    pad_token_id: int | None = None
-    # Constrained beam search: every one must be met by one of its alternatives, a phrase being its only alternative.
-    constraints: tuple[tuple[tuple[int, ...], ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ContrastiveOptions:
-    """Contrastive search (Su et al. 2022; transformers 4.41). `top_k` candidates a step."""
-
-    penalty_alpha: float
-    top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class AssistanceOptions:
-    """Assisted generation: by prompt lookup when `prompt_lookup_num_tokens` is set, else by the served draft model."""
-
-    num_assistant_tokens: int = 20
-    schedule: AssistantSchedule = AssistantSchedule.CONSTANT
-    # Drafting stops at a token that the draft model gives less than this probability; 0: never.
-    confidence_threshold: float = 0.4
-    prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int = 2
+    # For the options.
+    # An unconditional branch may go beside it.
+    may_be_guided: bool = True
+    # Reason why tensors cannot be returned for each token; empty: they can.
+    no_tensors: str = ""
 
     @property
-    def uses_draft_model(self) -> bool:
-        """Whether drafts come from a model rather than from the prompt."""
-        return self.prompt_lookup_num_tokens is None
+    def rescue(self) -> Rescue:
+        """Rows that a constraint brings on in spite of the other options."""
+        return Rescue.EACH
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Names of the options that have an effect in this mode and none in others."""
+        return frozenset()
+
+    @property
+    def no_drafts(self) -> str:
+        """Reason why options of drafting that it does not use have no effect."""
+        return "there are no drafts, set config.assistant_model or config.prompt_lookup_num_tokens"
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """Options that decide what a request may take of pool and batch, for a trace that makes it again; no ids."""
+        return {}
+
+    def generation_mode(self, *, do_sample: bool) -> GenerationMode:
+        """Name and number that transformers' get_generation_mode has for it."""
+        return GenerationMode.SAMPLE if do_sample else GenerationMode.GREEDY_SEARCH
+
+
+PLAIN = DecodingMode()
 
 
 @dataclass(frozen=True, slots=True)
 class GuidanceOptions:
     """Classifier-free guidance (Sanchez et al. 2023; transformers' guidance_scale)."""
 
-    scale: float
+    # 1: off.
+    scale: float = 1.0
     # What the unconditional branch starts from; transformers: the last prompt token when there is no negative prompt.
-    negative_prompt_ids: tuple[int, ...]
+    negative_prompt_ids: tuple[int, ...] = ()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an unconditional branch goes beside every returned sequence."""
+        return self.scale != 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class DolaOptions:
-    """DoLa (Chuang et al. 2023): layers whose early exits are contrasted with the last, resolved to numbers.
-
-    Numbers are those of transformers' hidden_states: 0 is the embedding.
-    """
-
-    layers: tuple[int, ...]
+NO_GUIDANCE = GuidanceOptions()
 
 
 @dataclass(frozen=True, slots=True)

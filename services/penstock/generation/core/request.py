@@ -40,7 +40,7 @@ class Purpose(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HealingOptions:
+class TokenHealingOptions:
     """Token healing: what the prompt's last token may become."""
 
     # Those that begin with its text; itself is one.
@@ -69,15 +69,14 @@ class Request:
     # Structured output: compiled; every returned sequence has a state of it.
     grammar: Grammar | None = None
     # Token healing, where the prompt's last token has another to become; at least two prompt tokens then.
-    healing: HealingOptions | None = None
+    token_healing: TokenHealingOptions | None = None
     # First token whose row somebody wants to see (its hidden state, its logits): a cached prefix may be reused up to
     # here. None: only the last row matters.
     first_needed_row: int | None = None
 
     def __post_init__(self) -> None:
-        # Contrastive search compares with every token's hidden state.
-        if self.params.contrastive is not None:
-            self.first_needed_row = 0
+        if self.params.mode.first_needed_row is not None:
+            self.first_needed_row = self.params.mode.first_needed_row
 
 
 @dataclass(slots=True)
@@ -120,16 +119,17 @@ class StartedOutput:
 
 
 @dataclass(slots=True)
-class DeltaOutput:
-    """New ids of one returned sequence; `seq` is gapless from 0 over the request."""
+class Emission:
+    """New ids of one returned sequence: made by a strategy, numbered by the report, and delivered as it is."""
 
-    seq: int
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish: SequenceFinish | None = None
     # One entry per token, or none at all.
     tensors: tuple[StepTensors | None, ...] = ()
+    # Gapless from 0 over the request.
+    seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class RequestOutput:
 
     request: Request
     started: StartedOutput | None
-    deltas: tuple[DeltaOutput, ...]
+    deltas: tuple[Emission, ...]
     finished: FinishedOutput | None
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.generation.core.modes import (
-    AssistanceOptions,
-    BeamOptions,
-    ContrastiveOptions,
-    DolaOptions,
+    NO_GUIDANCE,
+    PLAIN,
+    DecodingMode,
     GenerationMode,
     GuidanceOptions,
     TensorOutputs,
@@ -76,36 +75,20 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     # Seconds since first scheduled; None: no limit.
     max_time: float | None = None
-    # Modes. None: not that mode.
-    beams: BeamOptions | None = None
-    contrastive: ContrastiveOptions | None = None
-    assistance: AssistanceOptions | None = None
-    guidance: GuidanceOptions | None = None
-    dola: DolaOptions | None = None
+    # Options and facts of the decoding mode.
+    mode: DecodingMode = PLAIN
+    guidance: GuidanceOptions = NO_GUIDANCE
     tensors: TensorOutputs | None = None
 
     @property
-    def draws_together(self) -> bool:
-        """Whether all beams must draw in one step: what one may draw depends on whether any other can go on."""
-        return self.beams is not None and (self.allowed_token_ids is not None or self.allowed_token_trie is not None)
+    def limits_tokens(self) -> bool:
+        """Whether only certain tokens are allowed."""
+        return self.allowed_token_ids is not None or self.allowed_token_trie is not None
 
     @property
-    def mode(self) -> GenerationMode:
-        """What transformers' get_generation_mode says."""
-        beams = self.beams
-        if beams is not None:
-            if beams.constraints:
-                return GenerationMode.CONSTRAINED_BEAM_SEARCH
-            if beams.num_beam_groups > 1:
-                return GenerationMode.GROUP_BEAM_SEARCH
-            return GenerationMode.BEAM_SAMPLE if self.do_sample else GenerationMode.BEAM_SEARCH
-        if self.contrastive is not None:
-            return GenerationMode.CONTRASTIVE_SEARCH
-        if self.dola is not None:
-            return GenerationMode.DOLA_GENERATION
-        if self.assistance is not None:
-            return GenerationMode.ASSISTED_GENERATION
-        return GenerationMode.SAMPLE if self.do_sample else GenerationMode.GREEDY_SEARCH
+    def generation_mode(self) -> GenerationMode:
+        """Name and number of the mode, for those who tell it."""
+        return self.mode.generation_mode(do_sample=self.do_sample)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -110,7 +110,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOrder:
+class DraftRequest:
     """Propose at most `num_tokens` tokens that go on after `sequence.token_ids`."""
 
     sequence: Sequence
@@ -120,10 +120,10 @@ class DraftOrder:
 
 
 class Drafter(Protocol):
-    """A draft model. Called by the engine between two steps; all orders of a step at once."""
+    """A draft model. Called by the engine between two steps; all requests of a step at once."""
 
-    def draft(self, orders: Seq[DraftOrder]) -> list[list[int]]:
-        """Draft tokens of each order; empty where there is no room or nothing to say. Never fails a request."""
+    def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
+        """Draft tokens of each request; empty where there is no room or nothing to say. Never fails a request."""
         ...
 
     def release(self, seq_ids: Seq[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.generation.core.request import DeltaOutput
+from penstock.generation.core.request import Emission
 from penstock.generation.core.tensors import StepTensors
 
 # Of one delta, and of the events of one message, together below the 4 MiB that clients receive by default.
@@ -31,7 +31,7 @@ def tensor_bytes(tensors: StepTensors | None) -> int:
     return sum(len(part.data) for part in parts if part is not None)
 
 
-def num_bytes(delta: DeltaOutput) -> int:
+def num_bytes(delta: Emission) -> int:
     """What `delta` takes on the wire, at most and but for a few bytes of framing."""
     size = _ID_BYTES * len(delta.token_ids)
     if delta.logprobs:
@@ -39,14 +39,14 @@ def num_bytes(delta: DeltaOutput) -> int:
     return size + sum(map(tensor_bytes, delta.tensors)) if delta.tensors else size
 
 
-def with_tensors(delta: DeltaOutput) -> DeltaOutput:
+def with_tensors(delta: Emission) -> Emission:
     """`delta` with an entry for every token."""
     if len(delta.tensors) == len(delta.token_ids):
         return delta
     return replace(delta, tensors=(None,) * len(delta.token_ids))
 
 
-def split(delta: DeltaOutput) -> Iterator[DeltaOutput]:
+def split(delta: Emission) -> Iterator[Emission]:
     """`delta` in parts of at least one token each that fit; the end of the sequence is the last one's."""
     if not delta.tensors and len(delta.token_ids) <= _SMALL:
         yield delta
@@ -61,7 +61,7 @@ def split(delta: DeltaOutput) -> Iterator[DeltaOutput]:
     yield _slice(delta, begin, len(delta.token_ids)) if begin else delta
 
 
-def _slice(delta: DeltaOutput, begin: int, end: int) -> DeltaOutput:
+def _slice(delta: Emission, begin: int, end: int) -> Emission:
     return replace(
         delta,
         token_ids=delta.token_ids[begin:end],

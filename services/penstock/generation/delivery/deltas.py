@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from penstock.generation.core.request import DeltaOutput, FinishedOutput, Request, RequestOutput
+from penstock.generation.core.request import Emission, FinishedOutput, Request, RequestOutput
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, num_bytes, split, with_tensors
 from penstock.generation.wire.convert import Event
 
@@ -19,11 +19,11 @@ class Emitter:
         self.model = model
         # By which its session's caller knows it; 0: by its id alone.
         self.handle = 0
-        has_tensors, in_one = request.params.tensors is not None, request.params.beams is not None
+        has_tensors, in_one = request.params.tensors is not None, not request.params.mode.streams
         is_plain = stream_interval == 1 and not has_tensors and not in_one
         self._merger = None if is_plain else DeltaMerger(stream_interval, has_tensors)
 
-    def plain_token(self, output: RequestOutput) -> DeltaOutput | None:
+    def plain_token(self, output: RequestOutput) -> Emission | None:
         """The delta that an engine step's output is, where it is nothing but a token of sequence 0."""
         if self._merger is not None or output.started is not None or output.finished is not None:
             return None
@@ -53,12 +53,12 @@ class DeltaMerger:
         self._interval = interval
         self._has_tensors = has_tensors
         # Index of a sequence -> its held delta and the bytes of it.
-        self._held: dict[int, tuple[DeltaOutput, int]] = {}
+        self._held: dict[int, tuple[Emission, int]] = {}
         self._next_seq = 0
 
-    def merge(self, deltas: tuple[DeltaOutput, ...], *, flush: bool) -> tuple[DeltaOutput, ...]:
+    def merge(self, deltas: tuple[Emission, ...], *, flush: bool) -> tuple[Emission, ...]:
         """Take a step's deltas and return those that are due; all of them when `flush`."""
-        due: list[DeltaOutput] = []
+        due: list[Emission] = []
         for delta in self._parts(deltas):
             held, size = self._held.pop(delta.index, (None, 0))
             more = num_bytes(delta)
@@ -81,17 +81,17 @@ class DeltaMerger:
             return None
         return replace(finished, last_seq=self._next_seq - 1 if self._next_seq else None)
 
-    def _parts(self, deltas: tuple[DeltaOutput, ...]) -> Iterable[DeltaOutput]:
+    def _parts(self, deltas: tuple[Emission, ...]) -> Iterable[Emission]:
         whole = map(with_tensors, deltas) if self._has_tensors else deltas
         return (part for delta in whole for part in split(delta))
 
-    def _numbered(self, delta: DeltaOutput) -> DeltaOutput:
+    def _numbered(self, delta: Emission) -> Emission:
         numbered = replace(delta, seq=self._next_seq)
         self._next_seq += 1
         return numbered
 
 
-def _join(held: DeltaOutput | None, delta: DeltaOutput) -> DeltaOutput:
+def _join(held: Emission | None, delta: Emission) -> Emission:
     if held is None:
         return delta
     return replace(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Generic, TypeVar
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted
-from penstock.generation.core.request import DeltaOutput, FinishedOutput, Request, RequestOutput, StartedOutput
+from penstock.generation.core.request import Emission, FinishedOutput, Request, RequestOutput, StartedOutput
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, num_bytes
 from penstock.generation.delivery.deltas import Emitter
 from penstock.generation.wire import convert
@@ -19,7 +19,7 @@ _SMALL_EVENT_BYTES = 256
 
 def _event_bytes(event: convert.Event) -> int:
     """What it takes of a message; tensors, and a prompt's log-probabilities, have theirs to themselves."""
-    if isinstance(event, DeltaOutput):
+    if isinstance(event, Emission):
         return MAX_DELTA_BYTES if event.tensors else num_bytes(event)
     is_large = isinstance(event, StartedOutput) and event.prompt_logprobs
     return MAX_DELTA_BYTES if is_large else _SMALL_EVENT_BYTES
@@ -98,7 +98,7 @@ class SessionStream:
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
         """One message with every event, or more where they are more than 4 MiB hold."""
         message = convert.SessionResponse(step=step)
-        tokens: list[tuple[int, DeltaOutput]] = []
+        tokens: list[tuple[int, Emission]] = []
         for output in outputs:
             emitter = self._emitters[output.request.request_id]
             delta = emitter.plain_token(output) if emitter.handle else None

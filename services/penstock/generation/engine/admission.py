@@ -1,74 +1,59 @@
-"""What the engine refuses before it accepts anything: pure checks against its configuration."""
+"""Capacity: requests that the engine could never run, found before it accepts them by its configuration alone."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.generation.core.request import Purpose
-from penstock.generation.engine.decoding.capacity import blocks_needed, most_sequences
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.decoding.modes import ModeRegistry
 
 
 def output_limit(config: EngineConfig, request: Request) -> int:
-    """Most new tokens a sequence of `request` may have: its own limit, cut at the context's end (its guide's, too)."""
-    longest = len(request.prompt_token_ids)
-    if request.params.guidance is not None:
-        longest = max(longest, len(request.params.guidance.negative_prompt_ids))
+    """Most new tokens of a sequence: the request's limit, cut where the context of it or of its guide ends."""
+    longest = max(len(request.prompt_token_ids), len(request.params.guidance.negative_prompt_ids))
     return min(request.params.max_new_tokens, config.max_context_tokens - longest)
 
 
-def check_request(config: EngineConfig, request: Request, *, has_stop_text: bool) -> None:
-    """Raise what makes `request` impossible for this engine, however long it waited. Thread-safe.
+def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) -> None:
+    """Refuse a request that would wait for ever. Its options, ids and lengths were checked by options/. Thread-safe.
 
-    Raises InvalidArgument (prompt, priority, config.*, stop.*, resumed_token_ids), or ResourceExhausted EXCEEDS_KV_POOL
-    when an empty pool could not hold it to its longest end.
+    Raises InvalidArgument for a priority out of bounds and for more sequences than run at once, ResourceExhausted
+    EXCEEDS_KV_POOL when an empty pool could not hold it to its longest end.
     """
+    prompt_tokens, params = len(request.prompt_token_ids), request.params
     if request.purpose is not Purpose.GENERATE:
-        _check_given(config, request)
+        # What is given is computed, of a scored text all but the last token.
+        computed = prompt_tokens - (request.purpose is Purpose.SCORE)
+        _check_pool(config, config.blocks_needed(computed, 1, 1), "shorten it")
         return
-    params = request.params
-    if not request.prompt_token_ids:
-        raise InvalidArgument("prompt", "must not be empty")
-    if len(request.prompt_token_ids) >= config.max_context_tokens:
-        raise InvalidArgument("prompt", f"must be shorter than the context of {config.max_context_tokens} tokens")
-    if params.guidance is not None and len(params.guidance.negative_prompt_ids) >= config.max_context_tokens:
-        raise InvalidArgument(
-            "config.negative_prompt_ids", f"must be shorter than the context of {config.max_context_tokens} tokens"
-        )
     if abs(request.priority) > config.max_priority:
         raise InvalidArgument("priority", f"must be from -{config.max_priority} to {config.max_priority}")
-    if params.max_new_tokens < 1:
-        raise InvalidArgument("config.max_new_tokens", "must be at least 1")
-    if not 1 <= params.num_return_sequences <= config.max_running_sequences:
-        raise InvalidArgument("config.num_return_sequences", f"must be from 1 to {config.max_running_sequences}")
-    if most_sequences(params) > config.max_running_sequences:
-        raise InvalidArgument(
-            _width_field(params), f"needs more than the {config.max_running_sequences} sequences that run at once"
-        )
-    if params.stop_strings and not has_stop_text:
-        raise InvalidArgument("stop.stop_strings", "the model's tokenizer does not allow exact stop strings")
-    if not all(params.stop_strings):
-        raise InvalidArgument("stop.stop_strings", "must not hold an empty string")
-    if not all(params.stop_token_ids):
-        raise InvalidArgument("stop.stop_token_ids", "must not hold an empty sequence")
-    _check_resumed(config, request)
-    needed = blocks_needed(config, params, len(request.prompt_token_ids), output_limit(config, request))
+    most = config.max_running_sequences
+    if params.num_return_sequences > most:
+        raise InvalidArgument("config.num_return_sequences", f"must be from 1 to {most}")
+    if modes.most_sequences(params) > most:
+        option = modes.of(params).width_option
+        raise InvalidArgument(f"config.{option}", f"needs more than the {most} sequences that run at once")
+    needed = modes.blocks_needed(config, params, prompt_tokens, output_limit(config, request))
     _check_pool(config, needed, "lower max_new_tokens, num_return_sequences or the prompt's length")
 
 
-def _check_given(config: EngineConfig, request: Request) -> None:
-    """Scoring and embedding compute what is given, of a scored text all but the last token."""
-    computed = len(request.prompt_token_ids) - (request.purpose is Purpose.SCORE)
-    if computed < 1:
-        raise InvalidArgument("prompt", "must not be empty")
-    if computed > config.max_context_tokens:
-        raise InvalidArgument("prompt", f"must fit the context of {config.max_context_tokens} tokens")
-    _check_pool(config, config.blocks_needed(computed, 1, 1), "shorten it")
+def most_output_tokens(config: EngineConfig, modes: ModeRegistry, params: SamplingParams, prompt_tokens: int) -> int:
+    """Most new tokens per sequence that context and pool allow (what an unset length means); may be 0."""
+    room = config.max_context_tokens - prompt_tokens
+    # The need grows with the output: bisect for the longest that fits.
+    return bisect_right(
+        range(1, room + 1),
+        config.num_blocks,
+        key=lambda tokens: modes.blocks_needed(config, params, prompt_tokens, tokens),
+    )
 
 
 def _check_pool(config: EngineConfig, needed: int, advice: str) -> None:
@@ -78,19 +63,3 @@ def _check_pool(config: EngineConfig, needed: int, advice: str) -> None:
             reason="EXCEEDS_KV_POOL",
             metadata={"needed_blocks": str(needed), "pool_blocks": str(config.num_blocks)},
         )
-
-
-def _width_field(params: SamplingParams) -> str:
-    if params.beams is not None:
-        return "config.num_beams"
-    return "config.num_return_sequences" if params.contrastive is None else "config.top_k"
-
-
-def _check_resumed(config: EngineConfig, request: Request) -> None:
-    resumed = request.resumed_token_ids
-    if not resumed:
-        return
-    if len(resumed) != request.params.num_return_sequences:
-        raise InvalidArgument("resumed_token_ids", "must have one list per returned sequence, or none")
-    if max(map(len, resumed)) > output_limit(config, request):
-        raise InvalidArgument("resumed_token_ids", "must not be longer than the output may be")

@@ -40,7 +40,7 @@ class BlockTables:
         for sequence, _ in starts:
             self.extend(sequence, sequence.num_tokens)
 
-    def adopt(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
+    def take_over_blocks(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
         """Let `blocks`, which hold its tokens or will before they are read, be those from the one of the next token to
         compute (number `first`) on; its own go back, and what they held."""
         table = sequence.block_table

@@ -27,7 +27,7 @@ class EngineConfig:
     # What a refused caller is told to wait.
     queue_full_retry_seconds: float = 1.0
     # Share of the pool that admission leaves free for running sequences to grow into.
-    watermark: float = 0.01
+    reserve_share: float = 0.01
     # Share of a step's prefill budget that a prompt too long for it gets while others wait for theirs.
     long_prompt_share: float = 0.75
     # One level of priority outruns this much waiting, so no level can starve another for ever.
@@ -50,8 +50,8 @@ class EngineConfig:
         for name in ("max_draft_rows", "dump_groups", "dump_sequences"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
-        if not 0.0 <= self.watermark < 1.0:
-            raise ValueError("watermark must be in [0, 1)")
+        if not 0.0 <= self.reserve_share < 1.0:
+            raise ValueError("reserve_share must be in [0, 1)")
         if not 0.0 < self.long_prompt_share <= 1.0:
             raise ValueError("long_prompt_share must be in (0, 1]")
         if self.priority_seconds <= 0.0:
@@ -60,9 +60,9 @@ class EngineConfig:
             raise ValueError("max_priority must not be negative")
 
     @property
-    def watermark_blocks(self) -> int:
+    def reserve_blocks(self) -> int:
         """Blocks that admission leaves free."""
-        return int(self.watermark * self.num_blocks)
+        return int(self.reserve_share * self.num_blocks)
 
     def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
         """Most blocks the request can ever hold: full prompt blocks once, the rest per sequence.

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key")
 
 
-class TimeLimits(Generic[Key]):
+class DeadlineQueue(Generic[Key]):
     """Keys with a time each. `due` is O(1) until the earliest known time has come, then O(keys) once."""
 
     def __init__(self) -> None:

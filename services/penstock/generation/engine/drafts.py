@@ -10,7 +10,7 @@ from penstock.common.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
-    from penstock.generation.core.step import DraftOrder
+    from penstock.generation.core.step import DraftRequest
 
 
 def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
@@ -21,13 +21,13 @@ def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
     return drafts
 
 
-def share_room(orders: Sequence[DraftOrder], room: int) -> list[DraftOrder]:
-    """The orders cut so that together they ask for at most `room` tokens; those with no share are left out."""
-    shared: list[DraftOrder] = []
-    for position, order in enumerate(orders):
-        tokens = min(order.num_tokens, max(room, 0) // (len(orders) - position))
+def share_room(requests: Sequence[DraftRequest], room: int) -> list[DraftRequest]:
+    """The requests cut so that together they ask for at most `room` tokens; those with no share are left out."""
+    shared: list[DraftRequest] = []
+    for position, request in enumerate(requests):
+        tokens = min(request.num_tokens, max(room, 0) // (len(requests) - position))
         if tokens:
-            shared.append(replace(order, num_tokens=tokens))
+            shared.append(replace(request, num_tokens=tokens))
             room -= tokens
     return shared
 

@@ -142,7 +142,7 @@ def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, 
             used=pool.num_used,
             free=pool.num_free - pool.num_evictable,
             evictable=pool.num_evictable,
-            reserve=config.watermark_blocks,
+            reserve=config.reserve_blocks,
             references=pool.num_references,
         ),
         last_step=_step(config, stats, scheduler),
@@ -160,14 +160,14 @@ def _groups(config: EngineConfig, queue: GroupQueue, now: float) -> tuple[GroupD
 def _group(config: EngineConfig, group: SequenceGroup, now: float) -> GroupDump:
     request, scheduled_at, sequences = group.request, group.report.scheduled_at, tuple(group.sequences)
     computable = {sequence.seq_id for sequence in group.computable}
-    in_step = group.in_step
+    all_ready = group.all_ready
 
     def waits_for(sequence: Sequence) -> str:
         if group.state is GroupState.WAITING:
             return "admission"
         if sequence.seq_id not in computable:
             return "leader"
-        return "step" if sequence.num_computed_tokens < group.target(sequence, in_step=in_step) else "others"
+        return "step" if sequence.num_computed_tokens < group.target(sequence, all_ready=all_ready) else "others"
 
     return GroupDump(
         request=request_key(request.request_id),

@@ -17,10 +17,10 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, RequestOutput
-from penstock.generation.engine.admission import check_request, output_limit
-from penstock.generation.engine.deadlines import TimeLimits
+from penstock.generation.engine.admission import check_capacity, output_limit
+from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.base import no_token_left
-from penstock.generation.engine.decoding.modes import make_strategy
+from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.group import GroupState, SequenceGroup
@@ -31,18 +31,16 @@ from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.stopping import StopCriteria
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import Request, SequenceFinish
+    from penstock.generation.core.request import Emission, Request, SequenceFinish
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import Drafter, DraftOrder, Runner, RunnerOutput, SampledToken, SchedulerOutput
+    from penstock.generation.core.step import Drafter, DraftRequest, Runner, RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
-    from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+    from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
     from penstock.generation.engine.trace_file import TraceFile
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
-
-StrategyFactory = Callable[["Request", StopCriteria, Callable[[], int]], "DecodingStrategy"]
 
 
 class Engine:
@@ -59,24 +57,24 @@ class Engine:
         runner: Runner,
         stop_text: TokenBytes | None,
         *,
-        strategy: StrategyFactory = make_strategy,
+        modes: ModeRegistry = MODES,
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         trace: TraceFile | None = None,
     ) -> None:
-        """`stop_text` None: requests with stop strings are refused. `clock` is that of Request's times."""
+        """`stop_text` None: no request may have stop strings. `clock` is that of Request's times."""
         self.config = config
         self.stats = EngineStats()
         self._runner = runner
         self._drafter = drafter
         self._stop_text = stop_text
-        self._strategy = strategy
+        self._modes = modes
         self._clock = clock
         self._scheduler = Scheduler(config, self.stats)
         self._trace = None if trace is None else StepTrace(config, trace, clock())
         self._groups: dict[str, SequenceGroup] = {}
-        self._deadlines: TimeLimits[SequenceGroup] = TimeLimits()
-        self._max_times: TimeLimits[SequenceGroup] = TimeLimits()
+        self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         # Groups with events that the caller has not got yet, in the order of the events.
         self._news: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
@@ -93,19 +91,19 @@ class Engine:
         return len(self._scheduler.waiting)
 
     def check(self, request: Request) -> None:
-        """Raise what makes `request` impossible; see `admission.check_request`. Safe on any thread."""
-        check_request(self.config, request, has_stop_text=self._stop_text is not None)
+        """Raise where `request` is too much for this engine; see `admission.check_capacity`. Safe on any thread."""
+        check_capacity(self.config, self._modes, request)
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raises as `check` does, ValueError for the id of a live request."""
-        self.check(request)
+        """Accept a request that `check` has let pass. Raises what its strategy finds wrong with its resumed ids, and
+        ValueError for the id of a live request."""
         if request.request_id in self._groups:
             raise ValueError("request id is live")
         criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
-        strategy = self._strategy(request, criteria, lambda: next(self._seq_ids))
-        sequences, settled = strategy.start()
+        strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
+        sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
-        group = SequenceGroup(request, strategy, RequestReport(request, self._clock, settled), key, sequences)
+        group = SequenceGroup(request, strategy, RequestReport(request, self._clock, preset_events), key, sequences)
         self._groups[request.request_id] = group
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(group)
@@ -277,17 +275,17 @@ class Engine:
         """
         if self._drafter is None:
             return False
-        asked = [(group, order) for group in groups for order in self._orders(group)]
+        asked = [(group, request) for group in groups for request in self._draft_requests(group)]
         if not asked:
             return False
         room = min(self.config.max_draft_rows, self.config.max_batch_tokens) - self._scheduler.num_running_sequences
-        orders = share_room([order for _, order in asked], room)
-        if not orders:
+        requests = share_room([request for _, request in asked], room)
+        if not requests:
             return False
-        owners = {order.sequence: group for group, order in asked}
+        owners = {request.sequence: group for group, request in asked}
         answers: dict[SequenceGroup, dict[Sequence, list[int]]] = {}
-        for order, tokens in zip(orders, self._drafter.draft(orders), strict=True):
-            answers.setdefault(owners[order.sequence], {})[order.sequence] = tokens
+        for request, tokens in zip(requests, self._drafter.draft(requests), strict=True):
+            answers.setdefault(owners[request.sequence], {})[request.sequence] = tokens
         for group, drafts in answers.items():
             try:
                 group.strategy.take_drafts(drafts)
@@ -295,9 +293,9 @@ class Engine:
                 self._fail(group, error)
         return True
 
-    def _orders(self, group: SequenceGroup) -> list[DraftOrder]:
+    def _draft_requests(self, group: SequenceGroup) -> list[DraftRequest]:
         try:
-            return group.strategy.draft_orders()
+            return group.strategy.draft_requests()
         except Exception as error:
             self._fail(group, error)
             return []

@@ -66,8 +66,8 @@ class SequenceGroup:
         sizes = Counter(sequence.family for sequence in self.sequences)
         self._unforked = {family for family, size in sizes.items() if size > 1}
         params = self.request.params
-        constrained_beams = params.beams is not None and self.request.grammar is not None
-        self._in_lockstep = len(sizes) > 1 or params.draws_together or constrained_beams
+        is_constrained = params.limits_tokens or self.request.grammar is not None
+        self._in_lockstep = len(sizes) > 1 or (params.mode.shares_constraint and is_constrained)
 
     @property
     def leaders(self) -> list[Sequence]:
@@ -103,14 +103,14 @@ class SequenceGroup:
         return self._in_lockstep
 
     @property
-    def in_step(self) -> bool:
+    def all_ready(self) -> bool:
         """Whether every sequence that goes in lockstep may be computed to its end. O(sequences), where some do."""
         return not self._in_lockstep or all(one.num_computed_tokens >= self.end(one) - 1 for one in self.computable)
 
-    def target(self, sequence: Sequence, *, in_step: bool) -> int:
-        """How far `sequence` may be computed now, given the group's `in_step`."""
+    def target(self, sequence: Sequence, *, all_ready: bool) -> int:
+        """How far `sequence` may be computed now, given the group's `all_ready`."""
         end = sequence.num_prompt_tokens if sequence.family in self._unforked else len(sequence.token_ids)
-        return end if in_step or sequence.num_computed_tokens >= end else end - 1
+        return end if all_ready or sequence.num_computed_tokens >= end else end - 1
 
     def drawing(self, sequence: Sequence, end: int) -> tuple[Sequence, ...]:
         """Who draws from the last row when `sequence` is computed up to `end`: those with nothing after it."""

@@ -26,11 +26,6 @@ class GroupQueue:
         return iter(self._groups)
 
     @property
-    def first(self) -> SequenceGroup:
-        """Who is served first. Raises IndexError when empty."""
-        return self._groups[0]
-
-    @property
     def last(self) -> SequenceGroup:
         """Who gives way first. Raises IndexError when empty."""
         return self._groups[-1]

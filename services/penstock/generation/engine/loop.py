@@ -73,9 +73,7 @@ class EngineLoop:
         # Accepted, but not yet in `_load`: on their way in, or added since the last step.
         self._num_unseen = 0
         self._load = engine.load()
-        self._draining = False
         self._stopping = False
-        self._idle_waiters: list[asyncio.Future[None]] = []
         # The thread's own: commands out of the inbox, and outputs of requests that failed on their way in.
         self._commands: deque[Callable[[], None]] = deque()
         self._refused: list[RequestOutput] = []
@@ -89,7 +87,7 @@ class EngineLoop:
         """Accept a request: from here on it gets exactly one FinishedOutput. Thread-safe, does not block.
 
         Raises what `Engine.check` raises, InvalidArgument DUPLICATE_REQUEST_ID, ResourceExhausted QUEUE_FULL,
-        Unavailable DRAINING or ENGINE_STOPPED.
+        Unavailable ENGINE_STOPPED.
         """
         self._engine.check(request)
         with self._condition:
@@ -144,30 +142,6 @@ class EngineLoop:
             load, unseen = self._load, self._num_unseen
         return load._replace(waiting_requests=load.waiting_requests + unseen) if unseen else load
 
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused for now."""
-        return self._draining
-
-    def drain(self) -> None:
-        """Refuse new requests (Unavailable DRAINING); live ones go on."""
-        with self._condition:
-            self._draining = True
-
-    def resume(self) -> None:
-        """Accept requests again."""
-        with self._condition:
-            self._draining = False
-
-    async def wait_idle(self) -> None:
-        """Return when no request is live and every output has been delivered. To be awaited on the event loop."""
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        with self._condition:
-            if not self._live:
-                return
-            self._idle_waiters.append(waiter)
-        await waiter
-
     def stop(self) -> None:
         """End every live request (UNAVAILABLE before its first token, ABORTED after it) and join the thread.
 
@@ -202,8 +176,6 @@ class EngineLoop:
     def _refuse_unless_open(self) -> None:
         if self._stopping:
             raise Unavailable("the engine has stopped", reason="ENGINE_STOPPED")
-        if self._draining:
-            raise Unavailable("the server is draining", reason="DRAINING")
 
     def _add(self, request: Request) -> None:
         """On the thread. What goes wrong with one request only now still ends in its one FinishedOutput."""
@@ -273,13 +245,6 @@ class EngineLoop:
             self._live.difference_update(finished)
             if outputs:
                 self._call_soon(self._deliver, load.step, outputs)
-            if finished and not self._live:
-                self._wake_idle_waiters()
-
-    def _wake_idle_waiters(self) -> None:
-        waiters, self._idle_waiters = self._idle_waiters, []
-        if waiters:
-            self._call_soon(_resolve, waiters)
 
     def _end(self, error: PenstockError | None) -> None:
         """The thread's last act: every command and every live request gets its answer."""
@@ -295,12 +260,6 @@ class EngineLoop:
         except RuntimeError:
             # Raised only when the event loop is closed: nobody is left to be told.
             _log.warning("engine outputs after the event loop was closed", exc_info=True)
-
-
-def _resolve(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
 
 
 def _fulfil(future: Future[Result], call: Callable[[Engine], Result], engine: Engine) -> None:

@@ -44,7 +44,7 @@ class SharedPrefixes:
         """Blocks that hold the start of a sequence with nothing computed. Acquires nothing."""
         return self._find(group, sequence, 0)
 
-    def adopt(self, group: SequenceGroup, sequence: Sequence) -> None:
+    def take_over_blocks(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Take over what others have computed, or are planned to, of what `sequence` is to compute next."""
         # With drafts, some row before the last is drawn from.
         if sequence.num_draft_tokens:
@@ -52,9 +52,9 @@ class SharedPrefixes:
         first = sequence.num_computed_tokens // self._block_size
         found = self._find(group, sequence, first)
         if found:
-            self._tables.adopt(sequence, first, found)
+            self._tables.take_over_blocks(sequence, first, found)
 
-    def is_coming(self, group: SequenceGroup, sequence: Sequence, num_blocks: int) -> bool:
+    def is_being_computed(self, group: SequenceGroup, sequence: Sequence, num_blocks: int) -> bool:
         """Whether an earlier group computes what `sequence` needs after its first `num_blocks` blocks in its next
         step: then it is better to wait. That group is in this step, so somebody always moves."""
         hashes = sequence.block_hashes
@@ -75,7 +75,7 @@ class SharedPrefixes:
             known_key = self._coming.get(hashes[filled], group.key)
             self._coming[hashes[filled]] = min(known_key, group.key)
 
-    def withdraw(self, group: SequenceGroup) -> None:
+    def forget_group(self, group: SequenceGroup) -> None:
         """`group` is preempted: what was planned for it will not be there."""
         self._planned = {key: planned for key, planned in self._planned.items() if planned.key != group.key}
         self._coming = {key: owner for key, owner in self._coming.items() if owner != group.key}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     PositionLogprobs,
     Purpose,
@@ -18,27 +18,26 @@ from penstock.generation.core.request import (
 
 if TYPE_CHECKING:
     from penstock.common.errors import PenstockError
-    from penstock.generation.core.request import Request
-    from penstock.generation.engine.decoding.base import Emission
+    from penstock.generation.core.request import Emission, Request
 
 
 class RequestReport:
     """Collects a request's events until the engine takes them at the end of the step."""
 
-    def __init__(self, request: Request, clock: Callable[[], float], settled: Iterable[Emission] = ()) -> None:
-        """`settled`: the first emissions, known from the start and sent with the first others."""
+    def __init__(self, request: Request, clock: Callable[[], float], preset_events: Iterable[Emission] = ()) -> None:
+        """`preset_events` are known from the start (a resumed sequence had ended) and sent with the first others."""
         self.request = request
         self.scheduled_at: float | None = None
         self.next_seq = 0
         self._clock = clock
-        self._settled = list(settled)
+        self._preset_events = list(preset_events)
         self._first_token_at: float | None = None
         self._cached_tokens = 0
         self._started = False
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._finishes: dict[int, SequenceFinish] = {}
         self._new_started: StartedOutput | None = None
-        self._new_deltas: list[DeltaOutput] = []
+        self._new_deltas: list[Emission] = []
         self._finished: FinishedOutput | None = None
         self.accepted_drafts = 0
         self.rejected_drafts = 0
@@ -78,27 +77,27 @@ class RequestReport:
         self._prompt_logprobs.extend(logprobs)
 
     def emit(self, emissions: Iterable[Emission]) -> None:
-        """Tell the caller; the first time, that the prompt is computed as well."""
+        """Number emissions and tell the caller of them; the first time, that the prompt is computed as well."""
         if not self._started:
             self._started = True
             self._new_started = StartedOutput(self._cached_tokens, self._whole_prompt(), self.healed)
             self._prompt_logprobs.clear()
-        for emission in (*self._settled, *emissions):
-            if emission.token_ids and self._first_token_at is None:
+        if self._preset_events:
+            emissions = [*self._preset_events, *emissions]
+            self._preset_events = []
+        for emission in emissions:
+            if self._first_token_at is None and emission.token_ids:
                 self._first_token_at = self._clock()
-            delta = DeltaOutput(
-                self.next_seq, emission.index, emission.token_ids, emission.logprobs, emission.finish, emission.tensors
-            )
+            emission.seq = self.next_seq
             self.next_seq += 1
-            self._new_deltas.append(delta)
+            self._new_deltas.append(emission)
             if emission.finish is not None:
                 self._finishes[emission.index] = emission.finish
-        self._settled.clear()
 
     def finish(self, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None) -> None:
         """The last word. `unfinished` are the sequences that were cut off."""
-        settled = (emission.finish for emission in self._settled if emission.finish is not None)
-        self._finishes.update({finish.index: finish for finish in (*settled, *unfinished)})
+        preset = (emission.finish for emission in self._preset_events if emission.finish is not None)
+        self._finishes.update({finish.index: finish for finish in (*preset, *unfinished)})
         finishes = tuple(self._finishes[index] for index in sorted(self._finishes))
         self._finished = FinishedOutput(
             sequences=finishes,

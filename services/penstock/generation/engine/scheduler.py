@@ -170,9 +170,9 @@ class Scheduler:
         prompts: Entries = []
         drafting: Entries = []
         for group in tuple(self.running):
-            in_step = group.in_step
+            all_ready = group.all_ready
             for sequence in group.computable:
-                target = group.target(sequence, in_step=in_step)
+                target = group.target(sequence, all_ready=all_ready)
                 remaining = target - sequence.num_computed_tokens
                 if remaining > 1:
                     entries = drafting if remaining == sequence.num_draft_tokens + 1 else prompts
@@ -213,8 +213,9 @@ class Scheduler:
             # Preempted meanwhile: nothing of it is computed any more.
             if group.state is not GroupState.RUNNING:
                 continue
-            self.prefixes.adopt(group, sequence)
-            if self.prefixes.is_coming(group, sequence, sequence.num_computed_tokens // self._config.block_size):
+            self.prefixes.take_over_blocks(group, sequence)
+            computed_blocks = sequence.num_computed_tokens // self._config.block_size
+            if self.prefixes.is_being_computed(group, sequence, computed_blocks):
                 deferred.append((group, sequence, target))
             else:
                 self._place_prompt(group, sequence, target, others=len(self.waiting) > 0 or position < len(prompts))
@@ -280,7 +281,7 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup) -> None:
         self._plan.remove(group)
-        self.prefixes.withdraw(group)
+        self.prefixes.forget_group(group)
         self.running.remove(group)
         self._give_back(group)
         group.restart()
@@ -306,19 +307,21 @@ class Scheduler:
                 self._plan.admission_stopped = HeldBack.SEQUENCES
                 return
             starts = [(leader, self.prefixes.find(group, leader)) for leader in leaders]
-            if any(self.prefixes.is_coming(group, leader, len(prefix)) for leader, prefix in starts):
+            if any(self.prefixes.is_being_computed(group, leader, len(prefix)) for leader, prefix in starts):
                 continue
             if not self._start(group, starts):
                 self._plan.admission_stopped = HeldBack.BLOCKS
                 return
-            in_step = group.in_step
+            all_ready = group.all_ready
             for leader in leaders:
-                self._place_prompt(group, leader, group.target(leader, in_step=in_step), others=len(self.waiting) > 0)
+                self._place_prompt(
+                    group, leader, group.target(leader, all_ready=all_ready), others=len(self.waiting) > 0
+                )
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
         """Move a waiting group to the running ones, on its leaders' prefixes; False: no room now."""
         left = self.pool.num_free - sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
-        if left < (self._config.watermark_blocks if len(self.running) else 0):
+        if left < (self._config.reserve_blocks if len(self.running) else 0):
             return False
         self.tables.start(starts)
         # Not a guide, whose prompt is another one.

@@ -83,11 +83,8 @@ class StepTrace:
             "lockstep": group.in_lockstep,
             "width": group.strategy.width,
         }
-        if params.beams is not None:
-            facts["beams"] = [params.beams.num_beams, params.beams.num_beam_groups]
-        if params.contrastive is not None:
-            facts["contrastive"] = params.contrastive.top_k
-        if params.guidance is not None:
+        facts["mode"] = [type(params.mode).__name__, dict(params.mode.sizes)]
+        if params.guidance.is_on:
             facts["guidance"] = len(params.guidance.negative_prompt_ids)
         self._widths[number] = group.strategy.width
         facts["sequences"] = [self._new(group, sequence) for sequence in group.sequences]

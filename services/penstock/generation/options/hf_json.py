@@ -121,7 +121,7 @@ def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
         check_possible(options, vocab_size, prefix="")
         # Whether a request that sets nothing could run.
         model = ServedModel("", vocab_size, max_context_tokens=vocab_size, num_layers=num_layers)
-        resolve_modes(options, model, RequestLimits(), options.num_return_sequences or 1)
+        resolve_modes(options, defaults, model, RequestLimits(), options.num_return_sequences or 1)
     except InvalidArgument as error:
         raise _broken(f"has an impossible value: {error.message}") from error
     ids = (*defaults.eos_token_ids, *(token_id for run in defaults.eos_sequences for token_id in run))

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.generation.core.modes import (
-    AssistanceOptions,
+    NO_GUIDANCE,
+    PLAIN,
     AssistantSchedule,
-    BeamOptions,
-    ContrastiveOptions,
-    DolaOptions,
+    DecodingMode,
     EarlyStopping,
     GuidanceOptions,
 )
+from penstock.generation.engine.decoding.assisted import AssistanceOptions
+from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
+from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.options.dola_layers import candidate_layers
-from penstock.generation.options.generate_options import RequestLimits, ServedModel
+from penstock.generation.options.generate_options import ModelDefaults, RequestLimits, ServedModel
 from penstock.generation.options.request_options import RequestedOptions
 
 DEFAULT_TOP_K = 50
@@ -28,37 +31,32 @@ DEFAULT_TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """What SamplingParams says of the mode."""
+    """Fields of SamplingParams that tell how tokens are decoded."""
 
     do_sample: bool
-    beams: BeamOptions | None = None
-    contrastive: ContrastiveOptions | None = None
-    assistance: AssistanceOptions | None = None
-    guidance: GuidanceOptions | None = None
-    dola: DolaOptions | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Greedy search or sampling, whatever extends them."""
-        return self.beams is None and self.contrastive is None
+    mode: DecodingMode
+    guidance: GuidanceOptions
 
 
-def resolve_modes(options: RequestedOptions, model: ServedModel, limits: RequestLimits, count: int) -> Modes:
+def resolve_modes(
+    options: RequestedOptions, defaults: ModelDefaults, model: ServedModel, limits: RequestLimits, count: int
+) -> Modes:
     """The mode of `options`, which hold the model's defaults too, for `count` returned sequences.
 
     Raises InvalidArgument for combinations that cannot be honoured, NotFound for an unknown assistant model.
     """
     do_sample = wants_sampling(options)
-    beams = _beams(options, do_sample, limits)
-    contrastive = None if beams is not None or do_sample else _contrastive(options, model)
-    modes = Modes(do_sample, beams, contrastive)
-    _check_count(modes, count)
-    assistance = _assistance(options, model, limits) if modes.is_plain else None
-    dola = _dola(options, model) if modes.is_plain and assistance is None else None
+    mode: DecodingMode | None = _beams(options, defaults, limits, do_sample, count)
+    if mode is None and not do_sample:
+        mode = _contrastive(options, model, count)
+    if mode is None:
+        if not do_sample:
+            _check_alone(count, "greedy")
+        mode = _assistance(options, limits) or _dola(options, model) or PLAIN
     guidance = _guidance(options, model)
-    if guidance is not None and (assistance is not None or not modes.is_plain):
+    if guidance.is_on and not mode.may_be_guided:
         raise InvalidArgument("config.guidance_scale", "must be 1 with beams, contrastive search or drafts")
-    return Modes(do_sample, beams, contrastive, assistance, guidance, dola)
+    return Modes(do_sample, mode, guidance)
 
 
 def wants_sampling(options: RequestedOptions) -> bool:
@@ -66,17 +64,15 @@ def wants_sampling(options: RequestedOptions) -> bool:
     return bool(options.do_sample) and options.warpers.temperature != 0
 
 
-def _check_count(modes: Modes, count: int) -> None:
-    field = "config.num_return_sequences"
-    if modes.beams is not None:
-        if count > modes.beams.num_beams:
-            raise InvalidArgument(field, "must be at most config.num_beams")
-    elif count > 1 and not modes.do_sample:
-        kind = "greedy" if modes.contrastive is None else "contrastive"
-        raise InvalidArgument(field, f"must be 1 while decoding is {kind}: the sequences would be equal")
+def _check_alone(count: int, kind: str) -> None:
+    if count > 1:
+        what = f"must be 1 while decoding is {kind}: the sequences would be equal"
+        raise InvalidArgument("config.num_return_sequences", what)
 
 
-def _beams(options: RequestedOptions, do_sample: bool, limits: RequestLimits) -> BeamOptions | None:
+def _beams(
+    options: RequestedOptions, defaults: ModelDefaults, limits: RequestLimits, do_sample: bool, count: int
+) -> BeamOptions | None:
     asked = options.beams
     num_beams, groups = asked.num_beams or 1, asked.num_beam_groups or 1
     diversity = asked.diversity_penalty or 0.0
@@ -90,12 +86,15 @@ def _beams(options: RequestedOptions, do_sample: bool, limits: RequestLimits) ->
         return None
     if groups > 1 or diversity:
         _check_groups(num_beams, groups, diversity, do_sample)
+    if count > num_beams:
+        raise InvalidArgument("config.num_return_sequences", "must be at most config.num_beams")
     return BeamOptions(
         num_beams,
         num_beam_groups=groups,
         diversity_penalty=diversity,
         length_penalty=1.0 if asked.length_penalty is None else asked.length_penalty,
         early_stopping=asked.early_stopping or EarlyStopping.FALSE,
+        pad_token_id=defaults.pad_token_id,
         constraints=constraints,
     )
 
@@ -124,15 +123,16 @@ def _check_groups(num_beams: int, groups: int, diversity: float, do_sample: bool
         raise InvalidArgument("config.diversity_penalty", "must be above 0, or the groups would be equal")
 
 
-def _contrastive(options: RequestedOptions, model: ServedModel) -> ContrastiveOptions | None:
+def _contrastive(options: RequestedOptions, model: ServedModel, count: int) -> ContrastiveOptions | None:
     top_k = options.warpers.top_k
     top_k = min(DEFAULT_TOP_K if top_k is None else top_k, model.vocab_size)
     if not options.penalty_alpha or top_k <= 1:
         return None
+    _check_alone(count, "contrastive")
     return ContrastiveOptions(options.penalty_alpha, top_k)
 
 
-def _assistance(options: RequestedOptions, model: ServedModel, limits: RequestLimits) -> AssistanceOptions | None:
+def _assistance(options: RequestedOptions, limits: RequestLimits) -> AssistanceOptions | None:
     asked = options.assistance
     lookup = asked.prompt_lookup_num_tokens or None
     if lookup is None and not asked.assistant_model:
@@ -169,10 +169,10 @@ def _dola(options: RequestedOptions, model: ServedModel) -> DolaOptions | None:
     return DolaOptions(candidate_layers(layers, model.num_layers, tied=model.tied_embeddings))
 
 
-def _guidance(options: RequestedOptions, model: ServedModel) -> GuidanceOptions | None:
+def _guidance(options: RequestedOptions, model: ServedModel) -> GuidanceOptions:
     scale, negative = options.guidance.guidance_scale, options.guidance.negative_prompt_ids
     if scale is None or scale == 1:
-        return None
+        return NO_GUIDANCE
     if negative is not None and len(negative) >= model.max_context_tokens:
         raise InvalidArgument(
             "config.negative_prompt_ids",

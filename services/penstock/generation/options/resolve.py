@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.common.errors import InvalidArgument
@@ -38,7 +38,7 @@ def resolve(command: GenerateCommand, defaults: ModelDefaults, model: ServedMode
     count = _or(options.num_return_sequences, 1)
     if count > limits.max_return_sequences:
         raise InvalidArgument("config.num_return_sequences", f"must be at most {limits.max_return_sequences}")
-    modes = resolve_modes(options, model, limits, count)
+    modes = resolve_modes(options, defaults, model, limits, count)
     if options.token_healing:
         _check_healing(command.output.prompt_logprobs, model)
     check_possible(options, model.vocab_size)
@@ -49,7 +49,8 @@ def resolve(command: GenerateCommand, defaults: ModelDefaults, model: ServedMode
         **(_warpers(options.warpers) if modes.do_sample else {}),
         **_processors(options.processors),
         **_ends(command, defaults),
-        **_modes(modes, defaults.pad_token_id),
+        "mode": modes.mode,
+        "guidance": modes.guidance,
         "token_healing": bool(options.token_healing),
         "seed": _resolve_seed(command),
         "num_return_sequences": count,
@@ -68,8 +69,7 @@ def resolve(command: GenerateCommand, defaults: ModelDefaults, model: ServedMode
 
 def _room(command: GenerateCommand, model: ServedModel, modes: Modes) -> int:
     """Tokens that the context has for output; a guided request's other branch must fit it as well."""
-    prompt, guidance = len(command.prompt_token_ids), modes.guidance
-    return model.max_context_tokens - (prompt if guidance is None else max(prompt, len(guidance.negative_prompt_ids)))
+    return model.max_context_tokens - max(len(command.prompt_token_ids), len(modes.guidance.negative_prompt_ids))
 
 
 def _open_ended(model: ServedModel, fields: dict[str, Any]) -> Callable[[int], int] | None:
@@ -121,16 +121,6 @@ def _processors(asked: RequestedProcessors) -> dict[str, Any]:
         watermark=asked.watermarking_config,
         renormalize_logits=asked.renormalize_logits,
         remove_invalid_values=asked.remove_invalid_values,
-    )
-
-
-def _modes(modes: Modes, pad_token_id: int | None) -> dict[str, Any]:
-    return _given(
-        beams=None if modes.beams is None else replace(modes.beams, pad_token_id=pad_token_id),
-        contrastive=modes.contrastive,
-        assistance=modes.assistance,
-        guidance=modes.guidance,
-        dola=modes.dola,
     )
 
 

@@ -33,11 +33,8 @@ def resolve_tensors(
     asked = frozenset(output.tensors)
     if not asked:
         return None
-    if params.beams is not None:
-        raise InvalidArgument(
-            f"output.{output.tensors[0]}",
-            "is not available with beam search: a returned sequence was drawn from the scores of several beams",
-        )
+    if params.mode.no_tensors:
+        raise InvalidArgument(f"output.{output.tensors[0]}", params.mode.no_tensors)
     wanted = TensorOutputs(
         scores="output_scores" in asked,
         logits="output_logits" in asked,

@@ -29,7 +29,14 @@ BEAM_ONLY: dict[str, tuple[object, ...]] = {
     "num_beam_groups": (1,),
     "diversity_penalty": (0.0,),
 }
-_DRAFT_MODEL_ONLY = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+_DRAFTING = (
+    "prompt_lookup_num_tokens",
+    "assistant_model",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+)
 # transformers 4.55.4 recommends it with DoLa.
 _DOLA_REPETITION_PENALTY = 1.2
 
@@ -57,51 +64,39 @@ def _sampling(given: dict[str, object], modes: Modes) -> Iterator[str]:
     if given.get("do_sample") and given.get("temperature") == 0:
         yield _no_effect("do_sample", "config.temperature = 0 means greedy")
     for name, silent in SAMPLING_ONLY.items():
-        if name == "top_k" and modes.contrastive is not None:
+        if name in modes.mode.uses:
             continue
         if name in given and given[name] not in silent:
             yield _no_effect(name, "nothing is sampled, set config.do_sample to sample")
 
 
 def _beams(given: dict[str, object], modes: Modes) -> Iterator[str]:
-    if modes.beams is not None:
-        return
     for name, silent in BEAM_ONLY.items():
-        if name in given and given[name] not in silent:
+        if name in given and name not in modes.mode.uses and given[name] not in silent:
             yield _no_effect(name, "it belongs to beam search, and num_beams is 1")
 
 
 def _extensions(given: dict[str, object], modes: Modes) -> Iterator[str]:
     """Contrastive search, DoLa, guidance."""
-    if given.get("penalty_alpha") and modes.contrastive is None:
+    uses = modes.mode.uses
+    if given.get("penalty_alpha") and "penalty_alpha" not in uses:
         yield _no_effect("penalty_alpha", "contrastive search needs one beam, no sampling and config.top_k above 1")
-    if "dola_layers" in given and modes.dola is None:
+    if "dola_layers" in given and "dola_layers" not in uses:
         yield _no_effect("dola_layers", "DoLa needs greedy search or sampling without drafts")
     penalty = given.get("repetition_penalty", 1.0)
-    if modes.dola is not None and isinstance(penalty, float) and penalty < _DOLA_REPETITION_PENALTY:
+    if "dola_layers" in uses and isinstance(penalty, float) and penalty < _DOLA_REPETITION_PENALTY:
         yield f"config.dola_layers: a config.repetition_penalty of at least {_DOLA_REPETITION_PENALTY} is recommended"
-    if "negative_prompt_ids" in given and modes.guidance is None:
+    if "negative_prompt_ids" in given and not modes.guidance.is_on:
         # The name of the oneof: right for the router's callers, who sent text, too.
         yield _no_effect("negative_prompt", "there is no guidance, set config.guidance_scale to other than 1")
 
 
 def _assistance(given: dict[str, object], modes: Modes) -> Iterator[str]:
-    drafts = modes.assistance
-    if drafts is None:
-        why = "there are no drafts, set config.assistant_model or config.prompt_lookup_num_tokens"
-        if not modes.is_plain:
-            why = "drafts need greedy search or sampling"
-            for name in ("prompt_lookup_num_tokens", "assistant_model"):
-                if given.get(name):
-                    yield _no_effect(name, why)
-        idle: tuple[str, ...] = (*_DRAFT_MODEL_ONLY, "max_matching_ngram_size")
-    elif drafts.uses_draft_model:
-        why, idle = "it belongs to prompt lookup", ("max_matching_ngram_size",)
-    else:
-        why, idle = "config.prompt_lookup_num_tokens is set and wins", ("assistant_model", *_DRAFT_MODEL_ONLY)
-    for name in idle:
-        if given.get(name) not in (None, ""):
-            yield _no_effect(name, why)
+    for name in _DRAFTING:
+        # A look-up of 0 tokens is none.
+        silent = (None, "", 0) if name == "prompt_lookup_num_tokens" else (None, "")
+        if name not in modes.mode.uses and given.get(name) not in silent:
+            yield _no_effect(name, modes.mode.no_drafts)
 
 
 def _ends(given: dict[str, object], has_eos: bool) -> Iterator[str]:

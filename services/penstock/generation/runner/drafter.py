@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.modes import PLAIN
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.block_pool import BlockPool
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.sampling_params import SamplingParams
-    from penstock.generation.core.step import DraftOrder, Runner, SampledToken
+    from penstock.generation.core.step import DraftRequest, Runner, SampledToken
 
 
 @dataclass(slots=True)
@@ -31,9 +32,9 @@ class _Shadow:
 
 @dataclass(slots=True)
 class _Draft:
-    """An order that is being filled."""
+    """A request that is being filled."""
 
-    order: DraftOrder
+    request: DraftRequest
     shadow: Sequence
     # Drafts still to draw; none: it is finished.
     num_left: int
@@ -81,12 +82,12 @@ class ModelDrafter:
         """Blocks of the draft pool that sequences hold."""
         return self._tables.pool.num_used
 
-    def draft(self, orders: Seq[DraftOrder]) -> list[list[int]]:
-        """See engine.step.Drafter. As many forward passes as the longest order asks for tokens, over all orders."""
-        for order in orders:
-            self._follow(order)
-        busy = {order.sequence.seq_id for order in orders}
-        drafts = [self._start(order, busy) for order in orders]
+    def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
+        """See engine.step.Drafter. As many forward passes as the longest request asks for tokens, over all requests."""
+        for request in requests:
+            self._follow(request)
+        busy = {request.sequence.seq_id for request in requests}
+        drafts = [self._start(request, busy) for request in requests]
         active = [draft for draft in drafts if draft is not None and draft.num_left > 0]
         active.sort(key=lambda draft: draft.num_missing)
         entries = self._catch_up(active)
@@ -94,7 +95,7 @@ class ModelDrafter:
             self._run(entries)
             active = [draft for draft in active if draft.num_left > 0 and draft.num_missing == 1]
             entries = [(draft, 1) for draft in active]
-        return [[] if draft is None else self._answer(draft.order) for draft in drafts]
+        return [[] if draft is None else self._answer(draft.request) for draft in drafts]
 
     def release(self, seq_ids: Seq[int]) -> None:
         """See engine.step.Drafter."""
@@ -111,12 +112,12 @@ class ModelDrafter:
         held = sum(len(shadow.sequence.block_table) for shadow in self._shadows.values())
         assert held == self._tables.pool.num_used, "blocks that no sequence holds"
 
-    def _follow(self, order: DraftOrder) -> None:
+    def _follow(self, request: DraftRequest) -> None:
         """Bring the shadow to the original's tokens; what was computed of other tokens is void."""
-        original = order.sequence
+        original = request.sequence
         shadow = self._shadows.get(original.seq_id)
         if shadow is None:
-            shadow = self._shadows[original.seq_id] = _Shadow(_new_shadow(order))
+            shadow = self._shadows[original.seq_id] = _Shadow(_new_shadow(request))
         self._shadows.move_to_end(original.seq_id)
         own = shadow.sequence
         # The row of the last token is needed for the first draft.
@@ -132,17 +133,17 @@ class ModelDrafter:
         shadow.num_settled = original.num_tokens
         own.grammar = None if original.grammar is None else original.grammar.copy()
 
-    def _start(self, order: DraftOrder, busy: set[int]) -> _Draft | None:
+    def _start(self, request: DraftRequest, busy: set[int]) -> _Draft | None:
         """Room for the drafts; None when there is none."""
-        own = self._shadows[order.sequence.seq_id].sequence
+        own = self._shadows[request.sequence.seq_id].sequence
         # The last draft is never computed.
-        num_drafts = min(order.num_tokens, self._max_context_tokens - own.num_tokens + 1)
+        num_drafts = min(request.num_tokens, self._max_context_tokens - own.num_tokens + 1)
         end = own.num_tokens + num_drafts - 1
         if num_drafts < 1 or not self._make_room(own, end, busy):
             self._forget(own.seq_id)
             return None
         self._tables.make_writable(own, end)
-        return _Draft(order, own, num_drafts)
+        return _Draft(request, own, num_drafts)
 
     def _make_room(self, own: Sequence, end: int, busy: set[int]) -> bool:
         """Forget idle sequences until `own` can be computed up to `end`; False when that is not enough."""
@@ -194,11 +195,11 @@ class ModelDrafter:
             return
         own.token_ids.append(drawn.token_id)
         # As transformers' ConfidenceCriteria: the token itself still counts.
-        if drawn.logprob is not None and math.exp(drawn.logprob) < draft.order.confidence_threshold:
+        if drawn.logprob is not None and math.exp(drawn.logprob) < draft.request.confidence_threshold:
             draft.num_left = 0
 
-    def _answer(self, order: DraftOrder) -> list[int]:
-        shadow = self._shadows[order.sequence.seq_id]
+    def _answer(self, request: DraftRequest) -> list[int]:
+        shadow = self._shadows[request.sequence.seq_id]
         return shadow.sequence.token_ids[shadow.num_settled :]
 
     def _forget(self, seq_id: int) -> None:
@@ -208,12 +209,12 @@ class ModelDrafter:
             self._released.append(seq_id)
 
 
-def _new_shadow(order: DraftOrder) -> Sequence:
-    original = order.sequence
+def _new_shadow(request: DraftRequest) -> Sequence:
+    original = request.sequence
     return Sequence(
         seq_id=original.seq_id,
         index=original.index,
-        params=_draft_params(original.params, order.confidence_threshold),
+        params=_draft_params(original.params, request.confidence_threshold),
         seed=original.seed,
         token_ids=[],
         num_prompt_tokens=original.num_prompt_tokens,
@@ -227,5 +228,5 @@ def _draft_params(params: SamplingParams, confidence_threshold: float) -> Sampli
         top_logprobs=0 if confidence_threshold > 0.0 else None,
         prompt_logprobs=None,
         tensors=None,
-        assistance=None,
+        mode=PLAIN,
     )

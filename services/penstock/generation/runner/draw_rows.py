@@ -67,7 +67,7 @@ class DrawRows:
                 found.scored.append((entry, first))
             if entry.sequence.draw.kind is DrawKind.EMBEDDING:
                 found.pooled.append((entry, first))
-            if entry.sequence.params.contrastive is not None:
+            if entry.sequence.params.mode.keeps_hidden_states:
                 found.remembered.append((entry, first))
         return found
 
@@ -91,9 +91,9 @@ class DrawRows:
             self.without_logits += drawers
             return
         # Who draws from one row is of one request.
-        if drawers[0].params.dola is not None:
-            has_grammar = drawers[0].grammar is not None
-            self.dola.append(DolaRow(len(self.rows), drawers[0].params.dola.layers, has_grammar))
+        layers = drawers[0].params.mode.early_exits
+        if layers:
+            self.dola.append(DolaRow(len(self.rows), layers, drawers[0].grammar is not None))
         if drawers[0].guide is not None:
             self.guided += range(len(self.sequences), len(self.sequences) + len(drawers))
         if drawers[0].params.tensors is not None and drawers[0].draw.kind is not DrawKind.GUIDE:

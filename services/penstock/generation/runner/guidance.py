@@ -23,7 +23,6 @@ def guide_rows(logits_NV: torch.Tensor, sequences: Seq[Sequence], guided: list[i
     for row in guided:
         guide, options = sequences[row].guide, sequences[row].params.guidance
         assert guide is not None, "a guided row has a guide"
-        assert options is not None, "a guided row has a scale"
         guides.append(row_of[guide.seq_id])
         scales.append(options.scale)
     scale_R1 = torch.tensor(scales, dtype=torch.float32, device=logits_NV.device)[:, None]

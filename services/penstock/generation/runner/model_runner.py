@@ -16,6 +16,7 @@ from penstock.generation.host.memory import trim_heap
 from penstock.generation.models.capture import joint
 from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
+from penstock.generation.runner.fast_path import FastPath, goes_on
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
 from penstock.generation.runner.guidance import guide_rows
 from penstock.generation.runner.hidden_states import HiddenHistories
@@ -68,6 +69,7 @@ class ModelRunner:
         self._histories = HiddenHistories()
         self._inputs = InputBatch(kv.block_size, model.device)
         self._sampler = Sampler(model.device, kernels)
+        self._fast_path = FastPath()
         self._masks = None if masks is None else GrammarMasks(masks)
         # What the next step may go on from.
         self._steady: SteadyDecode | None = None
@@ -101,9 +103,9 @@ class ModelRunner:
         # hidden_RI: of the rows that are drawn from, where no other is wanted.
         rows_R = None if draws.wants_all_of(num_rows) else self._index(draws.rows)
         num_results = num_rows if rows_R is None else len(draws.rows)
-        if exits is None and tensors is None and masks is None and self._wants_only_highest(draws, num_results):
+        if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
             hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R)
-            if drawn is not None and not draws.remembered and SteadyDecode.continues(output.scheduled):
+            if drawn is not None and goes_on(output.scheduled):
                 self._steady = SteadyDecode(output.scheduled, inputs.metadata, self._kv.block_size)
         else:
             hidden_RI = self._model.forward(
@@ -125,7 +127,7 @@ class ModelRunner:
     def release(self, seq_ids: Seq[int]) -> None:
         """See engine.step.Runner."""
         self._steady = None
-        for keeper in (self._inputs, self._sampler, self._pooling, self._histories):
+        for keeper in (self._inputs, self._sampler, self._fast_path, self._pooling, self._histories):
             keeper.release(seq_ids)
 
     @property
@@ -184,16 +186,6 @@ class ModelRunner:
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._kv.block_size)
-
-    def _wants_only_highest(self, draws: DrawRows, num_results: int) -> bool:
-        """Whether all rows that are computed to the end, `num_results`, are drawn from, greedily, and nothing else is
-        wanted of their logits: steps of plain requests."""
-        return (
-            self._model.can_draw
-            and 0 < len(draws.rows) == num_results
-            and not draws.guided
-            and self._sampler.wants_only_highest(draws.sequences)
-        )
 
     def _forward_and_draw(
         self, draws: DrawRows, inputs: ModelInputs, rows_R: torch.Tensor | None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.step import RunnerOutput, SampledToken
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class SteadyDecode:
     """Goes on after one step until a step is not of this kind. For models that `can_draw`."""
 
     def __init__(self, scheduled: Seq[ScheduledSequence], metadata: AttentionMetadata, block_size: int) -> None:
-        """After a step of these entries, which `continues` accepts."""
+        """After a step of these entries on the fast path, from which one `goes_on`."""
         self._block_size = block_size
         self._sequences = [entry.sequence for entry in scheduled]
         self._draws = [entry.sequence.draw for entry in scheduled]
@@ -40,20 +39,6 @@ class SteadyDecode:
         self._tables = np.pad(metadata.block_tables.numpy(), ((0, 0), (0, _SPARE_BLOCKS)))
         # The same memory.
         self._tables_SB = torch.from_numpy(self._tables)
-
-    @staticmethod
-    def continues(scheduled: Seq[ScheduledSequence]) -> bool:
-        """Whether every entry is one row that its own sequence draws a token from, and that nobody else does."""
-        return all(
-            entry.num_tokens == 1
-            and not entry.probes
-            and len(entry.sample) == 1
-            and entry.sample[0] is entry.sequence
-            and entry.sequence.draw.kind is DrawKind.TOKEN
-            # Which may be wanted of later steps only.
-            and entry.sequence.params.tensors is None
-            for entry in scheduled
-        )
 
     def step(self, output: SchedulerOutput, model: CausalLM, kv: KVCachePool) -> RunnerOutput | None:
         """The step, if it is the one after the last. None: it is not, or some row has no token. Nothing has been done

@@ -95,10 +95,6 @@ class SamplingBatch:
         # Row -> number of top logprobs, of the rows that asked for logprobs.
         self.num_top = {row: plan.num_top for row, plan in enumerate(plans) if plan.num_top is not None}
 
-        self.is_only_highest = all(state.wants_only_highest for state in states) and all(
-            kind is DrawKind.TOKEN for kind in self._kinds
-        )
-
         sampled = [states[row].sequence.params for row in self.sampled_rows]
         self.temperature = Temperature(sampled, device)
         self.top_k = TopK(sampled, device)

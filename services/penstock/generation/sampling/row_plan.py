@@ -53,7 +53,7 @@ class RowPlan:
         prepared = {kind: kind.prepare(params) for kind in kinds}
         has_other_warpers = any(kind.wants(params) for kind in OTHER_WARPERS)
         changes_warped = any(kind in LATE_PROCESSORS and not kind.is_argmax_invariant for kind in kinds)
-        is_short = params.beams is None and not has_other_warpers and not changes_warped
+        is_short = not has_other_warpers and not changes_warped
         return cls(
             params=params,
             processors=kinds,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.generation.core.draw import DrawKind
 from penstock.generation.sampling.batch import SamplingBatch
 from penstock.generation.sampling.beam_candidates import draw_candidates
 from penstock.generation.sampling.drawing import Drawing
@@ -59,7 +58,7 @@ class Sampler:
         `logits_NV` (fp32, contiguous) are consumed: the processors work in place. Raises FloatingPointError when the
         model produced a NaN.
         """
-        batch = self._batch_of(sequences)
+        batch = self.batch_of(sequences)
         positions_N = batch.positions()
         drawing = self._kernels.drawing(batch, logits_NV)
         self._process(drawing, batch, logits_NV, positions_N)
@@ -77,17 +76,6 @@ class Sampler:
             for row, token in draw_candidates(batch, logits_NV, self._kernels).items():
                 tokens[row] = token
         return tokens
-
-    def wants_only_highest(self, sequences: Seq[Sequence]) -> bool:
-        """Whether `sample` would give every one of these rows the id of its highest logit and nothing else, and change
-        no state."""
-        if all(sequence.origin is None for sequence in sequences):
-            return self._batch_of(sequences).is_only_highest
-        # A batch with probes is built for one step: not to find that it is of no use.
-        return all(
-            sequence.draw.kind is DrawKind.TOKEN and self._state_of(sequence.origin or sequence).wants_only_highest
-            for sequence in sequences
-        )
 
     @torch.inference_mode()
     def processed_scores(
@@ -125,7 +113,7 @@ class Sampler:
             if self._states.pop(seq_id, None) is not None:
                 self._batch = None
 
-    def _batch_of(self, sequences: Seq[Sequence]) -> SamplingBatch:
+    def batch_of(self, sequences: Seq[Sequence]) -> SamplingBatch:
         """The batch of these sequences: last step's when it was the same."""
         last = self._batch
         if last is not None and last.is_of(sequences):
@@ -134,6 +122,10 @@ class Sampler:
         # Probes live for one step, and nothing of them is kept.
         self._batch = batch if all(sequence.origin is None for sequence in sequences) else None
         return batch
+
+    def plan_of(self, sequence: Sequence) -> RowPlan:
+        """What the options of the sequence, or of the one that a probe is of, ask of the sampler."""
+        return self._state_of(sequence.origin or sequence).plan
 
     def _state_of(self, sequence: Sequence) -> SamplingState:
         origin = sequence.origin

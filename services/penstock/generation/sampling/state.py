@@ -44,11 +44,6 @@ class SamplingState:
         """Whether nothing changes a row of it between the model and the choice."""
         return self.plan.is_plain and self.sequence.grammar is None
 
-    @property
-    def wants_only_highest(self) -> bool:
-        """Whether a token that it draws is that of the highest logit, and nothing else is asked of the row."""
-        return self.leaves_scores_alone and self.plan.num_top is None
-
     def catch_up(self) -> None:
         """Follow the tokens that the sequence gained since the last draw: one in a steady decode."""
         if self.trackers:

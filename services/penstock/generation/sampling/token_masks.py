@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.core.modes import Rescue
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Seq
@@ -70,5 +72,5 @@ def _stuck(options: list[SamplingParams], highest_M: list[float]) -> list[int]:
     return [
         place
         for place, (params, highest) in enumerate(zip(options, highest_M, strict=True))
-        if highest == -np.inf and (params.beams is None or params.beams.num_beam_groups > 1 or id(params) not in alive)
+        if highest == -np.inf and (params.mode.rescue is not Rescue.TOGETHER or id(params) not in alive)
     ]

@@ -22,8 +22,9 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.registry import open_device
+from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.engine.decoding.capacity import most_output_tokens
+from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory, trim_heap
@@ -146,7 +147,7 @@ def _load(
     stages.end("warm_up")
     engine_config = _engine_config(config, kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
-    most_tokens = partial(most_output_tokens, engine_config)
+    most_tokens = partial(most_output_tokens, engine_config, MODES)
     served = _served(name, folder, model_config, context, has_token_bytes=token_bytes is not None)
     served = replace(served, assistant_model="" if draft is None else draft.name, max_output_tokens=most_tokens)
     # What reading and packing needed for a moment.

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 
 from penstock.common.errors import PenstockError, to_status
 from penstock.generation.core.request import (
-    DeltaOutput,
+    Emission,
     FinishedOutput,
     Logprob,
     PositionLogprobs,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.tensors import StepTensors, TensorData
     from penstock.generation.sampling.watermark_detector import WatermarkEvidence
 
-Event = StartedOutput | DeltaOutput | FinishedOutput
+Event = StartedOutput | Emission | FinishedOutput
 GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
@@ -141,7 +141,7 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
     params = request.params
     message.request_id = request.request_id
     message.model = model
-    message.generation_mode = common_pb2.GenerationMode.ValueType(params.mode.value)
+    message.generation_mode = common_pb2.GenerationMode.ValueType(params.generation_mode.value)
     message.seed = params.seed
     message.prompt_tokens = len(request.prompt_token_ids)
     message.cached_tokens = started.cached_tokens
@@ -152,7 +152,7 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
         message.healed_token_ids.append(token_id)
 
 
-def fill_delta(message: generation_pb2.TokenDelta, delta: DeltaOutput) -> None:
+def fill_delta(message: generation_pb2.TokenDelta, delta: Emission) -> None:
     """New tokens of one sequence. Filled in place: on the token path a copied message costs more than its fields."""
     message.seq = delta.seq
     message.index = delta.index
@@ -235,7 +235,7 @@ def add_event(response: SessionResponse, request: Request, model: str, event: Ev
     _fill(message, request, model, event)
 
 
-def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, DeltaOutput]]) -> None:
+def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, Emission]]) -> None:
     """Append one event of all deltas that are one token each, by the handles of their requests."""
     if tokens:
         columns = response.events.add().tokens
@@ -250,7 +250,7 @@ def add_error(response: SessionResponse, request_id: str, attempt_epoch: int, er
 
 
 def _fill(message: GenerateResponse | SessionEvent, request: Request, model: str, event: Event) -> None:
-    if isinstance(event, DeltaOutput):
+    if isinstance(event, Emission):
         fill_delta(message.delta, event)
     elif isinstance(event, StartedOutput):
         fill_started(message.started, request, model, event)

@@ -9,13 +9,15 @@ uses speculative sampling (Leviathan et al. 2023), which has the same distributi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import AssistanceOptions, AssistantSchedule
+from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode
+from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftOrder
-from penstock.generation.engine.decoding.base import Decision, Emission
-from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
+from penstock.generation.core.step import DraftRequest
+from penstock.generation.engine.decoding.base import Decision, ModeSpec
+from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling, blocks_needed, most_sequences
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
 from penstock.generation.engine.drafts import goes_on, until_end
 
@@ -28,6 +30,47 @@ if TYPE_CHECKING:
 
 # Prompt tokens that are indexed in one step, about 2 ms: a longer prompt begins to be looked up in some steps later.
 _INDEXED_AT_A_TIME = 4096
+_LOOKUP = frozenset({"prompt_lookup_num_tokens", "max_matching_ngram_size"})
+_DRAFT_MODEL = frozenset(
+    {"assistant_model", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AssistanceOptions(DecodingMode):
+    """Assisted generation: by prompt lookup when `prompt_lookup_num_tokens` is set, else by the served draft model."""
+
+    num_assistant_tokens: int = 20
+    schedule: AssistantSchedule = AssistantSchedule.CONSTANT
+    # Drafting stops at a token that the draft model gives less than this probability; 0: never.
+    confidence_threshold: float = 0.4
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int = 2
+
+    may_be_guided = False
+
+    @property
+    def uses_draft_model(self) -> bool:
+        """Whether drafts come from a model rather than from the prompt."""
+        return self.prompt_lookup_num_tokens is None
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """See DecodingMode."""
+        return _DRAFT_MODEL if self.uses_draft_model else _LOOKUP
+
+    @property
+    def no_drafts(self) -> str:
+        """See DecodingMode."""
+        return (
+            "it belongs to prompt lookup"
+            if self.uses_draft_model
+            else "config.prompt_lookup_num_tokens is set and wins"
+        )
+
+    def generation_mode(self, *, do_sample: bool) -> GenerationMode:
+        """See DecodingMode."""
+        return GenerationMode.ASSISTED_GENERATION
 
 
 class AssistedGeneration(ParallelSampling):
@@ -36,7 +79,8 @@ class AssistedGeneration(ParallelSampling):
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
         super().__init__(request, criteria, next_seq_id)
         params = request.params
-        self._options = params.assistance or AssistanceOptions()
+        assert isinstance(params.mode, AssistanceOptions), "the registry chooses by the options"
+        self._options = params.mode
         self._end_ids = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
         # Sequences that drew and lack drafts.
         self._ready: list[Sequence] = []
@@ -59,12 +103,12 @@ class AssistedGeneration(ParallelSampling):
                 self._draft(sequence, self._look_up(sequence))
         return decision
 
-    def draft_orders(self) -> list[DraftOrder]:
+    def draft_requests(self) -> list[DraftRequest]:
         if not self._options.uses_draft_model:
             return []
         threshold = self._options.confidence_threshold
-        orders = [DraftOrder(one, min(self._wanted(one), self._room(one)), threshold) for one in self._ready]
-        return [order for order in orders if order.num_tokens > 0]
+        requests = [DraftRequest(one, min(self._wanted(one), self._room(one)), threshold) for one in self._ready]
+        return [request for request in requests if request.num_tokens > 0]
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         for sequence, token_ids in drafts.items():
@@ -185,3 +229,6 @@ def _allowed(grammar: GrammarState, drafts: list[int]) -> tuple[list[int], list[
             break
         states.append(state)
     return drafts[: len(states) - 1], list(states)
+
+
+ASSISTED = ModeSpec(AssistanceOptions, AssistedGeneration, most_sequences, blocks_needed)

@@ -1,37 +1,28 @@
-"""What a decoding mode is: an object that turns drawn tokens into sequences that go on, fork or end."""
+"""Contracts of a decoding mode: a strategy, which turns drawn tokens into sequences that go on, fork or end; a spec."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import FinishReason, PositionLogprobs, SequenceFinish
+    from penstock.generation.core.modes import DecodingMode
+    from penstock.generation.core.request import Emission, FinishReason, Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import DraftOrder, SampledToken
-    from penstock.generation.core.tensors import StepTensors
+    from penstock.generation.core.step import DraftRequest, SampledToken
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.stopping import StopCriteria
 
 
 def no_token_left() -> InvalidArgument:
     """What a request ends with whose options have taken every token away."""
     what = "leaves no token to draw here: what one of its options allows, others forbid"
     return InvalidArgument("config", what, reason="NO_TOKEN_LEFT")
-
-
-@dataclass(slots=True)
-class Emission:
-    """Something the caller is told about returned sequence `index`; the engine numbers it."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[PositionLogprobs, ...] = ()
-    finish: SequenceFinish | None = None
-    # One entry per token, or none at all.
-    tensors: tuple[StepTensors | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,7 +64,7 @@ class DecodingStrategy(ABC):
 
     @abstractmethod
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """The first live sequences, and what is already settled (a resumed sequence that had ended)."""
+        """The first live sequences, and what is known already (a resumed sequence that had ended)."""
 
     @abstractmethod
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
@@ -84,13 +75,29 @@ class DecodingStrategy(ABC):
         are others than before (fewer: what they share beyond the prompt would be computed once for each)."""
         return None
 
-    def draft_orders(self) -> list[DraftOrder]:
+    def draft_requests(self) -> list[DraftRequest]:
         """What the draft model shall propose before the next step; asked after every `advance`."""
         return []
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:  # noqa: B027 (most have no drafts)
-        """The answers to `draft_orders`, by sequence; only the strategy of the orders is called."""
+        """The answers to `draft_requests`, by sequence; only the strategy that asked is called."""
 
     @abstractmethod
     def end(self, reason: FinishReason) -> list[Emission]:
         """The request ends now from outside: the last emission of every returned sequence that has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSpec:
+    """A decoding mode, as the registry in modes.py has it. Every mode's file ends with its own."""
+
+    # Its options and facts: requests whose `params.mode` is of this type are of this mode.
+    options: type[DecodingMode]
+    # Decodes a request. The last argument gives ids for new sequences.
+    strategy: Callable[[Request, StopCriteria, Callable[[], int]], DecodingStrategy]
+    # Most sequences of a request that are alive at once.
+    most_sequences: Callable[[SamplingParams], int]
+    # (sizes, options, prompt tokens, output tokens) -> most KV blocks that a request can ever hold.
+    blocks_needed: Callable[[EngineConfig, SamplingParams, int, int], int]
+    # Option that is to blame for a request with more sequences than run at once.
+    width_option: str = "num_return_sequences"

@@ -13,18 +13,43 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.modes import BeamOptions
-from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
-from penstock.generation.engine.decoding.beam_logprobs import Trail
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
+from penstock.generation.engine.decoding.beam_options import beam_options
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:
+    from penstock.generation.core.draw import Candidates
     from penstock.generation.core.request import Request
     from penstock.generation.core.step import SampledToken
     from penstock.generation.engine.decoding.hypotheses import Hypotheses, Hypothesis
     from penstock.generation.engine.stopping import StopCriteria, StopState
+
+
+class BeamLogprobs(NamedTuple):
+    """The logprobs of a beam's last token, and those before it, which it shares with the beams that it forked from."""
+
+    before: BeamLogprobs | None
+    last: PositionLogprobs
+
+    @classmethod
+    def of(cls, before: BeamLogprobs | None, drawn: SampledToken, token_id: int, score: float) -> BeamLogprobs:
+        """`score`: the processed score of the token."""
+        candidates = drawn.candidates
+        assert candidates is not None
+        top = drawn.logprobs.top if drawn.logprobs is not None else ()
+        chosen = Logprob(token_id, score - candidates.log_total, _rank(token_id, candidates, top))
+        return cls(before, PositionLogprobs(chosen, top))
+
+    def unrolled(self) -> tuple[PositionLogprobs, ...]:
+        """One entry per token, in order."""
+        entries = []
+        node: BeamLogprobs | None = self
+        while node is not None:
+            entries.append(node.last)
+            node = node.before
+        return tuple(reversed(entries))
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +61,7 @@ class Beam:
     score: float
     stop: StopState
     # Logprobs of its tokens; None: none yet, or nobody asked.
-    trail: Trail | None = None
+    logprobs: BeamLogprobs | None = None
 
     @property
     def output(self) -> tuple[int, ...]:
@@ -88,9 +113,7 @@ class BeamStrategy(DecodingStrategy):
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
         """Raises ValueError when the request has no beams."""
-        if request.params.beams is None:
-            raise ValueError("not a beam mode")
-        self.options: BeamOptions = request.params.beams
+        self.options = beam_options(request.params)
         self.criteria = criteria
         self._request = request
         self._next_seq_id = next_seq_id
@@ -155,15 +178,15 @@ class BeamStrategy(DecodingStrategy):
         going: set[Beam] = set()
         for extension in chosen:
             parent = extension.beam
-            trail = self.trail(extension, drawn)
+            known = self.logprobs(extension, drawn)
             if parent in going:
                 child = self._fork(parent.sequence)
                 decision.forks.append((parent.sequence, child))
-                grown.append(Beam(child, extension.score, parent.stop.copy(), trail))
+                grown.append(Beam(child, extension.score, parent.stop.copy(), known))
             else:
                 # Takes over the stop state as well: it is advanced only below, when all copies are made.
                 going.add(parent)
-                grown.append(Beam(parent.sequence, extension.score, parent.stop, trail))
+                grown.append(Beam(parent.sequence, extension.score, parent.stop, known))
         decision.dropped += [beam.sequence for beam in beams if beam not in going]
         for beam, extension in zip(grown, chosen, strict=True):
             beam.sequence.append(extension.token_id)
@@ -172,23 +195,23 @@ class BeamStrategy(DecodingStrategy):
 
     def close(self, hypotheses: Hypotheses, beam: Beam, reason: FinishReason) -> None:
         """Take an open beam as ended with its last token."""
-        logprobs = beam.trail.unrolled() if beam.trail is not None else ()
+        logprobs = beam.logprobs.unrolled() if beam.logprobs is not None else ()
         hypotheses.add(beam.output, beam.score, Stop(reason), logprobs)
 
     def conclude(
         self, hypotheses: Hypotheses, extension: Extension, stop: Stop, drawn: Mapping[Sequence, SampledToken]
     ) -> None:
         """Take an extension that ends its beam as ended."""
-        trail = self.trail(extension, drawn)
-        logprobs = trail.unrolled() if trail is not None else ()
+        known = self.logprobs(extension, drawn)
+        logprobs = known.unrolled() if known is not None else ()
         hypotheses.add((*extension.beam.output, extension.token_id), extension.score, stop, logprobs)
 
-    def trail(self, extension: Extension, drawn: Mapping[Sequence, SampledToken]) -> Trail | None:
+    def logprobs(self, extension: Extension, drawn: Mapping[Sequence, SampledToken]) -> BeamLogprobs | None:
         """Logprobs of the extended sequence, when the request wants them."""
         if self._request.params.top_logprobs is None:
             return None
         beam = extension.beam
-        return Trail.of(beam.trail, drawn[beam.sequence], extension.token_id, extension.token_score)
+        return BeamLogprobs.of(beam.logprobs, drawn[beam.sequence], extension.token_id, extension.token_score)
 
     @property
     def _returned(self) -> Iterable[int]:
@@ -233,3 +256,10 @@ def _extensions(beam: Beam, drawn: SampledToken) -> Iterator[Extension]:
 
 def _finish(index: int, token_ids: tuple[int, ...], stop: Stop, score: float | None) -> SequenceFinish:
     return SequenceFinish(index, stop.reason, len(token_ids), stop.token_id, stop.string, score)
+
+
+def _rank(token_id: int, candidates: Candidates, top: tuple[Logprob, ...]) -> int:
+    """0, for not known, where a constraint brought in a token that is neither a candidate nor listed."""
+    if token_id in candidates.token_ids:
+        return candidates.ranks[candidates.token_ids.index(token_id)]
+    return next((entry.rank for entry in top if entry.token_id == token_id), 0)

@@ -9,20 +9,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.request import FinishReason, Logprob, PositionLogprobs, SequenceFinish
+from penstock.generation.core.modes import DecodingMode, GenerationMode
+from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs, SequenceFinish
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission, no_token_left
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, ModeSpec, no_token_left
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.step import SampledToken
+    from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.stopping import StopCriteria
+
+
+@dataclass(frozen=True, slots=True)
+class ContrastiveOptions(DecodingMode):
+    """Contrastive search (Su et al. 2022; transformers 4.41). `top_k` candidates a step."""
+
+    penalty_alpha: float
+    top_k: int
+
+    # Every token's hidden state is compared with.
+    first_needed_row = 0
+    keeps_hidden_states = True
+    may_be_guided = False
+    uses = frozenset({"penalty_alpha", "top_k"})
+    no_drafts = "drafts need greedy search or sampling"
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """See DecodingMode."""
+        return {"penalty_alpha": self.penalty_alpha, "top_k": self.top_k}
+
+    def generation_mode(self, *, do_sample: bool) -> GenerationMode:
+        """See DecodingMode."""
+        return GenerationMode.CONTRASTIVE_SEARCH
 
 
 class ContrastiveSearch(DecodingStrategy):
@@ -32,8 +60,7 @@ class ContrastiveSearch(DecodingStrategy):
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
-        options = request.params.contrastive
-        assert options is not None, "chosen by the mode"
+        options = _options(request.params)
         self._request = request
         self._criteria = criteria
         self._next_seq_id = next_seq_id
@@ -179,3 +206,18 @@ class ContrastiveSearch(DecodingStrategy):
             stop_string=stop.string,
             cumulative_logprob=self._cumulative_logprob,
         )
+
+
+def _options(params: SamplingParams) -> ContrastiveOptions:
+    assert isinstance(params.mode, ContrastiveOptions), "the registry chooses by the options"
+    return params.mode
+
+
+def _blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
+    """Candidates share all but the block that each writes its one token to; the last token is computed, too."""
+    return config.blocks_needed(prompt_tokens, output_tokens + 1, 1) + _options(params).top_k - 1
+
+
+CONTRASTIVE = ModeSpec(
+    ContrastiveOptions, ContrastiveSearch, lambda params: _options(params).top_k, _blocks_needed, "top_k"
+)

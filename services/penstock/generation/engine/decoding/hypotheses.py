@@ -11,8 +11,8 @@ from penstock.generation.core.modes import EarlyStopping
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.generation.core.modes import BeamOptions
     from penstock.generation.core.request import PositionLogprobs
+    from penstock.generation.engine.decoding.beam_options import BeamOptions
     from penstock.generation.engine.stopping import Stop
 
 

@@ -1,45 +1,94 @@
-"""Which strategy serves a request."""
+"""The registry of the decoding modes.
+
+A mode is a file here: its options and facts (a DecodingMode), its strategy, and a ModeSpec that MODES lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.generation.core.modes import GenerationMode
 from penstock.generation.core.request import Purpose
-from penstock.generation.engine.decoding.assisted import AssistedGeneration
+from penstock.generation.engine.decoding.assisted import ASSISTED
+from penstock.generation.engine.decoding.base import ModeSpec
+from penstock.generation.engine.decoding.beam_options import BeamOptions, beam_options, beam_width, beams_blocks_needed
 from penstock.generation.engine.decoding.beam_search import BeamSearch
 from penstock.generation.engine.decoding.constrained_beam import ConstrainedBeamSearch
-from penstock.generation.engine.decoding.contrastive import ContrastiveSearch
-from penstock.generation.engine.decoding.embedding import Embedding
+from penstock.generation.engine.decoding.contrastive import CONTRASTIVE
 from penstock.generation.engine.decoding.group_beam import GroupBeamSearch
-from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling
-from penstock.generation.engine.decoding.scoring import Scoring
+from penstock.generation.engine.decoding.parallel_sampling import DOLA, PLAIN_SPEC
+from penstock.generation.engine.decoding.single_pass import Embedding, Scoring
 from penstock.generation.engine.decoding.token_healing import TokenHealing
 
 if TYPE_CHECKING:
+    from penstock.generation.core.modes import DecodingMode
     from penstock.generation.core.request import Request
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import DecodingStrategy
     from penstock.generation.engine.stopping import StopCriteria
 
-_MODES: dict[GenerationMode, Callable[[Request, StopCriteria, Callable[[], int]], DecodingStrategy]] = {
-    GenerationMode.GREEDY_SEARCH: ParallelSampling,
-    GenerationMode.SAMPLE: ParallelSampling,
-    GenerationMode.BEAM_SEARCH: BeamSearch,
-    GenerationMode.BEAM_SAMPLE: BeamSearch,
-    GenerationMode.GROUP_BEAM_SEARCH: GroupBeamSearch,
-    GenerationMode.CONSTRAINED_BEAM_SEARCH: ConstrainedBeamSearch,
-    GenerationMode.DOLA_GENERATION: ParallelSampling,
-    GenerationMode.CONTRASTIVE_SEARCH: ContrastiveSearch,
-    GenerationMode.ASSISTED_GENERATION: AssistedGeneration,
-}
+
+class ModeRegistry:
+    """Finds the spec of a request's mode. An engine has one; it never changes."""
+
+    def __init__(self, specs: Iterable[ModeSpec]) -> None:
+        """Of two specs for the same options the later counts."""
+        self._specs: dict[type[DecodingMode], ModeSpec] = {spec.options: spec for spec in specs}
+
+    def __iter__(self) -> Iterator[ModeSpec]:
+        return iter(self._specs.values())
+
+    def with_spec(self, spec: ModeSpec) -> ModeRegistry:
+        """A registry that has `spec` as well."""
+        return ModeRegistry((*self._specs.values(), spec))
+
+    def named(self, name: str, sizes: Mapping[str, float]) -> DecodingMode:
+        """The mode whose options' type is called `name`, with these `sizes`. Raises ValueError for none of them."""
+        for options in self._specs:
+            if options.__name__ == name:
+                return options(**sizes)
+        raise ValueError(f"no decoding mode has options of type {name}")
+
+    def of(self, params: SamplingParams) -> ModeSpec:
+        """The spec of the mode of `params`. Raises ValueError for a mode that is not registered."""
+        spec = self._specs.get(type(params.mode))
+        if spec is None:
+            raise ValueError(f"no decoding mode has options of type {type(params.mode).__name__}")
+        return spec
+
+    def make_strategy(
+        self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]
+    ) -> DecodingStrategy:
+        """What decodes the request; its mode's strategy unless its prompt is scored, embedded or healed first."""
+        if request.purpose is not Purpose.GENERATE:
+            return (Scoring if request.purpose is Purpose.SCORE else Embedding)(request, criteria, next_seq_id)
+        strategy = self.of(request.params).strategy
+        if request.token_healing is None:
+            return strategy(request, criteria, next_seq_id)
+        return TokenHealing(
+            request, request.token_healing, lambda healed: strategy(healed, criteria, next_seq_id), next_seq_id
+        )
+
+    def most_sequences(self, params: SamplingParams) -> int:
+        """Most sequences of a request that are alive at once."""
+        return self.of(params).most_sequences(params)
+
+    def blocks_needed(
+        self, config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int
+    ) -> int:
+        """Most KV blocks that a request can ever hold."""
+        return self.of(params).blocks_needed(config, params, prompt_tokens, output_tokens)
 
 
-def make_strategy(request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> DecodingStrategy:
-    """The strategy of the request's purpose and mode."""
-    if request.purpose is not Purpose.GENERATE:
-        return (Scoring if request.purpose is Purpose.SCORE else Embedding)(request, criteria, next_seq_id)
-    if request.healing is None:
-        return _MODES[request.params.mode](request, criteria, next_seq_id)
-    mode = _MODES[request.params.mode]
-    return TokenHealing(request, request.healing, lambda healed: mode(healed, criteria, next_seq_id), next_seq_id)
+def _beam_strategy(request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> DecodingStrategy:
+    """The search that the options of the beams tell of."""
+    options = beam_options(request.params)
+    if options.constraints:
+        return ConstrainedBeamSearch(request, criteria, next_seq_id)
+    return (GroupBeamSearch if options.num_beam_groups > 1 else BeamSearch)(request, criteria, next_seq_id)
+
+
+# The beam modes have one set of options, and so one spec.
+BEAMS = ModeSpec(BeamOptions, _beam_strategy, beam_width, beams_blocks_needed, "num_beams")
+MODES = ModeRegistry((PLAIN_SPEC, DOLA, ASSISTED, BEAMS, CONTRASTIVE))

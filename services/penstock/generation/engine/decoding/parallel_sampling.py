@@ -6,22 +6,40 @@ With classifier-free guidance each has a guide, which gets the same output and l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import InvalidArgument
+from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.grammar import GrammarError
-from penstock.generation.core.request import FinishReason, SequenceFinish
+from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, DecodingMode, GenerationMode
+from penstock.generation.core.request import Emission, FinishReason, SequenceFinish
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
-from penstock.generation.engine.decoding.guidance import new_guide
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, ModeSpec
 from penstock.generation.engine.stopping import Stop
 
 if TYPE_CHECKING:
     from penstock.generation.core.request import Request
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.step import SampledToken
+    from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.stopping import StopCriteria, StopState
+
+# Unconditional branches of one request begin with the same negative prompt, and so are a family of their own.
+_GUIDE_FAMILY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DolaOptions(DecodingMode):
+    """DoLa (Chuang et al. 2023): layers whose early exits are contrasted with the last, resolved to numbers."""
+
+    early_exits: tuple[int, ...] = ()
+    uses = frozenset({"dola_layers"})
+
+    def generation_mode(self, *, do_sample: bool) -> GenerationMode:
+        """See DecodingMode."""
+        return GenerationMode.DOLA_GENERATION
 
 
 @dataclass(slots=True)
@@ -57,11 +75,11 @@ class ParallelSampling(DecodingStrategy):
 
     @property
     def width(self) -> int:
-        return len(self._tracks) if self._request.params.guidance is None else 2 * len(self._tracks)
+        return len(self._tracks) * _branches(self._request.params)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
         """Raises InvalidArgument when resumed ids go on after their own end."""
-        settled: list[Emission] = []
+        preset_events: list[Emission] = []
         for index in range(self._request.params.num_return_sequences):
             track = self._new_track(index)
             resumed = self._request.resumed_token_ids[index] if self._request.resumed_token_ids else []
@@ -69,8 +87,8 @@ class ParallelSampling(DecodingStrategy):
             if stop is None:
                 self._tracks[track.sequence] = track
             else:
-                settled.append(Emission(index, (), (), self._finish(track, stop)))
-        return [one for track in self._tracks.values() for one in track.sequences], settled
+                preset_events.append(Emission(index, (), (), self._finish(track, stop)))
+        return [one for track in self._tracks.values() for one in track.sequences], preset_events
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         decision = Decision()
@@ -110,7 +128,7 @@ class ParallelSampling(DecodingStrategy):
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
-            guide=None if request.params.guidance is None else new_guide(request, index, self._next_seq_id()),
+            guide=_new_guide(request, index, self._next_seq_id()) if request.params.guidance.is_on else None,
         )
         return Track(sequence, self._criteria.new_state(), None if request.params.top_logprobs is None else 0.0)
 
@@ -150,3 +168,45 @@ def _emission(index: int, tokens: tuple[SampledToken, ...], finish: SequenceFini
     found = tuple(token.logprobs for token in tokens if token.logprobs is not None)
     has_tensors = any(token.tensors is not None for token in tokens)
     return Emission(index, token_ids, found, finish, tuple(token.tensors for token in tokens) if has_tensors else ())
+
+
+def _branches(params: SamplingParams) -> int:
+    """Sequences that are computed for a returned one: itself, and with guidance its unconditional branch."""
+    return 2 if params.guidance.is_on else 1
+
+
+def _new_guide(request: Request, index: int, seq_id: int) -> Sequence:
+    """The unconditional branch of returned sequence `index`, before any output. Without a negative prompt it starts
+    from the last prompt token, as in transformers."""
+    prompt = list(request.params.guidance.negative_prompt_ids) or request.prompt_token_ids[-1:]
+    return Sequence(
+        seq_id=seq_id,
+        index=index,
+        # Nothing is drawn from it and nobody sees its rows: it is the plain model over its tokens.
+        params=replace(
+            request.params, mode=PLAIN, guidance=NO_GUIDANCE, tensors=None, top_logprobs=None, prompt_logprobs=None
+        ),
+        seed=0,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        draw=DrawSpec(DrawKind.GUIDE),
+        family=_GUIDE_FAMILY,
+    )
+
+
+def most_sequences(params: SamplingParams) -> int:
+    """See ModeSpec."""
+    return params.num_return_sequences * _branches(params)
+
+
+def blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
+    """See ModeSpec."""
+    count = params.num_return_sequences
+    needed = config.blocks_needed(prompt_tokens, output_tokens, count)
+    if params.guidance.is_on:
+        needed += config.blocks_needed(max(len(params.guidance.negative_prompt_ids), 1), output_tokens, count)
+    return needed
+
+
+PLAIN_SPEC = ModeSpec(DecodingMode, ParallelSampling, most_sequences, blocks_needed)
+DOLA = ModeSpec(DolaOptions, ParallelSampling, most_sequences, blocks_needed)

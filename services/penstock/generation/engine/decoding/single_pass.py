@@ -1,16 +1,19 @@
-"""What scoring and embedding share: one sequence, computed once and dropped; no token is drawn or told of."""
+"""Scoring and embedding: one sequence, computed once and dropped; no token is drawn or told of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.core.draw import DrawKind, DrawSpec
+from penstock.generation.core.request import Emission
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import FinishReason
-    from penstock.generation.core.sequence import Sequence
+    from penstock.generation.core.request import FinishReason, Request
     from penstock.generation.core.step import SampledToken
+    from penstock.generation.engine.stopping import StopCriteria
 
 
 class SinglePass(DecodingStrategy):
@@ -33,3 +36,41 @@ class SinglePass(DecodingStrategy):
 
     def end(self, reason: FinishReason) -> list[Emission]:
         return []
+
+
+class Scoring(SinglePass):
+    """Log-probabilities of a given continuation, which are collected by the request's report and sent with Started, as
+    prompt logprobs are. The last token is only looked up in the row before it, never computed."""
+
+    def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
+        *token_ids, last = request.prompt_token_ids
+        super().__init__(
+            Sequence(
+                seq_id=next_seq_id(),
+                index=0,
+                params=request.params,
+                seed=0,
+                token_ids=token_ids,
+                num_prompt_tokens=len(token_ids),
+                draw=DrawSpec(DrawKind.NOTHING),
+                next_token_id=last,
+            )
+        )
+
+
+class Embedding(SinglePass):
+    """The mean of the final hidden states. The runner sums the rows as they are computed, so none may come from the
+    prefix cache (Request.first_needed_row = 0)."""
+
+    def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
+        super().__init__(
+            Sequence(
+                seq_id=next_seq_id(),
+                index=0,
+                params=request.params,
+                seed=0,
+                token_ids=list(request.prompt_token_ids),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                draw=DrawSpec(DrawKind.EMBEDDING),
+            )
+        )

@@ -11,14 +11,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.modes import PLAIN, DecodingMode
+from penstock.generation.core.request import Emission
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.engine.decoding.base import Decision, DecodingStrategy, Emission
+from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 
 if TYPE_CHECKING:
-    from penstock.generation.core.request import FinishReason, HealingOptions, Request
-    from penstock.generation.core.step import DraftOrder, SampledToken
+    from penstock.generation.core.request import FinishReason, Request, TokenHealingOptions
+    from penstock.generation.core.step import DraftRequest, SampledToken
 
+
+class _Keeping(DecodingMode):
+    """Greedy search of which the runner keeps the hidden states, since the request's own mode needs them."""
+
+    __slots__ = ()
+    keeps_hidden_states = True
+
+
+_KEEPING = _Keeping()
 # What favours the token that stood there, as in transformers: "http" rather than "https".
 _FAVOUR = 1.0
 
@@ -29,7 +40,7 @@ class TokenHealing(DecodingStrategy):
     def __init__(
         self,
         request: Request,
-        healing: HealingOptions,
+        healing: TokenHealingOptions,
         make: Callable[[Request], DecodingStrategy],
         next_seq_id: Callable[[], int],
     ) -> None:
@@ -54,8 +65,8 @@ class TokenHealing(DecodingStrategy):
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
         """Raises what the request's own strategy raises."""
-        sequences, settled = self._strategy.start()
-        return [self._healer] if sequences and self._healer is not None else [], settled
+        sequences, preset_events = self._strategy.start()
+        return [self._healer] if sequences and self._healer is not None else [], preset_events
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         if self._healer is None:
@@ -65,8 +76,8 @@ class TokenHealing(DecodingStrategy):
     def restarted(self) -> list[Sequence] | None:
         return self._strategy.restarted() if self._healer is None else None
 
-    def draft_orders(self) -> list[DraftOrder]:
-        return self._strategy.draft_orders() if self._healer is None else []
+    def draft_requests(self) -> list[DraftRequest]:
+        return self._strategy.draft_requests() if self._healer is None else []
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         self._strategy.take_drafts(drafts)
@@ -78,7 +89,7 @@ class TokenHealing(DecodingStrategy):
         """The request on its healed prompt; nothing of the prompt but the last token is computed again."""
         self._healer = None
         prompt = [*self._request.prompt_token_ids[:-1], token_id]
-        self._strategy = self._make(replace(self._request, prompt_token_ids=prompt, healing=None))
+        self._strategy = self._make(replace(self._request, prompt_token_ids=prompt, token_healing=None))
         sequences, _ = self._strategy.start()
         heir = min((one for one in sequences if one.family == 0), key=lambda one: len(one.token_ids))
         return Decision(
@@ -89,11 +100,11 @@ class TokenHealing(DecodingStrategy):
         )
 
 
-def _params(request: Request, healing: HealingOptions) -> SamplingParams:
+def _params(request: Request, healing: TokenHealingOptions) -> SamplingParams:
     """Greedy among the extensions. What the runner keeps of prompts for the request's own mode is kept here, too."""
     return SamplingParams(
         max_new_tokens=1,
         allowed_token_ids=healing.token_ids,
         logit_bias={request.prompt_token_ids[-1]: _FAVOUR},
-        contrastive=request.params.contrastive,
+        mode=_KEEPING if request.params.mode.keeps_hidden_states else PLAIN,
     )

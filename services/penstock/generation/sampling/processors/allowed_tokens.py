@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self, cast
 import numpy as np
 import torch
 
+from penstock.generation.core.modes import Rescue
 from penstock.generation.sampling.ops.places import id_array, only
 from penstock.generation.sampling.processors.base import LogitsProcessor
 from penstock.generation.sampling.trackers import Tracker
@@ -146,6 +147,7 @@ def _keep_only(scores_NV: torch.Tensor, rows: Seq[int], states: Seq[RowState], a
             alive.add(id(state.sequence.params))
     for row, kept_A, state in dead:
         # All sequences of a request hold the same options.
-        beams = state.sequence.params.beams
-        if beams is None or (beams.num_beam_groups == 1 and id(state.sequence.params) not in alive):
+        params = state.sequence.params
+        rescue = params.mode.rescue
+        if rescue is Rescue.EACH or (rescue is Rescue.TOGETHER and id(params) not in alive):
             scores_NV[row, kept_A] = 0.0

@@ -111,9 +111,9 @@ class Warper(ABC):
 
 
 def min_tokens_to_keep(params: SamplingParams) -> int:
-    """How many tokens a warper leaves at least: 1, or under beams one more than there are eos ids, as transformers
-    does, so that a beam can go on."""
-    return 1 if params.beams is None else max(len(params.eos_token_ids), 1) + 1
+    """Tokens that a warper leaves at least: 1, or one more than there are end-of-sequence ids where a sequence must be
+    able to go on (transformers' beams)."""
+    return max(len(params.eos_token_ids), 1) + 1 if params.mode.keeps_more_than_ends else 1
 
 
 def log_total(scores_V: torch.Tensor) -> float:

@@ -27,12 +27,12 @@ class HammingDiversity(LogitsProcessor):
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
-        return params.beams is not None and params.beams.diversity_penalty > 0.0
+        return params.mode.diversity_penalty > 0.0
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         for row, sequence in self._rows:
-            taken, beams = sequence.draw.taken_ids, sequence.params.beams
-            if taken and beams is not None:
+            taken = sequence.draw.taken_ids
+            if taken:
                 index_E = torch.tensor(taken, dtype=torch.int64, device=scores_NV.device)
-                penalty = min(beams.diversity_penalty, LARGEST_SCORE)
+                penalty = min(sequence.params.mode.diversity_penalty, LARGEST_SCORE)
                 scores_NV[row].index_add_(0, index_E, torch.full_like(index_E, penalty, dtype=torch.float32), alpha=-1)

@@ -1,0 +1,74 @@
+"""Options and facts of the beam modes, and what they may take of batch and pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.generation.core.modes import DecodingMode, EarlyStopping, GenerationMode, Rescue
+
+if TYPE_CHECKING:
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions(DecodingMode):
+    """Beam search, beam sampling, group beam search and constrained beam search."""
+
+    num_beams: int
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+    # Group beam search: what a group that is done counts as, for the diversity penalty of the others. None: the first
+    # end-of-sequence id, as in transformers.
+    pad_token_id: int | None = None
+    # Constrained beam search: every one must be met by one of its alternatives, a phrase being its only alternative.
+    constraints: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+    streams = False
+    shares_constraint = True
+    keeps_more_than_ends = True
+    may_be_guided = False
+    no_tensors = "is not available with beam search: a returned sequence was drawn from the scores of several beams"
+    uses = frozenset({"length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"})
+    no_drafts = "drafts need greedy search or sampling"
+
+    @property
+    def rescue(self) -> Rescue:
+        """See DecodingMode. Groups are 4.41.1's, where allowed tokens do not come in spite of the other options."""
+        return Rescue.TOGETHER if self.num_beam_groups == 1 else Rescue.GRAMMAR_ONLY
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """See DecodingMode."""
+        return {"num_beams": self.num_beams, "num_beam_groups": self.num_beam_groups}
+
+    def generation_mode(self, *, do_sample: bool) -> GenerationMode:
+        """See DecodingMode."""
+        if self.constraints:
+            return GenerationMode.CONSTRAINED_BEAM_SEARCH
+        if self.num_beam_groups > 1:
+            return GenerationMode.GROUP_BEAM_SEARCH
+        return GenerationMode.BEAM_SAMPLE if do_sample else GenerationMode.BEAM_SEARCH
+
+
+def beam_options(params: SamplingParams) -> BeamOptions:
+    """The options of a request in a beam mode. Raises ValueError for another one's."""
+    if not isinstance(params.mode, BeamOptions):
+        raise ValueError("not a beam mode")
+    return params.mode
+
+
+def beam_width(params: SamplingParams) -> int:
+    """See ModeSpec."""
+    return beam_options(params).num_beams
+
+
+def beams_blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
+    """See ModeSpec. Each later group computes the prompt's last token again, into a block of its own."""
+    options = beam_options(params)
+    needed = config.blocks_needed(prompt_tokens, output_tokens, options.num_beams)
+    return needed + (options.num_beam_groups - 1 if prompt_tokens % config.block_size == 0 else 0)
