@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,12 +21,16 @@ from factories.generation import (
 )
 from factories.step_gate import held_after
 from penstock.common.errors import InvalidArgument, from_rpc_error
+from penstock.generation.app import GenerationApp
+from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.dump import request_key
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.v1 import admin_pb2, generation_pb2_grpc
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from tools.replay import Trace, first_difference
+from tools._recorded import Trace
+from tools.replay import first_difference
 
 # Of the checkpoint's ids, in no length, count or hash of these tests.
 CANARY = 3917
@@ -153,6 +158,21 @@ async def test_no_status_line_when_it_is_off(folder: Path) -> None:
             await client.generate(request())
             await asyncio.sleep(0.1)
     assert not [log for log in logs if log["event"] == "status"]
+
+
+async def test_a_signal_while_the_model_loads_ends_nothing(folder: Path) -> None:
+    config = GenerationServiceConfig(model=str(folder), kv_memory="8MiB", threads=1, tune_seconds=0.0)
+    app = GenerationApp(config, CollectorRegistry())
+    with capture_logs() as logs:
+        loading = asyncio.create_task(app.start())
+        # Its first step takes the signal, before it begins to load.
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await loading
+        await app.close()
+    assert [log["event"] for log in logs if "state" in log["event"] or "still" in log["event"]] == [
+        "the model is still loading"
+    ]
 
 
 def records(process: stack.Process, event: str) -> list[dict[str, Any]]:
