@@ -117,7 +117,7 @@ class RecordedStrategy(DecodingStrategy):
 
     @property
     def holds_draws(self) -> bool:
-        """Whether it waits for draws of other sequences."""
+        """True: it waits for draws of other sequences."""
         return bool(self._drawn)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
@@ -302,7 +302,7 @@ def _by_sequence(facts: Line, script: Iterable[Line]) -> dict[int, deque[Line]] 
 
 
 def params_of(facts: Line) -> SamplingParams:
-    """What the scheduler and the checks of admission look at."""
+    """Options that the scheduler and the checks of admission look at."""
     beams = BeamOptions(*facts["beams"]) if "beams" in facts else None
     guidance = GuidanceOptions(1.0, (0,) * facts["guidance"]) if "guidance" in facts else None
     return SamplingParams(

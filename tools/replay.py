@@ -99,7 +99,7 @@ class Replay:
 
 
 def _numbers(facts: Line, script: Iterable[Line]) -> Iterable[int]:
-    """Of all sequences that a request ever has."""
+    """Numbers of all sequences that a request ever has."""
     made = [*facts["sequences"]]
     for one in script:
         made += [child for _, child in one.get("forks", ())]
@@ -144,7 +144,7 @@ def first_difference(trace: Trace) -> str | None:
 
 @dataclass(slots=True)
 class Figures:
-    """What a simulated run was like."""
+    """Figures of a simulated run."""
 
     steps: int = 0
     rows: int = 0

@@ -190,7 +190,7 @@ async def test_a_step_that_breaks_is_logged_with_the_state() -> None:
     assert str(CANARY) not in json.dumps(state)
 
 
-@pytest.mark.parametrize("field", ["dump_groups", "dump_sequences"])
+@pytest.mark.parametrize("field", ["dump_groups", "dump_sequences", "dump_wait_seconds"])
 def test_the_bounds_are_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         engine_config(**{field: -1})

@@ -37,9 +37,10 @@ class DebugConfig(ConnectionConfig):
         env="PENSTOCK_DEBUG_ADDRESS",
         metavar="HOST:PORT",
     )
-    wait_seconds: float = option(
-        2.0,
-        "Time that the engine has to answer between two steps; past it the state is read from outside.",
+    wait_seconds: float | None = option(
+        None,
+        "Time that the engine has to answer between two steps, by default its own --dump-wait-seconds; past it the "
+        "state is read from outside.",
         group="State",
         env="PENSTOCK_DEBUG_WAIT_SECONDS",
         minimum=0,
