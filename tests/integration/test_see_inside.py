@@ -60,8 +60,8 @@ async def penstock(*arguments: str) -> tuple[int, str, str]:
 
 async def test_the_state_by_rpc_and_by_command(folder: Path) -> None:
     async with generation_service(folder, dump_groups=1) as client:
-        # The engine is held at its third step, and answers nobody between the second and that.
-        with held_after(2) as gate:
+        # The engine is held at its first step until both requests are there, then at its third, and answers nobody.
+        with held_after(0) as gate:
             idle = await state_of(client)
             assert (len(idle.running), len(idle.waiting), idle.pool.used) == (0, 0, 0)
             assert idle.config["block_size"] == 16
@@ -72,6 +72,8 @@ async def test_the_state_by_rpc_and_by_command(folder: Path) -> None:
                 )
                 for number in range(2)
             ]
+            await client.until(lambda load: load.waiting_requests + load.running_requests == 2)
+            gate.allow(2)
             first = await calls[0].read()
             assert first.HasField("started")
             held = await state_of(client, wait_seconds=0.05)
@@ -147,9 +149,9 @@ async def test_the_status_line_tells_of_work_and_of_nothing_else(folder: Path) -
             await asyncio.sleep(0.3)
             assert len([log for log in logs if log["event"] == "status"]) <= len(lines) + 1
     assert sum(line["steps"] for line in lines) <= 200
-    assert lines[0]["prompt_tokens_per_second"] > 0
+    assert any(line["prompt_tokens_per_second"] > 0 for line in lines)
     assert any(line["generated_tokens_per_second"] > 0 for line in lines)
-    assert all(line["last_step_ms"] > 0 for line in lines)
+    assert lines[-1]["last_step_ms"] > 0
 
 
 async def test_no_status_line_when_it_is_off(folder: Path) -> None:
