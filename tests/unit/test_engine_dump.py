@@ -80,7 +80,7 @@ def test_a_guide_that_is_behind_is_waited_for() -> None:
 
 
 def test_a_pool_that_is_full_holds_back() -> None:
-    engine, _ = make_engine(engine_config(num_blocks=12, watermark=0.0, prefix_cache=False))
+    engine, _ = make_engine(engine_config(num_blocks=12, reserve_share=0.0, prefix_cache=False))
     for start in (0, 100):
         engine.add(request(range(start, start + 24), max_new_tokens=20))
     engine.step()
@@ -192,7 +192,7 @@ async def test_a_step_that_breaks_is_logged_with_the_state() -> None:
     assert str(CANARY) not in json.dumps(state)
 
 
-@pytest.mark.parametrize("field", ["dump_groups", "dump_sequences"])
+@pytest.mark.parametrize("field", ["dump_groups", "dump_sequences", "dump_wait_seconds"])
 def test_the_bounds_are_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         engine_config(**{field: -1})

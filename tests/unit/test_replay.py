@@ -22,7 +22,8 @@ from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.trace_file import TraceFile
 from structlog.testing import capture_logs
 
-from tools.replay import Trace, TraceError, changed, first_difference, main, simulate, step_cost
+from tools._recorded import Trace, TraceError
+from tools.replay import changed, first_difference, main, simulate, step_cost
 
 HEADS: tuple[list[int], ...] = ([], [1, 2, 3, 4, 5, 6, 7, 8, 9], [*range(10, 36)])
 MODES: dict[str, dict[str, Any]] = {
@@ -83,6 +84,7 @@ def run_mixed(path: Path, random: Random, modes: list[str], config: EngineConfig
     for _ in range(count):
         item = random_request(random, random.choice(modes))
         try:
+            engine.check(item)
             engine.add(item)
         except ResourceExhausted:
             continue

@@ -81,10 +81,8 @@ Examples:
 
   penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
 
-DEBUG_EPILOG = f"""No token, text or request id is shown: a request is the first 12 digits of its id's
+DEBUG_EPILOG = """No token, text or request id is shown: a request is the first 12 digits of its id's
 SHA-256 (printf %s ID | sha256sum). docs/engine.md explains the columns.
-
-{ENV_NOTE}
 
 Examples:
 

@@ -29,17 +29,24 @@ _SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "draf
 class DebugConfig(ConnectionConfig):
     """A generation service, how to reach it, and how to show what it says."""
 
+    # Variables of their own: those of the plain names are the router's address, and the file of `penstock bench`.
     address: str = option(
-        f"127.0.0.1:{GENERATION_PORT}", "host:port of the generation service.", group=CONNECTION, metavar="HOST:PORT"
+        f"127.0.0.1:{GENERATION_PORT}",
+        "host:port of the generation service.",
+        group=CONNECTION,
+        env="PENSTOCK_DEBUG_ADDRESS",
+        metavar="HOST:PORT",
     )
-    wait_seconds: float = option(
-        2.0,
-        "Time that the engine has to answer between two steps; past it the state is read from outside.",
+    wait_seconds: float | None = option(
+        None,
+        "Time that the engine has to answer between two steps, by default its own --dump-wait-seconds; past it the "
+        "state is read from outside.",
         group="State",
+        env="PENSTOCK_DEBUG_WAIT_SECONDS",
         minimum=0,
         maximum=3600,
     )
-    json: bool = option(False, "Write it as JSON.", group="State")
+    json: bool = option(False, "Write it as JSON.", group="State", env="PENSTOCK_DEBUG_JSON")
 
 
 def run_state(given: Overrides) -> None:

@@ -140,7 +140,7 @@ class GenerationApp:
         metrics.read_engine(lambda: EngineFigures(loop.load, stats))
         loop.start()
         self._engine_loop = loop
-        self._status = StatusLog(loop, stats, self._config.status_seconds, self._config.dump_wait_seconds)
+        self._status = StatusLog(loop, stats, self._config.status_seconds)
         self._status.start()
         compiler = self._compiler = _compiler(loaded, self._config)
         return GenerationCore(

@@ -273,9 +273,8 @@ class GenerationServiceConfig(ServerConfig):
         EngineConfig.dump_sequences, "Sequences of each request that it tells one by one.", group=INSIDE, minimum=0
     )
     dump_wait_seconds: float = option(
-        2.0,
-        "Time that the engine has, after SIGUSR1, to tell its state between two steps; past it the state is read from "
-        "outside.",
+        EngineConfig.dump_wait_seconds,
+        "Time that the engine has to tell its state between two steps; past it the state is read from outside.",
         group=INSIDE,
         minimum=0,
     )

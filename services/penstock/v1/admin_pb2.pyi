@@ -352,7 +352,7 @@ class DumpStateRequest(_message.Message):
 
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     wait_seconds: _builtins.float
-    """Seconds that the engine's thread has to answer between two steps; default 2. Past it the state is read from outside."""
+    """Seconds that the engine's thread has to answer between two steps; unset: --dump-wait-seconds. Past it the state is read from outside."""
     def __init__(
         self,
         *,

@@ -38,6 +38,8 @@ class EngineConfig:
     # `Engine.dump`: requests of each queue, and sequences of each request, that are told one by one.
     dump_groups: int = 64
     dump_sequences: int = 8
+    # Time that the engine's thread has to come to a dump between two steps.
+    dump_wait_seconds: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_running_sequences", "max_queued_requests"):
@@ -47,7 +49,7 @@ class EngineConfig:
             raise ValueError("max_context_tokens must hold a prompt token and a new one")
         if self.max_batch_tokens < self.max_running_sequences:
             raise ValueError("max_batch_tokens must be at least max_running_sequences")
-        for name in ("max_draft_rows", "dump_groups", "dump_sequences"):
+        for name in ("max_draft_rows", "dump_groups", "dump_sequences", "dump_wait_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
         if not 0.0 <= self.reserve_share < 1.0:

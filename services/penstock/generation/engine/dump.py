@@ -79,7 +79,7 @@ class PoolDump:
 
 @dataclass(frozen=True, slots=True)
 class RowsDump:
-    """What one request computed in a step: rows of its prompts, of drafts, and the others."""
+    """Rows that one request computed in a step: those of its prompts, of drafts, and the others."""
 
     request: str
     sequences: int
@@ -118,12 +118,12 @@ class EngineDump:
     stack: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For logs and messages."""
+        """Plain dicts, lists and numbers, for logs and messages."""
         return asdict(self)
 
 
 def request_key(request_id: str) -> str:
-    """What stands for a request's id, which callers choose: the first 12 hex digits of its SHA-256."""
+    """Stand-in for a request's id, which callers choose: the first 12 hex digits of its SHA-256."""
     return hashlib.sha256(request_id.encode()).hexdigest()[:12]
 
 

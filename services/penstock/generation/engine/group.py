@@ -99,7 +99,7 @@ class SequenceGroup:
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether nobody's last row is computed before everybody's can be."""
+        """True: nobody's last row is computed before everybody's can be."""
         return self._in_lockstep
 
     @property

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.generation.engine.engine import Engine
 
 _log = get_logger(__name__)
-# Time that the thread has to come to a dump between two steps.
-DEFAULT_DUMP_WAIT_SECONDS = 2.0
 # Looks from outside at an engine that may be moving.
 _DUMP_ATTEMPTS = 5
 Result = TypeVar("Result")
@@ -123,12 +121,15 @@ class EngineLoop:
                 self._post(lambda: _fulfil(future, call, self._engine))
         return future
 
-    async def dump(self, wait_seconds: float = DEFAULT_DUMP_WAIT_SECONDS) -> EngineDump:
+    async def dump(self, wait_seconds: float | None = None) -> EngineDump:
         """The engine's state between two steps. To be awaited on the event loop.
 
-        When its thread does not come to it within `wait_seconds`: the state as it looks from outside, which a step may
-        be changing, and the thread's stack. Raises what `dump_engine` raises when that is so every time.
+        When its thread does not come to it within `wait_seconds` (None: the configuration's): the state as it looks
+        from outside, which a step may be changing, and the thread's stack. Raises what `dump_engine` raises when that
+        is so every time.
         """
+        if wait_seconds is None:
+            wait_seconds = self._engine.config.dump_wait_seconds
         try:
             future = self.run_on_engine(lambda engine: engine.dump())
             return await asyncio.wait_for(asyncio.wrap_future(future), wait_seconds)

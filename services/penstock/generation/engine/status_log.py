@@ -28,12 +28,11 @@ class _Totals(NamedTuple):
 class StatusLog:
     """Used on the event loop: `start` once the engine runs, `stop` before it ends."""
 
-    def __init__(self, loop: EngineLoop, stats: EngineStats, interval_seconds: float, dump_wait_seconds: float) -> None:
-        """`interval_seconds` 0: no line; `dump_wait_seconds` as EngineLoop.dump's."""
+    def __init__(self, loop: EngineLoop, stats: EngineStats, interval_seconds: float) -> None:
+        """`interval_seconds` 0: no line."""
         self._loop = loop
         self._stats = stats
         self._interval = interval_seconds
-        self._dump_wait = dump_wait_seconds
         self._periodic: asyncio.Task[None] | None = None
         self._dumping: asyncio.Task[None] | None = None
         self._stopped = False
@@ -57,7 +56,7 @@ class StatusLog:
 
     async def _dump(self) -> None:
         try:
-            dump = await self._loop.dump(self._dump_wait)
+            dump = await self._loop.dump()
         except Exception:  # of an engine that never held still; the process goes on
             _log.exception("engine state could not be read")
             return

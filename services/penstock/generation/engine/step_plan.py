@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeldBack(enum.Enum):
-    """Why a step holds no more than it does."""
+    """Reason that a step holds no more than it does."""
 
     # Everything that could be computed is in it.
     NOTHING = "nothing"
@@ -40,7 +40,7 @@ class StepPlan:
 
     @property
     def held_back(self) -> HeldBack:
-        """Why nothing more is in it."""
+        """Reason that nothing more is in it."""
         if self.preempted:
             return HeldBack.BLOCKS
         if self.admission_stopped is HeldBack.NOTHING and not self.budget:

@@ -1,4 +1,4 @@
-"""What every step scheduled and what came of it, line by line: enough to replay the schedule without a model.
+"""Record of every step: what it scheduled and what came of it, enough to replay the schedule without a model.
 
 Numbers stand for everything that callers chose. Requests and sequences are counted; a full block of tokens is a keyed
 hash of itself and all before it (and of the request's cache salt), with a key that is made for the trace and kept
@@ -199,7 +199,7 @@ class StepTrace:
         return facts
 
     def _change(self, group: SequenceGroup, sequence: Sequence) -> int | list[int] | None:
-        """What became of a known sequence; None: nothing. The number alone: one token more, which fills no block.
+        """Change of a known sequence; None: none. The number alone: one token more, which fills no block.
 
         Else [number, tokens, computed or -1 where that is all that was scheduled, hashes of blocks that are full now].
         """

@@ -12,7 +12,6 @@ import grpc
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.engine.engine import Engine
-from penstock.generation.engine.loop import DEFAULT_DUMP_WAIT_SECONDS
 from penstock.generation.engine.stats import EngineLoad
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.startup.load import LoadedModel
@@ -81,8 +80,9 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
 
     async def DumpState(self, request: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
         """The engine's state, also when its thread hangs."""
-        wait = request.wait_seconds if request.HasField("wait_seconds") else DEFAULT_DUMP_WAIT_SECONDS
-        if not 0 <= wait <= MAX_DUMP_WAIT_SECONDS:
+        wait = request.wait_seconds if request.HasField("wait_seconds") else None
+        # NaN fails every comparison.
+        if wait is not None and not 0 <= wait <= MAX_DUMP_WAIT_SECONDS:
             raise InvalidArgument("wait_seconds", f"must be in [0, {MAX_DUMP_WAIT_SECONDS:g}]")
         dump = await self._lifecycle.loaded().loop.dump(wait)
         return admin_pb2.DumpStateResponse(state=convert.from_dump(dump))

@@ -306,6 +306,7 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
         prefix_cache=config.prefix_cache,
         dump_groups=config.dump_groups,
         dump_sequences=config.dump_sequences,
+        dump_wait_seconds=config.dump_wait_seconds,
     )
 
 
