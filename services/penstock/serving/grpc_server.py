@@ -96,7 +96,7 @@ class GrpcServerCall:
         return str(self._context.details() or "")
 
     def try_write(self, message: Any) -> bool:
-        """Never: grpc.aio writes in a task only."""
+        """Refuse: grpc.aio writes in a task only."""
         return False
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:

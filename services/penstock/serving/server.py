@@ -42,7 +42,7 @@ _log = get_logger("penstock.server")
 
 
 class Service(Protocol):
-    """What a process serves. Constructed inside the event loop; every method is called on it."""
+    """A service that a process serves. Constructed inside the event loop; every method is called on it."""
 
     name: str
     grpc_services: tuple[str, ...]
@@ -74,7 +74,7 @@ class ControlsHealth(Protocol):
 
 @dataclass(frozen=True)
 class BoundAddresses:
-    """Where a process answers: `host:port` each; `metrics` is None when there is none."""
+    """Addresses at which a process answers, `host:port` each; `metrics` is None when there is none."""
 
     grpc: str
     metrics: str | None
