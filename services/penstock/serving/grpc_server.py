@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NoReturn
 
 import grpc
 
+from penstock.common.addresses import join_address
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import server_credentials
 from penstock.common.errors import CODE_BY_NUMBER
-from penstock.common.ports import join_address
 from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import server_options
 from penstock.serving.interceptors import Handler, Wrap, behavior_of, handler_like
