@@ -155,7 +155,7 @@ async def test_a_quiet_stream_lives_by_its_pings(transport: Any) -> None:
         reading = asyncio.ensure_future(count(call))
         answers: set[float] = set()
         while len(answers) < 4:
-            answers.add(call._keepalive._heard_at)
+            answers.add(call._keepalive._active_at)
             await asyncio.sleep(0.01)
         await call.write(items(3))
         assert await reading == 3

@@ -4,101 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 from factories.router import until
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from factories.transports import Setting, same
+from grpc_health.v1 import health_pb2
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
-from penstock.common.metrics import GrpcServerMetrics
 from penstock.serving.channels import until_serving, watch_health
-from penstock.serving.interceptors import CallInterceptor
-from penstock.serving.transport import Channel, Server, ServerCall, make_transport
+from penstock.serving.transport import ServerCall, make_transport
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
-from prometheus_client import CollectorRegistry
 
 DECODE_STREAM = "/penstock.v1.TokenizerService/DecodeStream"
 PARSE = pb.DecodeStreamResponse.FromString
-Handle = Callable[[Any, Any], Any]
-
-
-class Servicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Each test says what its methods do."""
-
-    def __init__(self) -> None:
-        self.handle: Handle = lambda request, _: _same(request)
-        self.entered = asyncio.Event()
-        self.cancelled = asyncio.Event()
-        self.call: Any = None
-
-    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> Any:
-        return await self._run(request, context)
-
-    async def GetDecodeTable(self, request: pb.GetDecodeTableRequest, context: Any) -> Any:
-        await self._run(request, context)
-
-    async def DecodeStream(self, requests: AsyncIterator[pb.DecodeStreamRequest], context: Any) -> Any:
-        await self._run(requests, context)
-
-    async def _run(self, request: Any, call: ServerCall) -> Any:
-        self.call = call
-        self.entered.set()
-        try:
-            return await self.handle(request, call)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-
-class Setting:
-    """A server of one transport and a channel of the same to it."""
-
-    def __init__(self, transport: str, max_calls: int = 100) -> None:
-        any_transport: Any = transport
-        self.config = ServerConfig(transport=any_transport)
-        self.transport = make_transport(self.config)
-        self.servicer = Servicer()
-        self.health: Any = HealthServicer()
-        self.calls = CallInterceptor(GrpcServerMetrics(CollectorRegistry()), tokens=None, max_concurrent_rpcs=1000)
-        self.server = self.make_server(self.config, max_calls)
-        self.channel: Channel
-        self.stub: Any
-        self.port = 0
-
-    def make_server(self, config: ServerConfig, max_calls: int = 100) -> Server:
-        return self.transport.make_server(config, max_calls=max_calls, wrap=self.calls.wrap, shares_port=False)
-
-    def open_channel(self, port: int = 0) -> contextlib.AbstractAsyncContextManager[Channel]:
-        """To the server, or to another one at `port`."""
-        address = f"127.0.0.1:{port or self.port}"
-        return self.transport.open_channel(address, ChannelConfig(), connect_timeout_seconds=60.0)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Setting]:
-        server: Any = self.server
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self.servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        self.port = await self.server.open_port()
-        await self.server.start()
-        async with self.open_channel() as self.channel:
-            self.stub = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel.for_stubs)
-            yield self
-        await self.server.stop(None)
 
 
 @pytest.fixture(params=["grpc", "asyncio"])
 async def setting(request: pytest.FixtureRequest) -> AsyncIterator[Setting]:
     async with Setting(request.param).running() as one:
         yield one
-
-
-async def _same(request: pb.GetTokenizerRequest) -> pb.GetTokenizerResponse:
-    return pb.GetTokenizerResponse(model=request.model)
 
 
 def ask(model: str = "m") -> pb.GetTokenizerRequest:
@@ -187,7 +115,7 @@ async def test_a_deadline_ends_both_sides(setting: Setting) -> None:
 async def test_without_a_deadline_there_is_no_time(setting: Setting) -> None:
     async def handle(request: Any, call: ServerCall) -> pb.GetTokenizerResponse:
         assert call.time_remaining() is None
-        return await _same(request)
+        return await same(request)
 
     setting.servicer.handle = handle
     await setting.stub.GetTokenizer(ask())

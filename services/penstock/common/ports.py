@@ -2,8 +2,3 @@
 
 ROUTER_PORT, TOKENIZER_PORT, GENERATION_PORT = 50050, 50051, 50052
 ROUTER_METRICS_PORT, TOKENIZER_METRICS_PORT, GENERATION_METRICS_PORT = 9100, 9101, 9102
-
-
-def join_address(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -47,7 +47,7 @@ class LoadingCancelled(Exception):
 
 
 class GenerationApp:
-    """The generation service of one process (common.server.Service)."""
+    """The generation service of one process (serving.server.Service)."""
 
     name = "generation"
     grpc_services: tuple[str, ...] = (

@@ -76,7 +76,7 @@ class Peer:
 
 
 class Answers(Generic[AnswerT]):
-    """What is used of a grpc.aio.UnaryStreamCall: the call begins when it is first iterated over, by one task."""
+    """The messages of an answer, for one task; the call begins when it is first iterated over."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Answers(Generic[AnswerT]):
 
 
 class Http2Channel:
-    """What generated stubs use of a grpc.aio.Channel, for calls of one request; `open_stream` is for the others.
+    """The part of a grpc.aio.Channel that stubs use for calls of one request; `open_stream` is for the others.
 
     Connects when first used, and again when the connection was lost. Used on one event loop.
     """
@@ -273,7 +273,7 @@ class Http2Channel:
         old, limits = self._connection, self._limits
         self._connection = await self._peer.connect(lambda: CallsConnection(limits), self._timeout)
         if old is not None:
-            old.leave()
+            old.drain()
         return self._connection
 
 

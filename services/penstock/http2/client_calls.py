@@ -39,12 +39,12 @@ class _Call(ABC):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the peer is let send more of the answer."""
+        """True while the peer is let send more of the answer."""
         return True
 
     @abstractmethod
     def take(self, limit: int) -> None:
-        """There is more in `body`. Raises the grpc.aio.AioRpcError that the call ends with: `limit` is of a message."""
+        """Take what is new in `body`. Raises the AioRpcError that the call ends with; `limit` is of a message."""
 
     @abstractmethod
     def end(self, error: grpc.aio.AioRpcError) -> None:
@@ -164,7 +164,7 @@ class CallsConnection(ClientConnection):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a new call may be tried."""
+        """True while a new call may be tried."""
         return not self.is_over and not self._is_leaving and self._next_stream < _MAX_STREAM
 
     async def call(self, head: bytes, request: bytes) -> bytes:
@@ -201,7 +201,7 @@ class CallsConnection(ClientConnection):
         if call.stream in self._calls:
             self._let_send(call.stream, call)
 
-    def leave(self) -> None:
+    def drain(self) -> None:
         """Take no new calls; hang up once the last one is over."""
         self._is_leaving = True
         if not self._calls:
@@ -348,7 +348,7 @@ class CallsConnection(ClientConnection):
         self._send(frames.reset(stream, frames.CANCEL))
 
     def _send_more(self, stream: int, call: _Call) -> None:
-        """As much of a request as there is room for."""
+        """Send as much of a request as there is room for."""
         while call.unsent and not self._is_paused:
             room = min(call.window, self._connection_window, frames.DEFAULT_FRAME_SIZE)
             if room <= 0:

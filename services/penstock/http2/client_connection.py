@@ -70,7 +70,7 @@ class ClientConnection(asyncio.Protocol, ABC):
     # What subclasses do.
 
     def _greeting(self) -> bytes:
-        """What is sent with the preface."""
+        """Bytes that are sent with the preface."""
         return b""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class ClientConnection(asyncio.Protocol, ABC):
     def data_received(self, data: bytes) -> None:
         if self.is_over:
             return
-        self._keepalive.heard()
+        self._keepalive.note_activity()
         data = self._received + data if self._received else data
         at, size = 0, len(data)
         try:

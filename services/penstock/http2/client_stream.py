@@ -27,7 +27,7 @@ _JOINED_BYTES = 64 << 10
 
 
 class StreamCall(ClientConnection, Generic[ResponseT]):
-    """What is used of a grpc.aio.StreamStreamCall. Used on one event loop; one task reads and one writes."""
+    """The part of a grpc.aio.StreamStreamCall that is used. Used on one event loop; one task reads and one writes."""
 
     def __init__(
         self, head: bytes, parse: Callable[[bytes], ResponseT], limits: ChannelLimits, *, joins: bool = False
@@ -100,7 +100,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         await self.write_all((request,))
 
     async def write_all(self, requests: Iterable[Message]) -> None:
-        """The same for several, which leave together as far as there is room."""
+        """Send several, which leave together as far as there is room."""
         out: list[bytes] = []
         for request in requests:
             data = request.SerializeToString()

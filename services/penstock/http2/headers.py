@@ -25,7 +25,7 @@ class HeadersTooLarge(Exception):
 
 
 class HeaderDecoder:
-    """Of one direction of a connection."""
+    """Decoder of one direction of a connection."""
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` of headers are taken, counted as RFC 9113 does."""

@@ -12,23 +12,23 @@ class KeepAlive:
     def __init__(
         self, silence_seconds: float, timeout_seconds: float, ask: Callable[[], None], give_up: Callable[[], None]
     ) -> None:
-        """`ask` sends a ping. Whoever owns this says `heard` whenever anything arrives."""
+        """`ask` sends a ping. The owner calls `note_activity` whenever anything arrives."""
         self._silence_seconds = silence_seconds
         self._timeout_seconds = timeout_seconds
         self._ask = ask
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
-        self._heard_at = self._loop.time()
+        self._active_at = self._loop.time()
         self._is_asked = False
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """From now on."""
+        """Begin to listen."""
         self._timer = self._loop.call_later(self._silence_seconds, self._look)
 
-    def heard(self) -> None:
+    def note_activity(self) -> None:
         """A sign of life."""
-        self._heard_at = self._loop.time()
+        self._active_at = self._loop.time()
         self._is_asked = False
 
     def stop(self) -> None:
@@ -37,12 +37,12 @@ class KeepAlive:
             self._timer.cancel()
 
     def _look(self) -> None:
-        # What arrived meanwhile was heard first: a turn of the loop reads sockets before it runs timers, so that a stop
+        # What arrived meanwhile was noted first: a turn of the loop reads sockets before it runs timers, so that a stop
         # of this process itself is not taken for the peer's silence.
         if self._is_asked:
             self._give_up()
             return
-        wait = self._silence_seconds - (self._loop.time() - self._heard_at)
+        wait = self._silence_seconds - (self._loop.time() - self._active_at)
         if wait <= 0:
             self._is_asked, wait = True, self._timeout_seconds
             self._ask()

@@ -1,4 +1,4 @@
-"""What one connection may hold and ask for."""
+"""Limits of what one connection may hold and ask for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PING_STRIKES = 3
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a server's connection."""
+    """Limits of a server's connection."""
 
     max_message_bytes: int
     max_header_list_bytes: int
@@ -34,7 +34,7 @@ class Limits:
 
 
 class ChannelLimits(Protocol):
-    """Of a client's connections; any object with these three will do."""
+    """Limits of a client's connections; any object with these three will do."""
 
     @property
     def max_message_bytes(self) -> int:
@@ -68,12 +68,12 @@ class IdleFrames:
             raise frames.Violation(frames.ENHANCE_YOUR_CALM, f"too many {what}")
 
     def refund(self, count: float) -> None:
-        """There is reason for `count` more."""
+        """Allow `count` more."""
         self._left = min(self._most, self._left + count)
 
 
 class Pings:
-    """Those of a client that comes too often while nothing else happens."""
+    """Budget of a client's pings that come too often while nothing else happens."""
 
     def __init__(self, min_interval_seconds: float) -> None:
         self._min_interval_seconds = min_interval_seconds

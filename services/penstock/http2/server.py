@@ -22,7 +22,7 @@ _log = get_logger("penstock.http2")
 
 
 class _Details(grpc.HandlerCallDetails):
-    """What generic handlers look a method up by."""
+    """Details that generic handlers look a method up by."""
 
     def __init__(self, call: Call) -> None:
         self.method = call.method

@@ -1,4 +1,4 @@
-"""One call: what its handler takes for a grpc.aio ServicerContext, and what its connection knows of it."""
+"""One call: its handler takes it for a grpc.aio ServicerContext, its connection feeds it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class CallConnection(Protocol):
-    """What a call needs of its connection."""
+    """The part of a connection that a call needs."""
 
     # What the client lets us send on the connection, and on a new stream.
     window: int
@@ -171,7 +171,7 @@ class Call:
 
     @property
     def may_be_reset(self) -> bool:
-        """Whether its client may give it up unsuspected: an answer has begun, or it has held its place for long."""
+        """True when its client may give it up unsuspected: an answer has begun, or it has held its place for long."""
         return self._has_headers or time.monotonic() - self._began >= self._early_reset_seconds
 
     def finish(self, code: grpc.StatusCode, details: str = "") -> None:
@@ -196,7 +196,7 @@ class Call:
             self.task.cancel()
 
     def wake(self) -> None:
-        """Perhaps there is room now."""
+        """Try again: perhaps there is room now."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -347,7 +347,7 @@ def _metadata(headers: Headers) -> Metadata:
 
 
 def _deadline(timeout: str | None) -> float | None:
-    """As a time.monotonic(). Raises Refused."""
+    """Deadline as a time.monotonic(). Raises Refused."""
     if timeout is None:
         return None
     digits, unit = timeout[:-1], timeout[-1:]

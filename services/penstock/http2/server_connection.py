@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return
-        self._keepalive.heard()
+        self._keepalive.note_activity()
         data = self._received + data if self._received else data
         try:
             self._received = data[self._take_frames(data) :]
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         return at
 
     def _turn_away(self) -> None:
-        """Whoever this is, it does not speak HTTP/2."""
+        """Answer a client that does not speak HTTP/2."""
         self.send(frames.NOT_HTTP_1)
         self.close()
 
@@ -379,7 +379,7 @@ class Connection(asyncio.Protocol):
 
 
 def _is_call(headers: dict[str, str]) -> bool:
-    """Of gRPC; not of gRPC-Web, whose bodies are others."""
+    """True for gRPC; False for gRPC-Web, whose bodies are others."""
     content_type = headers.get("content-type", "")
     kind, rest = content_type[: len(_CONTENT_TYPE)], content_type[len(_CONTENT_TYPE) :]
     return headers.get(":method") == "POST" and kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";")

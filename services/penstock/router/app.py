@@ -39,7 +39,7 @@ SERVICE_NAME = "penstock.v1.TextService"
 
 
 class RouterApp:
-    """Implements common.server.Service and ControlsHealth."""
+    """Implements serving.server.Service and ControlsHealth."""
 
     name = "router"
     grpc_services = (SERVICE_NAME,)
@@ -101,7 +101,7 @@ class RouterApp:
         metrics.waiting.set_function(lambda: self._admission.waiting)
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """See common.server.ControlsHealth."""
+        """See serving.server.ControlsHealth."""
         self._set_serving = set_serving
 
     def register(self, server: grpc.aio.Server) -> None:

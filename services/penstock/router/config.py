@@ -167,7 +167,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
 
     @property
     def receive_limit_bytes(self) -> int:
-        """Of clients; backends and tokenizer send up to max_message_bytes."""
+        """Largest message of clients; backends and tokenizer send up to max_message_bytes."""
         return min(self.max_request_bytes, self.max_message_bytes)
 
     def validate(self) -> None:
@@ -189,7 +189,7 @@ def split_target(target: str, flag: str) -> tuple[str, int]:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an IP address already."""
+    """True when `host` is an IP address already."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

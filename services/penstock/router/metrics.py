@@ -19,7 +19,7 @@ PREFIX = "penstock_router_"
 
 
 class RouterMetrics:
-    """What the router counts."""
+    """Everything that the router counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *labels: str) -> Counter:

@@ -62,7 +62,7 @@ def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
 
 
 async def watch_health(channel: grpc.aio.Channel, service: str) -> AsyncGenerator[bool, None]:
-    """Whether it serves, now and whenever that changes; close it when it is not read to its end."""
+    """Yield True or False: it serves or not, now and whenever that changes. Close it when it is not read to its end."""
     call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
     try:
         async for update in call:

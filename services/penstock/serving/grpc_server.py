@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NoReturn
 
 import grpc
 
+from penstock.common.addresses import join_address
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import server_credentials
 from penstock.common.errors import CODE_BY_NUMBER
-from penstock.common.ports import join_address
 from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import server_options
 from penstock.serving.interceptors import Handler, Wrap, behavior_of, handler_like
@@ -96,7 +96,7 @@ class GrpcServerCall:
         return str(self._context.details() or "")
 
     def try_write(self, message: Any) -> bool:
-        """Never: grpc.aio writes in a task only."""
+        """Refuse: grpc.aio writes in a task only."""
         return False
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:

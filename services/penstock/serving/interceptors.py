@@ -1,4 +1,4 @@
-"""What happens around every call of every service: request id, authentication, admission, metrics, errors.
+"""Handling around every call of every service: request id, authentication, admission, metrics, errors.
 
 One interceptor rather than a chain: each link of a chain costs a coroutine per call. Handlers just raise
 `PenstockError`s; anything else becomes Internal with its traceback in the log. A handler that is an async generator is
@@ -61,7 +61,7 @@ _MALFORMED = _Malformed()
 
 
 class CallInterceptor:
-    """See the module's docstring. Used on the server's event loop only."""
+    """Wraps the handlers of a server. Used on the server's event loop only."""
 
     def __init__(self, metrics: GrpcServerMetrics, *, tokens: TokenFile | None, max_concurrent_rpcs: int) -> None:
         self._metrics = metrics

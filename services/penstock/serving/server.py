@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import grpc
 from prometheus_client import CollectorRegistry
 
+from penstock.common.addresses import BoundAddresses, join_address, require_free_port
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import TokenFile
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import BoundMetrics, GrpcServerMetrics, add_process_metrics, start_metrics_server
-from penstock.common.ports import join_address
 from penstock.serving.health import Health, add_reflection
 from penstock.serving.interceptors import CallInterceptor
 from penstock.serving.transport import make_transport
@@ -42,7 +39,7 @@ _log = get_logger("penstock.server")
 
 
 class Service(Protocol):
-    """What a process serves. Constructed inside the event loop; every method is called on it."""
+    """A service that a process serves. Constructed inside the event loop; every method is called on it."""
 
     name: str
     grpc_services: tuple[str, ...]
@@ -70,14 +67,6 @@ class ControlsHealth(Protocol):
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
         """Called once, before start(). `set_serving(True)` shows SERVING only once start() has returned."""
-
-
-@dataclass(frozen=True)
-class BoundAddresses:
-    """Where a process answers: `host:port` each; `metrics` is None when there is none."""
-
-    grpc: str
-    metrics: str | None
 
 
 class RunningServer:
@@ -290,20 +279,6 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     _log.error("unhandled error in the event loop", exc_info=context.get("exception"))
-
-
-def require_free_port(host: str, port: int, flag: str) -> None:
-    """Raises StartupError naming `flag` (or --host) when nothing can listen there. Port 0 is always free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host.strip("[]"), port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} on {host} is taken", flag=flag) from error
-        wrong = flag if error.errno == errno.EACCES else "--host"
-        raise StartupError(f"cannot listen on {join_address(host, port)}: {error.strerror}", flag=wrong) from error
 
 
 def _bind_error(config: ServerConfig) -> StartupError:

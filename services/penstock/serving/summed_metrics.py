@@ -74,7 +74,7 @@ class SummedMetrics(Collector):
                     _merge(self._retired, family_name, family)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what workers have is not known before they run."""
+        """Describe nothing: what workers have is not known before they run."""
         return []
 
     def collect(self) -> Iterable[Metric]:
@@ -95,7 +95,7 @@ class SummedMetrics(Collector):
 
 
 def _fetch(address: str) -> _Families | None:
-    """What one worker says; None when it does not answer."""
+    """Metrics of one worker; None when it does not answer."""
     try:
         with _DIRECT.open(f"http://{address}/metrics", timeout=FETCH_SECONDS) as answer:
             text = answer.read().decode()

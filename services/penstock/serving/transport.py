@@ -34,7 +34,7 @@ class ServerCall(Protocol):
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether `try_write` may ever succeed: False spares the question for each message."""
+        """True when `try_write` may ever succeed; False spares the question for each message."""
 
     @property
     def write(self) -> Callable[[Any], Awaitable[None]]:
@@ -48,7 +48,7 @@ class ServerCall(Protocol):
 
     @property
     def invocation_metadata(self) -> Callable[[], Metadata]:
-        """What the client sent with the call."""
+        """Metadata that the client sent with the call."""
 
     @property
     def time_remaining(self) -> Callable[[], float | None]:

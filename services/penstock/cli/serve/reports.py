@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from penstock.cli.console import STARTUP_EXIT_CODE, startup_line
 
 if TYPE_CHECKING:
+    from penstock.common.addresses import BoundAddresses
     from penstock.common.errors import StartupError
-    from penstock.serving.server import BoundAddresses
 
 LISTENING, LOADED, READY, ERROR = "listening", "loaded", "ready", "error"
 

@@ -137,7 +137,8 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
     async def run() -> int:
         from prometheus_client import CollectorRegistry
 
-        from penstock.serving.server import BoundAddresses, run_until_stopped
+        from penstock.common.addresses import BoundAddresses
+        from penstock.serving.server import run_until_stopped
 
         registry = CollectorRegistry()
         service = app_class(config, registry, *begun)

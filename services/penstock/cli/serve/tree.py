@@ -14,13 +14,13 @@ from penstock.cli.flags import as_flags
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.supervisor import Child, ChildEnded, Supervisor, first_of
+from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
 from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
 from penstock.common.environment import usable_cores
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
-from penstock.serving.server import require_free_port
 
 MAX_LINES = 15
 # Set by the tree itself, or of no use inside it.

@@ -22,11 +22,11 @@ from penstock.cli.console import complain, say
 from penstock.cli.flags import as_flags
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.supervisor import Child, ChildEnded, Supervisor, first_of
+from penstock.common.addresses import BoundAddresses, require_free_port
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
 from penstock.common.metrics import BoundMetrics, start_metrics_server
 from penstock.common.options import options_of
-from penstock.serving.server import BoundAddresses, require_free_port
 from penstock.serving.summed_metrics import SummedMetrics
 
 # Before a worker that died is replaced; doubled while its successors die soon, too.

@@ -45,7 +45,7 @@ class RetryBudget:
         self._left = min(self._burst, self._left + self._ratio)
 
     def take(self) -> bool:
-        """Whether one more retry is within the budget; it is then spent."""
+        """Spend one more retry; False when the budget has none."""
         # Ten times a tenth is not quite one.
         if self._left < 1.0 - 1e-9:
             return False
@@ -93,7 +93,7 @@ class Attempts:
         self._budget.note_request()
 
     def may_retry(self) -> bool:
-        """Whether one more retry is within the budget; it is then spent."""
+        """Spend one more retry; False when the budget has none."""
         return self._budget.take()
 
     def place(self, state: RequestState) -> None:
@@ -179,7 +179,7 @@ class Attempts:
 
 
 def mismatch() -> FailedPrecondition:
-    """What callers hear when tokenizer and models do not belong together."""
+    """Make the error for callers when tokenizer and models do not belong together."""
     return FailedPrecondition(
         "the tokenizer is not the one that the backends' models were made for", reason="TOKENIZER_MISMATCH"
     )

@@ -65,7 +65,7 @@ class _Lost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BackendAddress:
-    """Where a backend is, and which configured target it came from (a closed set, so usable as a label)."""
+    """A backend's address, and the configured target that it came from (a closed set, so usable as a label)."""
 
     address: str
     target: str
@@ -251,7 +251,7 @@ class Backend:
         call: StreamCall[generation_pb2.SessionResponse] = await channel.open_stream(
             f"/{HEALTH_NAME}/Session", parse, joins=True
         )
-        session = BackendSession(call, self.key, self._detokenizer, self._metrics, self._heard)
+        session = BackendSession(call, self.key, self._detokenizer, self._metrics, self._note_activity)
         self._session, self._stub = session, stub
         self._report, self._reported_in_flight = admin_pb2.Load(), 0
         self._has_report = self._serving = False
@@ -292,7 +292,7 @@ class Backend:
             reports.cancel()
 
     def _take_report(self, report: admin_pb2.Load) -> None:
-        self._heard()
+        self._note_activity()
         was_full = self.is_full
         self._report, self._has_report = report, True
         self._reported_in_flight = self.in_flight
@@ -313,7 +313,7 @@ class Backend:
         await until_silent(limit, lambda: self._frames, lambda: self.in_flight > 0)
         raise _Lost(f"silent for {limit:g} s with {self.in_flight} requests")
 
-    def _heard(self) -> None:
+    def _note_activity(self) -> None:
         self._frames += 1
 
     def _refresh_state(self) -> None:

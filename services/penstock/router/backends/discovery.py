@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterable
 
+from penstock.common.addresses import join_address
 from penstock.common.logging import get_logger
 from penstock.router.backends.backend import BackendAddress
 from penstock.router.config import is_address, split_target
@@ -36,8 +37,4 @@ async def _addresses(target: str) -> list[str]:
     # A name that has both families usually names the same process twice: keep one family.
     families = {info[0] for info in infos}
     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-    return [_join(str(info[4][0]), port) for info in infos if info[0] == family]
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return [join_address(str(info[4][0]), port) for info in infos if info[0] == family]

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """What the policy looks at."""
+    """A backend as the policy looks at it."""
 
     @property
     def key(self) -> str:
@@ -40,7 +40,7 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """When affinity yields: load above `factor` times the least load plus `slack` requests, or nearly no KV left."""
+    """Limits of affinity: load of `factor` times the least load plus `slack` requests, and KV in use."""
 
     slack: float = 4.0
     factor: float = 1.5

@@ -89,7 +89,7 @@ class BackendPool:
         ]
 
     def only_mismatches(self) -> bool:
-        """Whether every backend that is known was turned away for its tokenizer fingerprint."""
+        """True when every known backend was turned away for its tokenizer fingerprint."""
         states = {backend.state for backend in self._backends.values()}
         return states == {BackendState.MISMATCH}
 
@@ -116,7 +116,7 @@ class BackendPool:
         return True
 
     def is_poison(self, state: RequestState) -> bool:
-        """Whether the request was running on every backend that died since it came, and these were two or more."""
+        """True when the request ran on every backend that died since it came, and these were two or more."""
         since = state.timings.received_at
         recent = {number for at, number in self._deaths if at >= since}
         return len(state.deaths) >= 2 and recent <= state.deaths

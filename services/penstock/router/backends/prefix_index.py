@@ -1,4 +1,4 @@
-"""What the router believes each backend has in its prefix cache: approximate, bounded, never asked over the wire."""
+"""An estimate of what each backend has in its prefix cache: approximate, bounded, never asked over the wire."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PrefixIndex:
         return len(self._known)
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many leading blocks are known."""
+        """Number of leading blocks that are known."""
         known = self._known
         for count, chain in enumerate(hashes):
             if chain not in known:

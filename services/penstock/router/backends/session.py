@@ -180,7 +180,7 @@ class BackendSession:
         return taken
 
     def _may_follow(self, attempt: Attempt, seq: int) -> bool:
-        """Whether a delta that is not the expected one is the first of its attempt."""
+        """True when a delta that is not the expected one is the first of its attempt."""
         if attempt.expected_seq is None:
             return True
         if seq > attempt.expected_seq:
@@ -255,7 +255,7 @@ class BackendSession:
             attempt.state.fail(failure)
 
     def _forget(self, attempt: Attempt) -> bool:
-        """What still comes of it is stale; False when it is forgotten already."""
+        """Take what still comes of it for stale; False when it is forgotten already."""
         self._by_handle.pop(attempt.handle, None)
         return self._attempts.pop(attempt.wire_id, None) is not None
 

@@ -87,7 +87,7 @@ class UnaryAttempts:
 
 
 def _is_elsewhere(error: PenstockError) -> bool:
-    """Whether another backend may do better."""
+    """True when another backend may do better."""
     if isinstance(error, DeadlineExceeded):
         return False
     return isinstance(error, Unavailable) or error.reason == "ENGINE_FAILED"

@@ -20,7 +20,7 @@ THINK_CLOSE = "</think>"
 
 @dataclass(slots=True)
 class ChatPiece:
-    """What a piece of text turned into."""
+    """Text, thought and calls that a piece of text turned into."""
 
     text: str = ""
     reasoning: str = ""
@@ -42,7 +42,7 @@ def new_call_id() -> str:
 
 
 def prompt_opens_reasoning(prompt: str) -> bool:
-    """Whether the rendered prompt ends inside a thought, as templates that force thinking do."""
+    """True when the rendered prompt ends inside a thought, as templates that force thinking do."""
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
@@ -73,17 +73,17 @@ class ChatParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside a thought."""
+        """True while the text so far ends inside a thought."""
         return self._state is _State.REASONING
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text from here on comes out as it goes in, and nothing is held back."""
+        """True when all text from here on comes out as it goes in, and nothing is held back."""
         return self._state is _State.CONTENT and not self._parse_tools
 
     @property
     def ends_in_tool_calls(self) -> bool:
-        """Whether one or more complete calls ended the answer. Meaningful after `finish`."""
+        """True when one or more complete calls ended the answer. Meaningful after `finish`."""
         return self._ends_in_calls
 
     def feed(self, text: str) -> ChatPiece:

@@ -25,7 +25,7 @@ class ToolCallPiece:
 
 @dataclass(slots=True)
 class CallResult:
-    """What `ToolCallReader.feed` found. `rest` is text behind the closing tag when `closed`."""
+    """Result of `ToolCallReader.feed`. `rest` is text behind the closing tag when `closed`."""
 
     pieces: list[ToolCallPiece] = field(default_factory=list)
     closed: bool = False
@@ -122,7 +122,7 @@ class ToolCallReader:
             self._arguments.clear()
 
     def _scan(self, text: str) -> int | None:
-        """Where the arguments' object ends, if it does in `text`."""
+        """Place in `text` at which the arguments' object ends; None when it goes on."""
         for position, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -180,7 +180,7 @@ def _argument_text(arguments: object) -> str | None:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """True when it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

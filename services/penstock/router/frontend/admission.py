@@ -19,7 +19,7 @@ DEFAULT_TENANT = "default"
 
 
 def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Who asks, as a hash of the credentials; a constant while nobody has to authenticate."""
+    """Hash of the caller's credentials; a constant while nobody has to authenticate."""
     if config.auth_token_file is None:
         return DEFAULT_TENANT
     return hashlib.sha256(str(dict(metadata or ()).get("authorization", "")).encode()).hexdigest()

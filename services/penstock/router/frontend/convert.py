@@ -26,7 +26,7 @@ _FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt
 
 
 def check(request: PublicRequest, config: RouterConfig) -> None:
-    """What needs neither tokenizer nor model to be refused. Raises InvalidArgument naming the field."""
+    """Refuse what needs neither tokenizer nor model for that. Raises InvalidArgument naming the field."""
     _check_length("request_id", request.request_id, config.max_request_id_chars)
     _check_length("session_id", request.session_id, config.max_session_id_chars)
     _check_length("cache_salt", request.cache_salt, config.max_session_id_chars)
@@ -45,7 +45,7 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
 
 
 def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
-    """What the model's limits refuse: an empty prompt, and one that leaves no room. Raises InvalidArgument."""
+    """Refuse an empty prompt, and one that leaves no room in the context. Raises InvalidArgument."""
     field = prompt_field(request)
     if not prompt.token_ids:
         raise InvalidArgument(field, "must have at least one token")
@@ -94,7 +94,7 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
 def to_template(
     request: PublicRequest, prompt: Prompt, *, model: str, salt: str, fingerprint: str
 ) -> generation_pb2.GenerateRequest:
-    """What is sent to any backend, less the fields of an attempt. `seed` is always set."""
+    """The request for any backend, less the fields of an attempt. `seed` is always set."""
     template = generation_pb2.GenerateRequest(
         prompt_token_ids=prompt.token_ids,
         stop=request.stop if request.HasField("stop") else None,
@@ -115,30 +115,30 @@ def to_template(
 
 
 def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> int:
-    """How many sequences will come back."""
+    """Number of sequences that will come back."""
     if request.config.HasField("num_return_sequences"):
         return max(1, request.config.num_return_sequences)
     return max(1, info.default_config.num_return_sequences) if info is not None else 1
 
 
 def warnings_of(request: PublicRequest) -> tuple[str, ...]:
-    """What was asked and has no effect, as far as the router knows; the backend tells of the rest."""
+    """Warnings of options without effect, as far as the router knows; the backend adds its own."""
     return ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
 
 
 def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:
-    """Whether many tokens of a sequence may come at once, in several messages: no reader can be up to date then."""
+    """True when many tokens of a sequence may come at once, in several messages: no reader can be up to date then."""
     config = request.config if request.config.HasField("num_beams") or info is None else info.default_config
     return config.num_beams > 1 or request.output.stream_interval > 1
 
 
 def wants_tensors(output: config_pb2.OutputConfig) -> bool:
-    """Whether any tensor is asked for."""
+    """True when any tensor is asked for."""
     return output.output_scores or output.output_logits or output.output_hidden_states or output.output_attentions
 
 
 def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.DecodeStreamOpen:
-    """How ids become text. A completion goes on from its prompt's last characters; a chat answer begins anew."""
+    """Options of decoding. A completion goes on from its prompt's last characters; a chat answer begins anew."""
     options = tokenizer_pb2.DecodeStreamOpen(
         stop_strings=request.stop.stop_strings,
         include_stop_string_in_output=request.stop.include_stop_string_in_output,

@@ -17,13 +17,13 @@ LAST_WORD_SECONDS = STOP_GRACE_SECONDS / 2
 
 
 def grace_over(kind: type[PenstockError] = Aborted) -> PenstockError:
-    """As the generation service says it: Unavailable to who has had no output, Aborted to who has."""
+    """Make the error, worded as the generation service's: Unavailable for a call without output, Aborted for others."""
     return kind("the process stops and its grace is over", reason="DRAIN_GRACE_OVER")
 
 
 @dataclass(slots=True, eq=False)
 class GraceEnd:
-    """How one call ends then."""
+    """The way that one call ends then."""
 
     limit: asyncio.Timeout
     # Set once it is a stream that can end by itself.

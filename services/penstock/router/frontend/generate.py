@@ -93,7 +93,7 @@ class _Call:
 
     @property
     def is_late(self) -> bool:
-        """Whether the deadline passed."""
+        """True once the deadline has passed."""
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _left(self) -> float | None:
@@ -116,8 +116,8 @@ class _Call:
             await self._stream(state, prompt, place, room, grace_end)
         finally:
             if room is not None:
-                room.leave()
-            place.leave()
+                room.give_back()
+            place.give_back()
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
         return self._parts.pool.models.get(self._model)
@@ -180,7 +180,7 @@ class _Call:
         def on_close() -> None:
             # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile.
             if state.error is not None:
-                place.leave()
+                place.give_back()
                 writer.stop_waiting()
             last_wait.begin()
 
@@ -189,7 +189,7 @@ class _Call:
         try:
             begin = time.monotonic()
             # Placed or not, from here on the backends' own figures count it.
-            room.leave()
+            room.give_back()
             parts.attempts.place(state)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
@@ -235,7 +235,7 @@ class _Place:
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back: Callable[[], None] | None = give_back
 
-    def leave(self) -> None:
+    def give_back(self) -> None:
         """Give it back; later calls do nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
@@ -243,7 +243,7 @@ class _Place:
 
 
 class _LastWait:
-    """How long a handler may still be stuck in a write once its request is over: the grace, for each message."""
+    """A limit on the writes that a handler is stuck in once its request is over: the grace, for each message."""
 
     def __init__(
         self,

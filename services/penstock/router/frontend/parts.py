@@ -1,4 +1,4 @@
-"""What streams are made with."""
+"""The parts that streams are made with."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextRespo
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What every stage needs to know of a call. `deadline` is a time.monotonic()."""
+    """Facts of a call that every stage needs. `deadline` is a time.monotonic()."""
 
     model: str
     tenant: str

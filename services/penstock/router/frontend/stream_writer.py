@@ -31,7 +31,7 @@ _ENDED_BY_MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class StreamKind:
-    """What differs between Generate and Chat."""
+    """The difference between Generate and Chat."""
 
     name: str
     response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
@@ -282,7 +282,7 @@ class StreamWriter:
             metrics.finished(reason).inc()
 
     def as_seen(self, error: PenstockError) -> PenstockError:
-        """As the client saw it: ids that the router had but had not written yet are no begun stream to it."""
+        """Turn `error` into what fits the client: ids that were not written are no begun stream to it."""
         if not self._next_seq:
             return Unavailable(error.message, reason=error.reason, retry_after_seconds=error.retry_after_seconds or 1.0)
         aborted = Aborted(error.message, reason=error.reason)

@@ -58,7 +58,7 @@ class PendingDelta:
         return (self,) if sum(sizes) <= MAX_MESSAGE_BYTES else self._parts(sizes)
 
     def _token_bytes(self) -> list[int]:
-        """What each token's tensors and log-probabilities take."""
+        """Bytes that each token's tensors and log-probabilities take."""
         tensors, logprobs = self.tensors, self.logprobs
         sizes = [one.ByteSize() for one in tensors] if tensors else [0] * len(logprobs)
         for place, position in enumerate(logprobs):
@@ -109,7 +109,7 @@ class DeltaBuffer:
 
     @property
     def has_deltas(self) -> bool:
-        """Whether anything waits."""
+        """True while anything waits."""
         return bool(self._waiting)
 
     def take(self) -> list[PendingDelta]:

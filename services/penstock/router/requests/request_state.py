@@ -70,7 +70,7 @@ class RequestSpec:
 
 
 class RequestState:
-    """See the module's docstring. Implements TextSink."""
+    """State of one request; the module's docstring says who calls what. Implements TextSink."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class RequestState:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether any backend emitted any token."""
+        """True once any backend has emitted a token."""
         return any(sequence.token_ids for sequence in self.sequences.values())
 
     @property
     def all_sequences_ended(self) -> bool:
-        """Whether the last token of every returned sequence is known."""
+        """True once the last token of every returned sequence is known."""
         return len(self.sequences) >= self.spec.num_sequences and all(
             sequence.result is not None for sequence in self.sequences.values()
         )
@@ -194,7 +194,7 @@ class RequestState:
             self.buffer.wakeup.set()
 
     def close(self) -> None:
-        """Nothing more is wanted: free what backend and tokenizer hold."""
+        """Free what backend and tokenizer hold: nothing more is wanted."""
         if self.closed:
             return
         self.closed = True
@@ -269,6 +269,6 @@ class RequestState:
 
 
 def results_of(state: RequestState) -> list[common_pb2.SequenceResult]:
-    """How each returned sequence ended, in order."""
+    """Results of the returned sequences that have ended, in order."""
     found = sorted(state.sequences.items())
     return [sequence.result for _, sequence in found if sequence.result is not None]

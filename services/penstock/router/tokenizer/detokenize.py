@@ -166,7 +166,7 @@ class Detokenizer:
                 item.stream_id = sequence.stream_id
                 item.token_ids.extend(piece.token_ids)
             elif sequence.sink.closed:
-                # Cancelled before the tokenizer heard of it.
+                # Cancelled before the tokenizer knew of it.
                 sequence.stream_id, are_all_open = 0, False
                 continue
             else:
@@ -212,7 +212,7 @@ class Detokenizer:
         self._deliver(batch, texts, response.detokenize_seconds, time.monotonic())
 
     def _deliver(self, batch: Batch, texts: Iterable[str | PenstockError], seconds: float, now: float) -> None:
-        """Once a token. `texts` belong to the batch's pieces."""
+        """Hand over texts, one for each of the batch's pieces. The per-token path."""
         for piece, text in zip(batch.pieces, texts, strict=True):
             sequence = piece.sequence
             sink = sequence.sink
@@ -234,7 +234,7 @@ class Detokenizer:
 
 
 def _refused(error: str) -> PenstockError:
-    """What a request ends with when the tokenizer answers an item with `error`, a code and its explanation."""
+    """Error of a request whose item the tokenizer answers with `error`, a code and its explanation."""
     if error.startswith("TOO_MANY_SEQUENCES"):
         return ResourceExhausted(
             "the tokenizer decodes as many sequences as it may (its --max-sequences)",
@@ -245,7 +245,7 @@ def _refused(error: str) -> PenstockError:
 
 
 def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
-    """Once a token."""
+    """Decode a piece. The per-token path."""
     piece.is_sent = True
     sequence = piece.sequence
     try:
@@ -262,7 +262,7 @@ def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
 
 
 def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> TextDecoder:
-    """Of a new sequence. Raises IndexError for a prompt whose ids are not all in the table."""
+    """Make the decoder of a new sequence. Raises IndexError for a prompt whose ids are not all in the table."""
     skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
     decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
     decoder.replay(options.prefix_token_ids, ())

@@ -1,4 +1,4 @@
-"""From what a client sent to prompt ids: one hop to the tokenizer, off this event loop, within the deadline."""
+"""The way from a client's prompt to its ids: one hop to the tokenizer, off this event loop, within the deadline."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TokenizerLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the tokenizer answers now."""
+        """True while the tokenizer answers."""
         return self._ready.is_set()
 
     @property
@@ -164,7 +164,7 @@ class TokenizerLink:
         return await fetch_decode_table(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
 
     def _choose_decoding(self, table: DecodeTable | None) -> None:
-        """Once this tokenizer is the one that any later one must equal: not before."""
+        """Choose where ids become text, once this tokenizer is the one that any later one must equal."""
         if table is not None:
             self._detokenizer.use_table(table)
         self._is_decoding_chosen = True

@@ -1,0 +1,36 @@
+"""Addresses of servers: how they are written, and whether one is free."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+from penstock.common.errors import StartupError
+
+
+@dataclass(frozen=True)
+class BoundAddresses:
+    """Addresses at which a process answers, `host:port` each; `metrics` is None when there is none."""
+
+    grpc: str
+    metrics: str | None
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def require_free_port(host: str, port: int, flag: str) -> None:
+    """Raises StartupError naming `flag` (or --host) when nothing can listen there. Port 0 is always free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is taken", flag=flag) from error
+        wrong = flag if error.errno == errno.EACCES else "--host"
+        raise StartupError(f"cannot listen on {join_address(host, port)}: {error.strerror}", flag=wrong) from error
