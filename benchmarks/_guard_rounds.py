@@ -136,4 +136,6 @@ class Guard:
         self._say(f"{bench.name}: round {len(worst.rounds)}, at most {worst.median:.3f} ({worst.name})")
 
     def _say(self, line: str) -> None:
-        self._progress.console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, highlight=False)
+        self._progress.console.print(
+            f"{time.strftime('%H:%M:%S')} {line}", markup=False, highlight=False, soft_wrap=True
+        )

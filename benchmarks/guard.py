@@ -114,7 +114,7 @@ def prepare(options: argparse.Namespace, base: Tree, tree: Tree, progress: Progr
     """Both trees ready to be measured, and what was chosen of the benchmarks."""
 
     def say(line: str) -> None:
-        progress.console.print(line, markup=False, highlight=False)
+        progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
