@@ -79,7 +79,11 @@ def checked_out(root: Path, commit: str, cache: Path, name: str = "base") -> Ite
         git(root, "worktree", "add", "--detach", str(folder), commit)
         yield Tree(name, folder, commit[:7])
     finally:
-        _remove(root, folder)
+        try:
+            _remove(root, folder)
+        except BaseException:  # a signal in the middle of it
+            _remove(root, folder)
+            raise
 
 
 def _abandoned(home: Path) -> list[Path]:
@@ -89,10 +93,11 @@ def _abandoned(home: Path) -> list[Path]:
 
 
 def _remove(root: Path, folder: Path) -> None:
+    # First, as git refuses what is half removed, and not what is gone.
+    shutil.rmtree(folder, ignore_errors=True)
     # Not `prune`, which would forget other worktrees on a disk that is not there now.
     with contextlib.suppress(subprocess.CalledProcessError):
         git(root, "worktree", "remove", "--force", "--force", str(folder))
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def this_tree(root: Path) -> Tree:

@@ -98,13 +98,20 @@ def main() -> int:
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
-    with both_trees(options) as (base, tree), progress:
-        guard = prepare(options, base, tree, progress)
-        guard.measure()
+    with both_trees(options) as (base, tree):
+        with progress:
+            guard = prepare(options, base, tree, progress)
+            guard.measure()
+        # Before the base is removed: a signal meanwhile costs no figure.
+        return report(guard, options)
+
+
+def report(guard: Guard, options: argparse.Namespace) -> int:
+    """Table, last line and JSON; the exit status."""
     bound = options.bound / 100
     show(guard.cells, bound, options.out)
     line, status = conclusion(guard.cells, guard.failures, guard.left_out, bound)
-    print(line, file=sys.stderr)
+    print(line, file=sys.stderr, flush=True)
     settings = {name: getattr(options, name) for name in ("mode", "bound", "only", "threads", "self", "plant")}
     save("guard", {"settings": settings, **guard.facts(bound), "status": status}, options.out)
     return status

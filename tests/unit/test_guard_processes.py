@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,13 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 TALLY = """
 import pathlib, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -70,7 +78,7 @@ def test_a_process_and_its_children_are_held_between_turns(tmp_path: Path) -> No
             process.turn()
         process.finish()
         assert file.read_text() == "end"
-        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+        assert not any(is_alive(one) for one in family)
     finally:
         process.stop()
 
@@ -81,7 +89,7 @@ def test_a_held_process_can_be_ended_with_its_children(tmp_path: Path) -> None:
     process.turn()
     family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
     process.stop()
-    wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
+    wait_for(lambda: not any(is_alive(one) for one in family))
 
 
 def test_a_process_that_names_no_turn_has_one() -> None:
@@ -205,6 +213,26 @@ def test_what_a_killed_guard_left_is_removed_by_the_next(repository: Path, tmp_p
     in_use.mkdir()
     with checked_out(repository, find_commit(repository, "HEAD"), tmp_path):
         assert (abandoned.exists(), in_use.exists()) == (False, True)
+
+
+def test_a_removal_that_is_cut_off_is_done_again(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = shutil.rmtree, 0
+
+    def cut_off(folder: Path, **settings: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            # As far as that git would not take what is left for a worktree.
+            (folder / ".git").unlink()
+            raise SystemExit(143)
+        whole(folder, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", cut_off)
+    with pytest.raises(SystemExit), checked_out(repository, find_commit(repository, "HEAD"), tmp_path):
+        pass
+    assert is_clean(repository, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
