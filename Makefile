@@ -14,11 +14,15 @@ TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
 MARKS ?= not slow and not docker and not clients
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
+# Of `make guard`: the commit to compare with, quick or full, and more flags, e.g. --self.
+BASE ?=
+MODE ?= quick
+GUARD ?=
 # Of `make numerics`: torch, or native, which are built first.
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow clients numerics soak lint types stubs docs bench peers compose venv clean
+.PHONY: help kernels demo test slow clients numerics soak lint types stubs docs bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -68,6 +72,9 @@ bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhea
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/engine_overhead.py
+
+guard: $(VENV)/.dev  ## has anything become slower than at BASE=<commit>? MODE=quick takes 6 minutes, MODE=full half an hour
+	@$(BIN)/python benchmarks/guard.py "$(BASE)" --mode "$(MODE)" $(GUARD)
 
 peers:  ## other engines for benchmarks/workloads.py, the smg gateway for wire.py, in environments of their own; compiles llama.cpp
 	@test -x $(PEERS)/peers-venv/bin/python || $(PYTHON) -m venv $(PEERS)/peers-venv
