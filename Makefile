@@ -56,10 +56,11 @@ types: $(VENV)/.dev  ## mypy, strict
 stubs: $(VENV)/.dev  ## the checked-in stubs are those of the protos
 	@$(BIN)/python protos/generate.py --check
 
-docs: $(VENV)/.dev  ## rewrite from the code: docs/configuration.md, docs/metrics.md, the dashboard
+docs: $(VENV)/.dev  ## rewrite from the code: docs/configuration.md, docs/metrics.md, the dashboard, the options and clients' keywords
 	@$(BIN)/python -m penstock.cli.reference > docs/configuration.md
 	@$(BIN)/python tools/metrics_table.py
 	@$(BIN)/python tools/make_dashboard.py
+	@$(BIN)/python tools/option_tables.py
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
 	@$(BIN)/python benchmarks/overhead.py

@@ -19,7 +19,7 @@ from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.models.capture import HiddenCapture
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.options.dola_layers import candidate_layers
+from penstock.generation.options.modes import candidate_layers
 from penstock.generation.runner.dola import contrasted
 from transformers import PreTrainedModel
 

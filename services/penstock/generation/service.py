@@ -20,7 +20,8 @@ from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.grammar.spec import ConstraintSpec
-from penstock.generation.options.generate_options import GenerateCommand, RequestLimits
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.score_embed import (
     EmbedCommand,
@@ -61,7 +62,7 @@ class GenerationCore:
     # Items of one Score or Embed in the engine at once.
     max_items: int
 
-    def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
+    def prepare(self, command: GenerateOptions, deadline: float | None) -> Emitter:
         """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
 
         `deadline` is the call's, a time.monotonic() or None; a command's own timeout may be earlier.
@@ -86,7 +87,7 @@ class GenerationCore:
         )
         return Emitter(request, loaded.served.name, resolved.stream_interval)
 
-    def _healing(self, command: GenerateCommand) -> HealingOptions | None:
+    def _healing(self, command: GenerateOptions) -> HealingOptions | None:
         """None where the prompt has no other last token to have, or only one token."""
         prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
         if prefixes is None or len(prompt) < 2:
@@ -94,7 +95,7 @@ class GenerationCore:
         token_ids = prefixes.extensions(prompt[-1])
         return HealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
 
-    def _with_tensors(self, command: GenerateCommand, params: SamplingParams) -> SamplingParams:
+    def _with_tensors(self, command: GenerateOptions, params: SamplingParams) -> SamplingParams:
         if not command.output.tensors:
             return params
         model = self.loaded.model.config
