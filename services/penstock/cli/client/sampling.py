@@ -1,4 +1,4 @@
-"""How `chat` and `complete` generate: flags of the most useful options, and --option for every other one."""
+"""Options of `chat` and `complete`: flags of the most useful options, and --option for every other one."""
 
 from __future__ import annotations
 

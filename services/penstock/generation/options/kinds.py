@@ -94,7 +94,7 @@ AT_LEAST_ONE = Bounds(1, text="must be >= 1")
 
 
 class Kind:
-    """What a value is. Values are plain data; an empty list is unset, since proto3 cannot tell the two apart.
+    """The kind of a value. Values are plain data; an empty list is unset, since proto3 cannot tell the two apart.
 
     `form` is how clients turn a value into the field, by name; `hint` its type there; `type` what the command line
     reads, where an option has a flag; `most` what the limit bounds, in words. `field` is a path as errors name it,
@@ -166,7 +166,7 @@ class Integer(Kind):
 
 
 class Entries(Integer):
-    """How many alternatives the answer tells; 0 is a value."""
+    """A number of alternatives that the answer tells; 0 is a value."""
 
     most = "0 to {}"
 

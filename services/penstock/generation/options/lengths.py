@@ -1,4 +1,4 @@
-"""How many tokens a request generates at least and at most."""
+"""The least and the most tokens that a request generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which decoding mode a request asks for, with its options, and which combinations cannot be.
+"""The decoding mode that a request asks for, with its options, and combinations that cannot be.
 
 As transformers' get_generation_mode (5.23; 4.41.1 for contrastive search, groups and constraints, 4.55.4 for DoLa) and
 what generate() checks there.
@@ -29,7 +29,7 @@ _DEEP, _DEEP_SPAN = 40, 20
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """What SamplingParams says of the mode."""
+    """The part of SamplingParams that makes the mode."""
 
     do_sample: bool
     beams: BeamOptions | None = None
@@ -188,7 +188,7 @@ def candidate_layers(layers: str | Sequence[int], num_layers: int, *, tied: bool
 
 
 def _first_useful(num_layers: int) -> int:
-    """Where "low" begins when the embedding is tied."""
+    """First layer of "low" when the embedding is tied."""
     if num_layers > 2:
         return 2
     return 1 if num_layers == 2 else 0

@@ -1,4 +1,4 @@
-"""What a caller asks for, before validation and defaults, and what it is checked against. Plain data: no proto."""
+"""A request as its caller asks for it, before validation and defaults, and what it is checked against. No proto."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """What the checkpoint's own files say: generation_config.json, and the special ids."""
+    """Defaults of the checkpoint's own files: generation_config.json, and the special ids."""
 
     options: RequestOptions = field(default_factory=RequestOptions)
     eos_token_ids: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class ModelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a request is checked against."""
+    """Facts of the served model that a request is checked against."""
 
     name: str
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What transformers only warns about: options that have no effect in the chosen mode.
+"""Warnings, about the same as transformers': options that have no effect in the chosen mode.
 
 Only the request's own options warn: a model's file with sampling values is no mistake of the caller (transformers 5.x).
 """
