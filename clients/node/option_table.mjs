@@ -55,6 +55,7 @@ export const CONFIG = {
   logit_bias: "logit_bias",
   allowed_token_ids: "ids",
   allowed_token_trie: "trie",
+  top_n_sigma: "plain",
   seed: "plain",
   negative_prompt: "prompt",
 };

@@ -111,6 +111,7 @@ EVERY_OPTION = RequestOptions(
     logit_bias={3: -1.5},
     allowed_token_ids=(1, 2, 3),
     allowed_token_trie=((1, 2), (1, 3)),
+    top_n_sigma=1.5,
     seed=9,
 )
 

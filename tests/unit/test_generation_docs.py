@@ -41,7 +41,7 @@ MADE = {
 # The wire's own, OpenAI's and Penstock's.
 NOT_OF_TRANSFORMERS = {
     "assistant_model", "negative_prompt_text", "negative_prompt_ids", "frequency_penalty", "presence_penalty",
-    "logit_bias", "allowed_token_ids", "allowed_token_trie", "seed",
+    "logit_bias", "allowed_token_ids", "allowed_token_trie", "top_n_sigma", "seed",
 }  # fmt: skip
 
 

@@ -206,7 +206,10 @@ def test_processors_that_change_their_form() -> None:
     assert params.logit_bias == {3: -1.5}
 
 
-WARPERS = {"top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.2, "min_p": 0.05, "top_p": 0.8}
+WARPERS = {
+    "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.2, "min_p": 0.05, "top_p": 0.8,
+    "top_n_sigma": 1.5,
+}  # fmt: skip
 
 
 def test_every_warper_arrives_while_sampling_only() -> None:

@@ -121,6 +121,8 @@ class OptionKeywords(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     # The answer is one of these sequences, or the beginning of one.
     allowed_token_trie: Sequence[Sequence[int]]
+    # Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.
+    top_n_sigma: float
     # Same seed, same answer.
     seed: int
 
@@ -213,6 +215,7 @@ CONFIG: Mapping[str, str] = {
     "logit_bias": "logit_bias",
     "allowed_token_ids": "ids",
     "allowed_token_trie": "trie",
+    "top_n_sigma": "plain",
     "seed": "plain",
     "negative_prompt": "prompt",
 }

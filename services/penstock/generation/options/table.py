@@ -299,6 +299,11 @@ class RequestOptions(OptionSet):
         param="allowed_token_trie", in_file=False, allowed="no empty sequence; at most `--max-trie-tokens` altogether",
         differs="the declarative form of `prefix_allowed_tokens_fn`",
     )  # fmt: skip
+    top_n_sigma: float | None = row(
+        FLOAT32, "Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.",
+        bounds=_NOT_NEGATIVE, scope=Scope.SAMPLING, silent=(0.0,), param="top_n_sigma", default=0.0,
+        differs="llama.cpp's, before the temperature as there; below 0 is off there",
+    )  # fmt: skip
     seed: int | None = row(
         INTEGER, "Same seed, same answer.", bounds=SEED_RANGE, flags=GENERATION, default="drawn",
         differs="of the request, not of the process; Started tells the one used",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.generation.sampling.processors.allowed_tokens import AllowedTokens, AllowedTrie
 from penstock.generation.sampling.processors.base import LogitsProcessor, Warper
-from penstock.generation.sampling.processors.cutoffs import EpsilonCutoff, EtaCutoff
+from penstock.generation.sampling.processors.cutoffs import EpsilonCutoff, EtaCutoff, TopNSigma
 from penstock.generation.sampling.processors.diversity import HammingDiversity
 from penstock.generation.sampling.processors.forced import ForcedBos, ForcedEos
 from penstock.generation.sampling.processors.invalid_values import RemoveInvalidValues
@@ -55,6 +55,7 @@ PROCESSORS: tuple[type[LogitsProcessor], ...] = (
 )
 # Of sampled rows, after those and the grammar's masks.
 WARPERS: tuple[type[Warper], ...] = (
+    TopNSigma,
     Temperature,
     TopH,
     TopK,
