@@ -67,6 +67,7 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 	@$(BIN)/python -c "from penstock.common.error_reasons import errors_markdown; print(errors_markdown(), end='')" > docs/reference/errors.md
 	@$(BIN)/python tools/metrics_table.py
 	@$(BIN)/python tools/make_dashboard.py
+	@$(BIN)/python tools/option_tables.py
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
 	@$(BIN)/python benchmarks/overhead.py

@@ -24,11 +24,11 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.engine import Engine
 from penstock.generation.grammar.state import MaskWorkers
-from penstock.generation.options.generate_options import RequestLimits
+from penstock.generation.options.limits import RequestLimits
 from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import LoadedModel, load
-from penstock.generation.wire.convert import to_command
+from penstock.generation.wire.convert import to_generate_options
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 ROOMY = engine_config(num_blocks=400, max_context_tokens=256, max_batch_tokens=200, max_running_sequences=64)
@@ -129,7 +129,7 @@ def prepare(loaded: LoadedModel, message: generation_pb2.GenerateRequest) -> Req
     # Everything in it that only moves bytes is left out.
     parts = dict.fromkeys((part.name for part in dataclasses.fields(GenerationCore)), None)
     core = GenerationCore(**(parts | {"loaded": loaded, "limits": RequestLimits()}))  # type: ignore[arg-type]
-    command = to_command(message)
+    command = to_generate_options(message)
     request = core.prepare(command, None).request
     if command.constraint is not None:
         grammar = compiled(command.constraint)

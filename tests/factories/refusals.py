@@ -109,6 +109,7 @@ VALUES: list[Refusal] = [
     *option("typical_p", 0.0, -0.1, 1.01, NAN, **SAMPLING),
     *option("epsilon_cutoff", -0.1, 1.0, NAN, **SAMPLING),
     *option("eta_cutoff", -0.1, 1.0, NAN, **SAMPLING),
+    *option("top_n_sigma", -0.1, NAN, INF, **SAMPLING),
     *option("repetition_penalty", 0, -1, NAN, INF),
     *option("encoder_repetition_penalty", 0, -1, NAN, INF),
     *option("frequency_penalty", -2.1, 2.1, NAN),

@@ -166,6 +166,7 @@ WARNINGS: list[tuple[str, dict[str, Any]]] = [
             "typical_p": 0.9,
             "epsilon_cutoff": 0.1,
             "eta_cutoff": 0.1,
+            "top_n_sigma": 1.0,
             # Beams.
             "length_penalty": 2.0,
             "early_stopping": config_pb2.EARLY_STOPPING_NEVER,

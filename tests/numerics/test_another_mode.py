@@ -16,7 +16,8 @@ from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.options.generate_options import RequestedOutput, RequestLimits
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.table import OutputOptions
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -88,4 +89,4 @@ def test_its_facts_are_heeded_where_its_name_is_unknown() -> None:
     item = request(PROMPT, max_new_tokens=4, mode=AlternateOptions())
     sizes = TensorSizes(vocab_size=50, num_layers=2, hidden_size=8, num_heads=2)
     with pytest.raises(InvalidArgument, match="alternating search"):
-        resolve_tensors(RequestedOutput(tensors=("output_logits",)), item.params, 9, sizes, RequestLimits())
+        resolve_tensors(OutputOptions(output_logits=True), item.params, 9, sizes, RequestLimits())

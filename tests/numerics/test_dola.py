@@ -20,7 +20,7 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.models.capture import HiddenCapture
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.options.dola_layers import candidate_layers
+from penstock.generation.options.modes import candidate_layers
 from penstock.generation.runner.dola import contrasted
 from transformers import PreTrainedModel
 

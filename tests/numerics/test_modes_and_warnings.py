@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import InvalidArgument
-from penstock.generation.options.generate_options import (
-    GenerateCommand,
-    ModelDefaults,
-    RequestedOptions,
-    RequestLimits,
-    ServedModel,
-)
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
+from penstock.generation.options.table import RequestOptions
 from penstock.generation.options.validate import validate
 from penstock.generation.wire.options import to_options
 from penstock.v1 import common_pb2, config_pb2
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 
-MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=64, num_layers=8, has_token_bytes=True)
+MODEL = ModelFacts("tiny", vocab_size=100, max_context_tokens=64, num_layers=8, has_token_bytes=True)
 LIMITS = RequestLimits()
 CHOICES: dict[str, tuple[Any, ...]] = {
     "do_sample": (None, False, True),
@@ -60,8 +56,8 @@ def message(options: dict[str, Any]) -> config_pb2.GenerationConfig:
 
 def resolved(options: dict[str, Any]) -> Resolved:
     """What a request with `options` becomes. Raises InvalidArgument."""
-    asked: RequestedOptions = to_options(message(options))
-    command = GenerateCommand(prompt_token_ids=[1, 2, 3], options=asked)
+    asked: RequestOptions = to_options(message(options))
+    command = GenerateOptions(prompt_token_ids=[1, 2, 3], options=asked)
     validate(command, MODEL, LIMITS)
     return resolve(command, ModelDefaults(eos_token_ids=(9,)), MODEL, LIMITS)
 

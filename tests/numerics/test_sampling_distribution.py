@@ -48,6 +48,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"top_h": 0.8},
     {"epsilon_cutoff": 0.004},
     {"eta_cutoff": 0.01},
+    {"top_n_sigma": 1.5},
     {"watermark": WatermarkOptions()},
     {"watermark": WatermarkOptions(seeding_scheme="selfhash"), "top_k": 50},
     {"renormalize_logits": True, "min_p": 0.02},

@@ -13,14 +13,15 @@ from penstock.common.errors import InvalidArgument, NotFound
 from penstock.generation.engine.admission import most_output_tokens
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.modes import MODES
-from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.validate import validate
 from penstock.generation.wire.options import from_options, to_options
 from penstock.v1 import config_pb2
 
 ENGINE = EngineConfig(num_blocks=64, block_size=4, max_context_tokens=128)
-MODEL = ServedModel(
+MODEL = ModelFacts(
     "tiny", 100, 128, has_token_bytes=True, num_layers=6, assistant_model="a",
     max_output_tokens=lambda params, prompt: most_output_tokens(ENGINE, MODES, params, prompt),
 )  # fmt: skip
@@ -88,7 +89,7 @@ def outcome_of(message: config_pb2.GenerationConfig) -> str:
     """The mode that it becomes, or "refused"; either way as promised."""
     try:
         options = to_options(message, LIMITS)
-        command = GenerateCommand(prompt_token_ids=[1, 2, 3], options=options)
+        command = GenerateOptions(prompt_token_ids=[1, 2, 3], options=options)
         validate(command, MODEL, LIMITS)
         resolved = resolve(command, ModelDefaults(eos_token_ids=(9,)), MODEL, LIMITS)
     except (InvalidArgument, NotFound) as error:

@@ -24,9 +24,10 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.options.request_options import GROUP_OF, RequestedOptions
+from penstock.generation.options.kinds import as_written
+from penstock.generation.options.table import CONFIG, RequestOptions
 from penstock.generation.wire import convert
-from penstock.generation.wire.options import as_written, from_options, to_options
+from penstock.generation.wire.options import from_options, to_options, to_output
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 
@@ -44,7 +45,7 @@ def test_a_float_arrives_as_it_was_written(value: object) -> None:
 def test_seven_tenths_stays_seven_tenths() -> None:
     config = config_pb2.GenerationConfig(temperature=0.7, top_p=0.95, repetition_penalty=1.05)
     options = to_options(config)
-    assert (options.warpers.temperature, options.warpers.top_p, options.processors.repetition_penalty) == (
+    assert (options.temperature, options.top_p, options.repetition_penalty) == (
         0.7,
         0.95,
         1.05,
@@ -53,11 +54,11 @@ def test_seven_tenths_stays_seven_tenths() -> None:
 
 def test_zero_is_not_unset() -> None:
     options = to_options(config_pb2.GenerationConfig(temperature=0, top_k=0, seed=0, do_sample=False))
-    assert (options.warpers.temperature, options.warpers.top_k, options.seed, options.do_sample) == (0.0, 0, 0, False)
-    assert options.warpers.top_p is None
+    assert (options.temperature, options.top_k, options.seed, options.do_sample) == (0.0, 0, 0, False)
+    assert options.top_p is None
 
 
-EVERY_OPTION = RequestedOptions.of(
+EVERY_OPTION = RequestOptions(
     max_new_tokens=7,
     min_new_tokens=1,
     max_length=30,
@@ -110,20 +111,19 @@ EVERY_OPTION = RequestedOptions.of(
     logit_bias={3: -1.5},
     allowed_token_ids=(1, 2, 3),
     allowed_token_trie=((1, 2), (1, 3)),
+    top_n_sigma=1.5,
     seed=9,
 )
 
 
-def test_every_field_of_the_proto_has_an_option() -> None:
-    fields = {field.name for field in config_pb2.GenerationConfig.DESCRIPTOR.fields}
-    assert set(GROUP_OF) == fields - {"negative_prompt_text"}
-    assert dict(EVERY_OPTION.items()).keys() == set(GROUP_OF)
+def test_every_option_is_tried() -> None:
+    assert dict(EVERY_OPTION.items()).keys() == {name for name, spec in CONFIG.items() if not spec.router_only}
 
 
 def test_options_round_trip() -> None:
     assert to_options(from_options(EVERY_OPTION)) == EVERY_OPTION
-    assert to_options(from_options(RequestedOptions())) == RequestedOptions()
-    low = RequestedOptions.of(dola_layers="low")
+    assert to_options(from_options(RequestOptions())) == RequestOptions()
+    low = RequestOptions(dola_layers="low")
     assert to_options(from_options(low)) == low
 
 
@@ -135,21 +135,21 @@ def test_a_message_round_trips_too() -> None:
 def test_a_phrase_is_a_constraint_with_one_alternative() -> None:
     config = config_pb2.GenerationConfig()
     config.constraints.add(phrasal=common_pb2.TokenIds(ids=[1, 2]))
-    assert to_options(config).beams.constraints == (((1, 2),),)
+    assert to_options(config).constraints == (((1, 2),),)
 
 
 def test_unspecified_is_unset() -> None:
     config = config_pb2.GenerationConfig(early_stopping=config_pb2.EARLY_STOPPING_UNSPECIFIED)
-    assert to_options(config) == RequestedOptions()
+    assert to_options(config) == RequestOptions()
 
 
 def test_a_watermark_keeps_transformers_defaults_where_it_says_nothing() -> None:
     config = config_pb2.GenerationConfig(watermarking_config=config_pb2.WatermarkingConfig(bias=2.5))
-    assert to_options(config).processors.watermarking_config == WatermarkOptions(bias=2.5)
+    assert to_options(config).watermarking_config == WatermarkOptions(bias=2.5)
 
 
 def test_an_unset_output_field_is_none() -> None:
-    output = convert.to_output(config_pb2.OutputConfig(top_logprobs=0))
+    output = to_output(config_pb2.OutputConfig(top_logprobs=0))
     assert (output.top_logprobs, output.prompt_logprobs, output.skip_special_tokens) == (0, None, None)
 
 
@@ -226,7 +226,7 @@ def word(*alternatives: common_pb2.TokenIds) -> config_pb2.WordAlternatives:
 )
 def test_long_lists_are_refused_before_they_are_converted(field: str, message: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        convert.to_command(generation_pb2.GenerateRequest(**message))
+        convert.to_generate_options(generation_pb2.GenerateRequest(**message))
     assert refused.value.field == field
 
 
@@ -283,7 +283,7 @@ def test_lists_beyond_their_bounds_and_unknown_kinds_name_their_field(field: str
     ],
 )
 def test_a_constraint_is_carried_as_it_was_sent(message: config_pb2.Constraint, spec: ConstraintSpec) -> None:
-    assert convert.to_command(generation_pb2.GenerateRequest(constraint=message)).constraint == spec
+    assert convert.to_generate_options(generation_pb2.GenerateRequest(constraint=message)).constraint == spec
 
 
 def test_a_command_keeps_every_field() -> None:
@@ -299,7 +299,7 @@ def test_a_command_keeps_every_field() -> None:
         model="m",
         stop=config_pb2.StopConfig(stop_token_ids=[common_pb2.TokenIds(ids=[4, 5])], stop_strings=["x"]),
     )
-    command = convert.to_command(message)
+    command = convert.to_generate_options(message)
     assert (command.request_id, command.attempt_epoch, command.seed, command.priority) == ("r", 2, 0, -1)
     assert command.resumed_token_ids == [[3]]
     assert command.stop.stop_token_ids == ((4, 5),)

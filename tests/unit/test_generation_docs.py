@@ -1,95 +1,120 @@
-"""docs/guide/generation-config.md says of every field what the code does with it."""
+"""The table of options is whole, and agrees with the protos, the sampler, transformers and what is made of it."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.common.options import options_of
 from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.options.checks import BOUNDS, Bounds
-from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
-from penstock.generation.options.request_options import GROUP_OF, RequestedOptions
+from penstock.generation.options.kinds import Choice
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.option_spec import OptionSpec, Scope
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
+from penstock.generation.options.table import CONFIG, SECTIONS, RequestOptions
+from penstock.generation.options.warnings import _IDLE
 from penstock.v1 import config_pb2
+from transformers import GenerationConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "generation-config.md").read_text(encoding="utf-8")
-SECTIONS: dict[str, Any] = {
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
+MESSAGES: dict[str, Any] = {
     "config": config_pb2.GenerationConfig,
     "stop": config_pb2.StopConfig,
     "output": config_pb2.OutputConfig,
 }
+ROWS = [spec for specs in SECTIONS.values() for spec in specs.values()]
+# Resolved by hand into the modes' own options, the lengths and the ends; or facts about the request.
+MADE = {
+    "max_new_tokens", "min_new_tokens", "do_sample", "seed", "num_return_sequences", "eos_token_ids", "ignore_eos",
+    "stop_token_ids", "stop_strings", "include_stop_string_in_output", "skip_special_tokens", "top_logprobs",
+    "prompt_logprobs", "mode", "guidance", "tensors",
+}  # fmt: skip
+# The wire's own, OpenAI's and Penstock's.
+NOT_OF_TRANSFORMERS = {
+    "assistant_model", "negative_prompt_text", "negative_prompt_ids", "frequency_penalty", "presence_penalty",
+    "logit_bias", "allowed_token_ids", "allowed_token_trie", "top_n_sigma", "seed",
+}  # fmt: skip
 
 
-def rows(section: str) -> dict[str, list[str]]:
-    """Field -> the cells after it, of one section's table."""
-    text = PAGE.split(f"## `{section}`")[1].split("\n## ")[0]
-    found = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
-    return {name: [cell.strip() for cell in re.split(r" ?\| ?", cells)] for name, cells in found}
+def test_what_is_made_of_the_table_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "option_tables.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run python tools/option_tables.py\n{done.stderr}"
 
 
-CONFIG = rows("config")
-
-
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("section", MESSAGES)
 def test_every_field_has_its_row(section: str) -> None:
-    assert list(rows(section)) == [field.name for field in SECTIONS[section].DESCRIPTOR.fields]
+    assert list(SECTIONS[section]) == [field.name for field in MESSAGES[section].DESCRIPTOR.fields]
 
 
-def test_every_row_is_whole() -> None:
-    assert {name: len(cells) for name, cells in CONFIG.items() if len(cells) != 4} == {}
+def test_every_row_has_its_words() -> None:
+    assert [spec.name for spec in ROWS if not spec.doc.endswith(".") or "|" in spec.doc] == []
+    assert len({spec.doc for spec in ROWS}) == len(ROWS)
 
 
-def test_what_is_supported_is_what_the_code_takes() -> None:
-    assert {name for name, cells in CONFIG.items() if cells[1] == "yes"} == set(GROUP_OF)
-    assert {name for name, cells in CONFIG.items() if cells[1] == "router"} == {"negative_prompt_text"}
+def test_every_limit_is_one_of_a_request() -> None:
+    assert {spec.limit for spec in ROWS if spec.limit} <= {field.name for field in fields(RequestLimits)}
 
 
-def in_words(bounds: Bounds) -> str:
-    """As the page writes it."""
-    if bounds.low is None:
-        return "finite"
-    low = f"{bounds.low:g}".replace("-", "−")
-    if bounds.high is None:
-        return f"{'>' if bounds.above else '≥'} {low}"
-    return f"{'(' if bounds.above else '['}{low}, {bounds.high:g}{')' if bounds.below else ']'}"
+def test_every_parameter_of_the_sampler_comes_from_the_table_or_is_made_by_hand() -> None:
+    taken = [spec.param for spec in ROWS if spec.param is not None]
+    assert len(taken) == len(set(taken))
+    assert {*taken, *MADE} == {field.name for field in fields(SamplingParams)}
+    assert not MADE & set(taken)
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-def test_the_allowed_values_are_those_of_the_code(name: str) -> None:
-    assert CONFIG[name][2].startswith(in_words(BOUNDS[name]))
+def test_every_option_is_transformers_unless_it_is_told_otherwise() -> None:
+    assert {name for name in CONFIG if name not in vars(GenerationConfig())} == NOT_OF_TRANSFORMERS
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ROWS if isinstance(spec.kind, Choice)], ids=lambda spec: spec.name)
+def test_numbers_of_enums_are_the_protos(spec: OptionSpec) -> None:
+    assert isinstance(spec.kind, Choice)
+    enum = MESSAGES[spec.section].DESCRIPTOR.fields_by_name[spec.name].enum_type
+    names = {value.number: value.name for value in enum.values if value.number}
+    assert {number: names[number].endswith(f"_{value.name}") for number, value in spec.kind.numbers.items()} == (
+        dict.fromkeys(names, True)
+    )
+
+
+def test_every_scope_says_why_an_option_is_idle() -> None:
+    assert set(_IDLE) == set(Scope) - {Scope.EVERY}
 
 
 def defaults() -> dict[str, Any]:
     """What an option is when neither the request nor the model's file says anything; the warpers', while sampling."""
-    model = ServedModel("tiny", vocab_size=100, max_context_tokens=50)
+    model = ModelFacts("tiny", vocab_size=100, max_context_tokens=50)
     known: dict[str, Any] = {}
-    for options in (RequestedOptions.of(do_sample=True), RequestedOptions()):
-        command = GenerateCommand(prompt_token_ids=[1], options=options)
-        params = resolve(command, ModelDefaults(), model, RequestLimits()).params
+    for options in (RequestOptions(do_sample=True), RequestOptions()):
+        request = GenerateOptions(prompt_token_ids=[1], options=options)
+        params = resolve(request, ModelDefaults(), model, RequestLimits()).params
         for part in (params, BeamOptions(1), AssistanceOptions()):
-            known.update((name, getattr(part, name)) for name in GROUP_OF if hasattr(part, name) and name not in known)
+            known.update((name, getattr(part, name)) for name in CONFIG if hasattr(part, name) and name not in known)
     return {**known, "do_sample": params.do_sample}
 
 
 def test_the_defaults_are_those_of_the_code() -> None:
     checked = 0
     for name, value in defaults().items():
-        cell = CONFIG[name][0]
-        if isinstance(value, bool):
-            assert cell == str(value).lower(), name
-        elif isinstance(value, (int, float)) and cell not in ("–", "drawn", "up to the context"):
-            assert float(cell) == value, name
-        else:
-            continue
-        checked += 1
+        told = CONFIG[name].default
+        if isinstance(value, (bool, int, float)) and not isinstance(told, str) and told is not None:
+            assert told == value, name
+            checked += 1
     assert checked > 20
 
 
 def test_every_flag_that_is_named_exists() -> None:
     flags = {option.flag for option in options_of(GenerationServiceConfig)} | {"--assistant-model"}
-    assert set(re.findall(r"`(--[\w-]+)`", PAGE)) <= flags
+    guide = (ROOT / "docs" / "guide" / "generation-config.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(--[\w-]+)`", PAGE + guide)) <= flags

@@ -23,18 +23,19 @@ from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
-from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults, RequestLimits, ServedModel
+from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import check_assistant
-from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
+from penstock.generation.options.table import RequestOptions
 
-MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=100, num_layers=6, assistant_model="draft")
+MODEL = ModelFacts("tiny", vocab_size=100, max_context_tokens=100, num_layers=6, assistant_model="draft")
 
 
-def resolved(defaults: ModelDefaults = ModelDefaults(), model: ServedModel = MODEL, **options: Any) -> Resolved:  # noqa: B008
+def resolved(defaults: ModelDefaults = ModelDefaults(), model: ModelFacts = MODEL, **options: Any) -> Resolved:  # noqa: B008
     constraint = options.pop("constraint", None)
-    asked = RequestedOptions.of(**{"max_new_tokens": 5, **options})
-    command = GenerateCommand(prompt_token_ids=[1] * 10, options=asked, constraint=constraint)
+    asked = RequestOptions(**{"max_new_tokens": 5, **options})
+    command = GenerateOptions(prompt_token_ids=[1] * 10, options=asked, constraint=constraint)
     return resolve(command, defaults, model, RequestLimits())
 
 
@@ -43,7 +44,7 @@ def params_of(**options: Any) -> SamplingParams:
 
 
 def file_of(**options: Any) -> ModelDefaults:
-    return ModelDefaults(options=RequestedOptions.of(**options))
+    return ModelDefaults(options=RequestOptions(**options))
 
 
 def test_beam_options_have_transformers_defaults() -> None:
@@ -207,7 +208,10 @@ def test_processors_that_change_their_form() -> None:
     assert params.logit_bias == {3: -1.5}
 
 
-WARPERS = {"top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.2, "min_p": 0.05, "top_p": 0.8}
+WARPERS = {
+    "top_h": 0.4, "typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.2, "min_p": 0.05, "top_p": 0.8,
+    "top_n_sigma": 1.5,
+}  # fmt: skip
 
 
 def test_every_warper_arrives_while_sampling_only() -> None:
@@ -225,7 +229,7 @@ def test_token_healing_needs_a_tokenizer() -> None:
     with pytest.raises(InvalidArgument) as refused:
         params_of(token_healing=True)
     assert refused.value.field == "config.token_healing"
-    tokenized = ServedModel("tiny", 100, 100, has_token_bytes=True)
+    tokenized = ModelFacts("tiny", 100, 100, has_token_bytes=True)
     assert resolved(model=tokenized, token_healing=True).params.token_healing
 
 
@@ -249,7 +253,7 @@ def test_a_grammar_goes_with_beams_but_not_with_forced_words() -> None:
 )
 def test_an_unset_length_is_the_longest_that_the_pool_holds(options: dict[str, Any]) -> None:
     config = EngineConfig(num_blocks=40, block_size=4, max_context_tokens=120)
-    model = ServedModel("tiny", 100, 120, max_output_tokens=lambda *of: most_output_tokens(config, MODES, *of))
+    model = ModelFacts("tiny", 100, 120, max_output_tokens=lambda *of: most_output_tokens(config, MODES, *of))
     params = resolved(model=model, max_new_tokens=None, **options).params
     longest = params.max_new_tokens
     assert MODES.blocks_needed(config, params, 10, longest) <= 40

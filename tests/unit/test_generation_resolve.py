@@ -7,29 +7,23 @@ from typing import Any
 import pytest
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import EarlyStopping
-from penstock.generation.options.generate_options import (
-    GenerateCommand,
-    ModelDefaults,
-    RequestedOutput,
-    RequestedStop,
-    RequestLimits,
-    ServedModel,
-)
-from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import Resolved, resolve
+from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
 
-MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=100)
+MODEL = ModelFacts("tiny", vocab_size=100, max_context_tokens=100)
 QWEN = ModelDefaults(
-    options=RequestedOptions.of(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05),
+    options=RequestOptions(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05),
     eos_token_ids=(7, 8),
     eos_sequences=((1, 2),),
 )
 
 
-def resolved(defaults: ModelDefaults = ModelDefaults(), model: ServedModel = MODEL, **fields: Any) -> Resolved:  # noqa: B008
+def resolved(defaults: ModelDefaults = ModelDefaults(), model: ModelFacts = MODEL, **fields: Any) -> Resolved:  # noqa: B008
     options = fields.pop("options", {})
-    command = GenerateCommand(
-        prompt_token_ids=[1] * 10, options=RequestedOptions.of(**{"max_new_tokens": 5, **options}), **fields
+    command = GenerateOptions(
+        prompt_token_ids=[1] * 10, options=RequestOptions(**{"max_new_tokens": 5, **options}), **fields
     )
     return resolve(command, defaults, model, RequestLimits())
 
@@ -88,7 +82,7 @@ def test_an_unset_length_reaches_to_the_context_and_is_told() -> None:
 
 
 def test_an_unset_length_is_what_the_pool_holds_where_that_is_less() -> None:
-    small = ServedModel("tiny", 100, 100, max_output_tokens=lambda params, prompt: 40 // params.num_return_sequences)
+    small = ModelFacts("tiny", 100, 100, max_output_tokens=lambda params, prompt: 40 // params.num_return_sequences)
     assert resolved(model=small, options={"max_new_tokens": None}).params.max_new_tokens == 40
     assert resolved(model=small, options={"max_new_tokens": 60}).params.max_new_tokens == 60
 
@@ -147,9 +141,9 @@ def test_the_seed_is_the_routers_then_the_callers_then_drawn() -> None:
 def test_explicit_end_ids_replace_the_models_and_ignoring_them_drops_its_sequences() -> None:
     explicit = resolved(QWEN, eos_token_ids=(9,)).params
     assert (explicit.eos_token_ids, explicit.stop_token_ids) == ((9,), ())
-    ignoring = resolved(QWEN, stop=RequestedStop(ignore_eos=True)).params
+    ignoring = resolved(QWEN, stop=StopOptions(ignore_eos=True)).params
     assert (ignoring.ignore_eos, ignoring.stop_token_ids) == (True, ())
 
 
 def test_echo_is_the_routers() -> None:
-    assert "output.echo" in warnings_of(output=RequestedOutput(echo=True))
+    assert "output.echo" in warnings_of(output=OutputOptions(echo=True))

@@ -8,30 +8,25 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
-from penstock.generation.options.generate_options import (
-    GenerateCommand,
-    RequestedOutput,
-    RequestedStop,
-    RequestLimits,
-    ServedModel,
-)
-from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions, ModelFacts
+from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
 from penstock.generation.options.validate import validate
 
-MODEL = ServedModel("tiny", vocab_size=100, max_context_tokens=16, tokenizer_fingerprint="aa", has_token_bytes=True)
+MODEL = ModelFacts("tiny", vocab_size=100, max_context_tokens=16, tokenizer_fingerprint="aa", has_token_bytes=True)
 LIMITS = RequestLimits()
 NAN, INF = math.nan, math.inf
 
 
-def command(**fields: Any) -> GenerateCommand:
-    return GenerateCommand(**{"prompt_token_ids": [1, 2, 3], **fields})
+def command(**fields: Any) -> GenerateOptions:
+    return GenerateOptions(**{"prompt_token_ids": [1, 2, 3], **fields})
 
 
-def with_options(**options: Any) -> GenerateCommand:
-    return command(options=RequestedOptions.of(**options))
+def with_options(**options: Any) -> GenerateOptions:
+    return command(options=RequestOptions(**options))
 
 
-def check(request: GenerateCommand, model: ServedModel = MODEL) -> None:
+def check(request: GenerateOptions, model: ModelFacts = MODEL) -> None:
     validate(request, model, LIMITS)
 
 
@@ -91,16 +86,16 @@ def test_the_edges_are_allowed(options: dict[str, Any]) -> None:
         ("timeout_seconds", {"timeout_seconds": NAN}),
         ("request_id", {"request_id": "x" * 257}),
         ("cache_salt", {"cache_salt": "x" * 257}),
-        ("stop.stop_strings", {"stop": RequestedStop(stop_strings=("",))}),
-        ("stop.stop_strings", {"stop": RequestedStop(stop_strings=("x" * 257,))}),
-        ("stop.stop_strings", {"stop": RequestedStop(stop_strings=("x",) * 33)}),
-        ("stop.stop_token_ids", {"stop": RequestedStop(stop_token_ids=((),))}),
-        ("stop.stop_token_ids", {"stop": RequestedStop(stop_token_ids=((100,),))}),
-        ("stop.stop_token_ids", {"stop": RequestedStop(stop_token_ids=((1,) * 33,))}),
-        ("stop.stop_token_ids", {"stop": RequestedStop(stop_token_ids=((1,),) * 65)}),
-        ("output.top_logprobs", {"output": RequestedOutput(top_logprobs=21)}),
-        ("output.prompt_logprobs", {"output": RequestedOutput(prompt_logprobs=21)}),
-        ("output.stream_interval", {"output": RequestedOutput(stream_interval=0)}),
+        ("stop.stop_strings", {"stop": StopOptions(stop_strings=("",))}),
+        ("stop.stop_strings", {"stop": StopOptions(stop_strings=("x" * 257,))}),
+        ("stop.stop_strings", {"stop": StopOptions(stop_strings=("x",) * 33)}),
+        ("stop.stop_token_ids", {"stop": StopOptions(stop_token_ids=((),))}),
+        ("stop.stop_token_ids", {"stop": StopOptions(stop_token_ids=((100,),))}),
+        ("stop.stop_token_ids", {"stop": StopOptions(stop_token_ids=((1,) * 33,))}),
+        ("stop.stop_token_ids", {"stop": StopOptions(stop_token_ids=((1,),) * 65)}),
+        ("output.top_logprobs", {"output": OutputOptions(top_logprobs=21)}),
+        ("output.prompt_logprobs", {"output": OutputOptions(prompt_logprobs=21)}),
+        ("output.stream_interval", {"output": OutputOptions(stream_interval=0)}),
     ],
 )
 def test_an_impossible_request_names_its_field(field: str, fields: dict[str, Any]) -> None:
@@ -112,13 +107,13 @@ def test_an_impossible_request_names_its_field(field: str, fields: dict[str, Any
 def test_prompt_logprobs_that_would_not_fit_a_message_are_refused() -> None:
     long = replace(MODEL, max_context_tokens=100_000)
     with pytest.raises(InvalidArgument) as refused:
-        check(command(prompt_token_ids=[1] * 50_000, output=RequestedOutput(prompt_logprobs=3)), long)
+        check(command(prompt_token_ids=[1] * 50_000, output=OutputOptions(prompt_logprobs=3)), long)
     assert refused.value.field == "output.prompt_logprobs"
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        check(command(stop=RequestedStop(stop_strings=("end",))), replace(MODEL, has_token_bytes=False))
+        check(command(stop=StopOptions(stop_strings=("end",))), replace(MODEL, has_token_bytes=False))
     assert refused.value.field == "stop.stop_strings"
 
 

@@ -107,6 +107,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"typical_p": 1e-38},
     {"epsilon_cutoff": 0.999999, "eta_cutoff": 0.999999},
     {"top_h": 1e-38},
+    {"top_n_sigma": 1e-38},
 ]
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from factories.run_kernels import cpu_device, new_sampler
@@ -13,6 +14,7 @@ from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.sequence import Sequence
+from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.sampling.processors import (
     BadWords,
     LogitBias,
@@ -23,6 +25,7 @@ from penstock.generation.sampling.processors import (
     RepetitionPenalty,
     Temperature,
     TopK,
+    TopNSigma,
     TopP,
     Warper,
 )
@@ -221,6 +224,63 @@ def test_greedy_needs_no_warper() -> None:
 
 
 @settings(max_examples=60, deadline=None)
+def top_n_sigma(scores_V: npt.NDArray[np.float32], n: float) -> npt.NDArray[np.float32]:
+    """llama.cpp's: what is below max - n * sigma of the finite scores goes; n <= 0 is off."""
+    finite = scores_V[np.isfinite(scores_V)].astype(np.float64)
+    if n <= 0 or not len(finite):
+        return scores_V
+    sigma = math.sqrt(float(np.mean((finite - finite.mean()) ** 2)))
+    return np.where(scores_V < finite.max() - n * sigma, np.float32(-np.inf), scores_V)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_top_n_sigma_is_the_formula_alone_and_beside_others(seed: int) -> None:
+    values = [0.0, 0.3, 1.0, 2.0, 4.0, 1e-6, 1e30]
+    before = scores(len(values), seed)
+    before[:, ids(seed, 9)] = -torch.inf
+    batched = warp(TopNSigma([params(do_sample=True, top_n_sigma=n) for n in values], CPU), before)
+    for row, n in enumerate(values):
+        alone = warp(TopNSigma([params(do_sample=True, top_n_sigma=n)], CPU), before[row : row + 1])[0]
+        assert torch.equal(batched[row], alone)
+        np.testing.assert_array_equal(alone.numpy(), top_n_sigma(before[row].numpy(), n))
+    kept = batched.isfinite().sum(-1).tolist()
+    assert kept[0] == kept[6] >= kept[4] > kept[5] == 1
+
+
+def test_top_n_sigma_comes_before_the_temperature_and_top_k_and_changes_nobody_else() -> None:
+    """sigma is of all scores, not of the k that top_k leaves; what stays is the same at every temperature."""
+    options = [
+        params(do_sample=True, top_n_sigma=1.5, temperature=2.0, top_k=40),
+        params(do_sample=True, top_n_sigma=1.5, temperature=0.1),
+        params(do_sample=True, temperature=2.0),
+        params(top_n_sigma=1.5),
+    ]
+    before = scores(1, 3).expand(len(options), -1).contiguous()
+    batch = [sequence([1, 2], one, seq_id=row) for row, one in enumerate(options)]
+    after = new_sampler().processed_scores(before.clone(), batch)
+    left = np.isfinite(top_n_sigma(before[0].numpy(), 1.5))
+    assert 1 < left.sum() < 40
+    np.testing.assert_array_equal(after[0].isfinite().numpy(), left)
+    np.testing.assert_array_equal(after[1].isfinite().numpy(), left)
+    assert torch.equal(after[2], before[2] / 2)
+    assert torch.equal(after[3], before[3])
+    # A draw takes no other token than those, whatever kernels draw it.
+    drawn = {
+        new_sampler().sample(before[:1].clone(), [sequence([1], options[0], output=[2] * place)])[0].token_id
+        for place in range(50)
+    }
+    assert drawn <= set(np.flatnonzero(left).tolist())
+    assert len(drawn) > 1
+
+
+def test_top_n_sigma_leaves_a_beam_a_way_on_and_a_row_of_nothing_as_it_is() -> None:
+    beams = params(do_sample=True, top_n_sigma=1e-6, mode=BeamOptions(2), eos_token_ids=(4, 5))
+    (after,) = warp(TopNSigma([beams], CPU), scores(1, 0))
+    assert int(after.isfinite().sum()) == 3
+    nothing = torch.full((1, VOCAB), -torch.inf)
+    assert torch.equal(warp(TopNSigma([params(do_sample=True, top_n_sigma=1.0)], CPU), nothing), nothing)
+
+
 @given(
     size=st.integers(1, 3),
     prompt=st.lists(st.integers(0, 3), max_size=6),

@@ -12,7 +12,8 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.tensors import StepTensors, TensorData
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, split, with_tensors
 from penstock.generation.engine.decoding.beam_options import BeamOptions
-from penstock.generation.options.generate_options import RequestedOutput, RequestLimits
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.table import OutputOptions
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 
 SIZES = TensorSizes(vocab_size=1000, num_layers=4, hidden_size=64, num_heads=8)
@@ -23,7 +24,9 @@ def resolve(
     names: tuple[str, ...] = ALL, *, new: int = 10, prompt: int = 20, limits: RequestLimits | None = None, **fields: Any
 ) -> TensorOutputs | None:
     params = SamplingParams(max_new_tokens=new, **fields.pop("params", {}))
-    return resolve_tensors(RequestedOutput(tensors=names, **fields), params, prompt, SIZES, limits or RequestLimits())
+    return resolve_tensors(
+        OutputOptions(**dict.fromkeys(names, True), **fields), params, prompt, SIZES, limits or RequestLimits()
+    )
 
 
 def test_nothing_asked_is_nothing() -> None:

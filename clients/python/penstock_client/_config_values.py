@@ -1,4 +1,4 @@
-"""transformers' Python values of GenerationConfig's fields as the wire's, and structured output as a Constraint."""
+"""transformers' Python values of options as the wire's, by their forms, and structured output as a Constraint."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from penstock.v1 import common_pb2, config_pb2
 
+from penstock_client._option_table import Words
+
 Ids = Sequence[int]
-# One phrase, or alternatives one of which must appear.
-Words = Ids | Sequence[Ids]
 CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
 _EARLY_STOPPING = {
     False: config_pb2.EARLY_STOPPING_FALSE,
@@ -36,13 +36,12 @@ def naming(name: str) -> Iterator[None]:
         raise kind(f"option {name!r}: {error}") from error
 
 
-def set_config(config: config_pb2.GenerationConfig, name: str, value: Any) -> None:
-    """Set field `name` to transformers' `value` for it. Raises TypeError, ValueError or AttributeError."""
-    setter = _SETTERS.get(name)
-    if setter is not None:
-        setter(config, value)
-    else:
-        setattr(config, name, value)
+def set_option(message: Any, name: str, form: str, value: Any) -> None:
+    """Set field `name` of GenerationConfig, StopConfig or OutputConfig to transformers' `value` for it.
+
+    `form` is that of the option table. Raises TypeError, ValueError or AttributeError.
+    """
+    _SETTERS[form](message, name, value)
 
 
 def set_constraint(constraint: config_pb2.Constraint, options: Mapping[str, Any]) -> None:
@@ -93,19 +92,25 @@ def _constraint(words: Any) -> config_pb2.DecodingConstraint:
     return config_pb2.DecodingConstraint(disjunctive=word)
 
 
-def _set_bias(config: config_pb2.GenerationConfig, biases: Any) -> None:
+def _set_bias(config: Any, name: str, biases: Any) -> None:
     entries: Iterable[Any] = biases.items() if isinstance(biases, Mapping) else biases
     _not_empty(biases)
     for ids, bias in entries:
-        config.sequence_bias.add(token_ids=token_ids(ids).ids, bias=bias)
+        getattr(config, name).add(token_ids=token_ids(ids).ids, bias=bias)
 
 
-def _set_layers(config: config_pb2.GenerationConfig, layers: str | Ids) -> None:
+def _set_logit_bias(config: Any, name: str, biases: Mapping[int, float] | Mapping[str, float]) -> None:
+    """OpenAI's keys are text."""
+    getattr(config, name).update({int(key) if isinstance(key, str) else key: bias for key, bias in biases.items()})
+
+
+def _set_layers(config: Any, name: str, layers: str | Ids) -> None:
+    field = getattr(config, name)
     if isinstance(layers, str):
-        config.dola_layers.preset = layers
+        field.preset = layers
     else:
-        config.dola_layers.indices.indices.extend(layers)
-        config.dola_layers.indices.SetInParent()
+        field.indices.indices.extend(layers)
+        field.indices.SetInParent()
 
 
 def watermarking_config(watermark: Any) -> config_pb2.WatermarkingConfig:
@@ -113,21 +118,38 @@ def watermarking_config(watermark: Any) -> config_pb2.WatermarkingConfig:
     return config_pb2.WatermarkingConfig(**(watermark if isinstance(watermark, Mapping) else watermark.to_dict()))
 
 
-def _set_decay(config: config_pb2.GenerationConfig, decay: tuple[int, float]) -> None:
-    start_index, decay_factor = decay
-    config.exponential_decay_length_penalty.start_index = start_index
-    config.exponential_decay_length_penalty.decay_factor = decay_factor
+def _set_watermark(config: Any, name: str, watermark: Any) -> None:
+    getattr(config, name).CopyFrom(watermarking_config(watermark))
 
 
-def _set_negative_prompt(config: config_pb2.GenerationConfig, prompt: str | Ids) -> None:
+def _set_decay(config: Any, name: str, decay: tuple[int, float]) -> None:
+    field = getattr(config, name)
+    field.start_index, field.decay_factor = decay
+
+
+def _set_negative_prompt(config: config_pb2.GenerationConfig, _: str, prompt: str | Ids) -> None:
     if isinstance(prompt, str):
         config.negative_prompt_text = prompt
     else:
         config.negative_prompt_ids.CopyFrom(token_ids(prompt))
 
 
-def _choose(name: str, known: Mapping[Any, int]) -> Callable[[config_pb2.GenerationConfig, Any], None]:
-    def set_enum(config: config_pb2.GenerationConfig, value: Any) -> None:
+def _set_ids(config: Any, name: str, value: int | Ids) -> None:
+    getattr(config, name).extend([value] if isinstance(value, Integral) else value)
+
+
+def _set_stop_sequences(stop: Any, name: str, value: Any) -> None:
+    entries: Iterable[Any] = [value] if isinstance(value, Integral) else value
+    for entry in entries:
+        getattr(stop, name).append(token_ids([int(entry)] if isinstance(entry, Integral) else entry))
+
+
+def _set_trie(config: Any, name: str, trie: Sequence[Ids]) -> None:
+    getattr(config, name).CopyFrom(config_pb2.AllowedTokenTrie(sequences=[token_ids(ids) for ids in trie]))
+
+
+def _choose(known: Mapping[Any, int]) -> Callable[[Any, str, Any], None]:
+    def set_enum(config: Any, name: str, value: Any) -> None:
         if not isinstance(value, (bool, str)) or value not in known:
             raise ValueError(f"must be one of {', '.join(map(repr, known))}")
         setattr(config, name, known[value])
@@ -135,37 +157,30 @@ def _choose(name: str, known: Mapping[Any, int]) -> Callable[[config_pb2.Generat
     return set_enum
 
 
-def _ids(name: str) -> Callable[[config_pb2.GenerationConfig, Any], None]:
-    def set_ids(config: config_pb2.GenerationConfig, value: int | Ids) -> None:
-        getattr(config, name).extend([value] if isinstance(value, Integral) else value)
+def _each(made: Callable[[Any], Any]) -> Callable[[Any, str, Any], None]:
+    def set_entries(config: Any, name: str, value: Any) -> None:
+        getattr(config, name).extend(map(made, _not_empty(value)))
 
-    return set_ids
+    return set_entries
 
 
-_SETTERS: dict[str, Callable[[config_pb2.GenerationConfig, Any], Any]] = {
-    "early_stopping": _choose("early_stopping", _EARLY_STOPPING),
-    "num_assistant_tokens_schedule": _choose("num_assistant_tokens_schedule", _SCHEDULES),
-    "dola_layers": _set_layers,
-    "negative_prompt": _set_negative_prompt,
-    "negative_prompt_text": _set_negative_prompt,
-    "negative_prompt_ids": _set_negative_prompt,
-    "bad_words_ids": lambda config, words: config.bad_words_ids.extend(map(token_ids, _not_empty(words))),
-    "force_words_ids": lambda config, words: config.force_words_ids.extend(map(_word, _not_empty(words))),
-    "constraints": lambda config, words: config.constraints.extend(map(_constraint, _not_empty(words))),
-    "forced_eos_token_id": _ids("forced_eos_token_id"),
-    "exponential_decay_length_penalty": _set_decay,
-    "suppress_tokens": _ids("suppress_tokens"),
-    "begin_suppress_tokens": _ids("begin_suppress_tokens"),
+# Form of the option table -> sets a field.
+_SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
+    "plain": setattr,
+    "early_stopping": _choose(_EARLY_STOPPING),
+    "schedule": _choose(_SCHEDULES),
+    "layers": _set_layers,
+    "prompt": _set_negative_prompt,
+    "sequences": _each(token_ids),
+    "words": _each(_word),
+    "constraints": _each(_constraint),
+    "numbers": lambda message, name, value: getattr(message, name).extend(value),
+    "ids": _set_ids,
+    "decay": _set_decay,
     "sequence_bias": _set_bias,
-    "watermarking_config": lambda config, watermark: config.watermarking_config.CopyFrom(
-        watermarking_config(watermark)
-    ),
-    # OpenAI's keys are text.
-    "logit_bias": lambda config, biases: config.logit_bias.update(
-        {int(key) if isinstance(key, str) else key: bias for key, bias in biases.items()}
-    ),
-    "allowed_token_ids": _ids("allowed_token_ids"),
-    "allowed_token_trie": lambda config, trie: config.allowed_token_trie.CopyFrom(
-        config_pb2.AllowedTokenTrie(sequences=[token_ids(ids) for ids in trie])
-    ),
+    "watermark": _set_watermark,
+    "logit_bias": _set_logit_bias,
+    "trie": _set_trie,
+    "strings": lambda message, name, value: getattr(message, name).extend([value] if isinstance(value, str) else value),
+    "stop_sequences": _set_stop_sequences,
 }

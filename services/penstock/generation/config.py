@@ -12,7 +12,7 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.grammar.limits import GrammarLimits
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import QUANTIZATIONS
-from penstock.generation.options.generate_options import RequestLimits
+from penstock.generation.options.limits import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
 CONSTRAINTS, INSIDE = "Structured output", "See inside"

@@ -23,7 +23,8 @@ from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
-from penstock.generation.options.generate_options import GenerateCommand, RequestLimits
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.score_embed import (
     EmbedCommand,
@@ -111,7 +112,7 @@ class GenerationCore:
     max_items: int
     watermark_calls: WatermarkCalls
 
-    def prepare(self, command: GenerateCommand, deadline: float | None) -> Emitter:
+    def prepare(self, command: GenerateOptions, deadline: float | None) -> Emitter:
         """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
 
         `deadline` is the call's, a time.monotonic() or None; a command's own timeout may be earlier.
@@ -136,7 +137,7 @@ class GenerationCore:
         )
         return Emitter(request, loaded.served.name, resolved.stream_interval)
 
-    def _healing(self, command: GenerateCommand) -> TokenHealingOptions | None:
+    def _healing(self, command: GenerateOptions) -> TokenHealingOptions | None:
         """None where the prompt has no other last token to have, or only one token."""
         prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
         if prefixes is None or len(prompt) < 2:
@@ -144,7 +145,7 @@ class GenerationCore:
         token_ids = prefixes.extensions(prompt[-1])
         return TokenHealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
 
-    def _with_tensors(self, command: GenerateCommand, params: SamplingParams) -> SamplingParams:
+    def _with_tensors(self, command: GenerateOptions, params: SamplingParams) -> SamplingParams:
         if not command.output.tensors:
             return params
         model = self.loaded.model.config
@@ -183,7 +184,7 @@ class GenerationCore:
         """Look for a watermark in given tokens. Raises what `check_detect_watermark` and `WatermarkCalls.run` raise."""
         loaded = self.loaded
         check_detect_watermark(command, loaded.served, self.limits)
-        options = loaded.defaults.options.processors.watermarking_config or WatermarkOptions()
+        options = loaded.defaults.options.watermarking_config or WatermarkOptions()
         detector = WatermarkDetector(
             command.watermark or options,
             loaded.served.vocab_size,

@@ -1,21 +1,23 @@
-"""How `chat` and `complete` generate: flags of the most useful options, and --option for every other one."""
+"""Options of `chat` and `complete`: flags of the most useful options, and --option for every other one."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.common.options import option, options_of
+from penstock.generation.options.table import CONFIG, GENERATION
 
 if TYPE_CHECKING:
     from penstock_client import GenerationOptions
 
-GROUP, SEARCH, DRAFTS = "Generation", "Beams and other searches", "Drafts"
-GUIDANCE, STRUCTURE = "Guidance", "Structured output"
+    from penstock.generation.options.option_spec import OptionSpec
+
+STRUCTURE = "Structured output"
 # Where penstock_client's errors name the option.
 _OPTION_NAME = re.compile(r"options? '(\w+)'")
 
@@ -59,53 +61,50 @@ def _early_stopping(text: str) -> bool | str:
     return known[text]
 
 
+def _flag(spec: OptionSpec) -> tuple[str, Any, Any]:
+    """A field of a configuration for a row of the table of options: name, type and option."""
+    kind, bounds = spec.kind, spec.bounds
+    low = None if bounds is None or bounds.above else bounds.low
+    parse, metavar = _FORMS.get(kind.form, (None, None))
+    field = option(None, spec.doc, group=spec.flags, minimum=low, parse=parse, metavar=metavar)
+    return spec.oneof or spec.name, kind.type | None, field
+
+
+# Form of the table of options -> how its text is read, and what stands for it in help texts.
+_FORMS: dict[str, tuple[Callable[[str], object], str | None]] = {
+    "early_stopping": (_early_stopping, "true|false|never"),
+    "layers": (_layers, "low|high|LIST"),
+    # "none" is a text like any other.
+    "prompt": (str, None),
+}
+_OptionFlags: Any = make_dataclass(
+    "_OptionFlags", [_flag(spec) for spec in CONFIG.values() if spec.flags], frozen=True, kw_only=True
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the table's
     """Options of a request; what is left out is the model's own default."""
 
     model: str | None = option(
-        None, "Model to use; the only one served when left out.", group=GROUP, flag="--model", env="PENSTOCK_CHAT_MODEL"
+        None,
+        "Model to use; the only one served when left out.",
+        group=GENERATION,
+        flag="--model",
+        env="PENSTOCK_CHAT_MODEL",
     )
-    max_new_tokens: int | None = option(None, "Longest answer.", group=GROUP, minimum=1)
-    min_new_tokens: int | None = option(None, "Shortest answer.", group=GROUP, minimum=0)
-    do_sample: bool | None = option(None, "Sample; most chat models' own files say so too.", group=GROUP)
-    temperature: float | None = option(None, "0 is greedy.", group=GROUP, minimum=0)
-    top_k: int | None = option(None, "Sample among the k likeliest tokens; 0 is off.", group=GROUP, minimum=0)
-    top_p: float | None = option(None, "Sample among the likeliest tokens of this probability.", group=GROUP)
-    min_p: float | None = option(None, "Drop tokens less likely than this share of the likeliest.", group=GROUP)
-    repetition_penalty: float | None = option(None, "Above 1: say less again.", group=GROUP)
-    no_repeat_ngram_size: int | None = option(None, "No run of so many tokens comes twice.", group=GROUP, minimum=0)
-    seed: int | None = option(None, "Same seed, same answer.", group=GROUP, minimum=0)
     stop: tuple[str, ...] = option(
-        (), "Stop before this text (repeatable).", group=GROUP, metavar="TEXT", parse=lambda text: (text,)
+        (), "Stop before this text (repeatable).", group=GENERATION, metavar="TEXT", parse=lambda text: (text,)
     )
     others: tuple[tuple[str, Any], ...] = option(
         (),
         "Any other option of the Python client (repeatable).",
-        group=GROUP,
+        group=GENERATION,
         flag="--option",
         metavar="NAME=JSON",
         parse=_name_and_value,
     )
-    stats: bool = option(False, "Show token counts, timings and warnings.", group=GROUP)
-    num_beams: int | None = option(None, "Beam search with so many beams.", group=SEARCH, minimum=1)
-    length_penalty: float | None = option(None, "Beams: above 0 prefers long answers.", group=SEARCH)
-    early_stopping: str | bool | None = option(
-        None, "Beams: when to stop.", group=SEARCH, metavar="true|false|never", parse=_early_stopping
-    )
-    num_beam_groups: int | None = option(None, "Diverse beam search with so many groups.", group=SEARCH, minimum=1)
-    diversity_penalty: float | None = option(None, "How much groups shall differ.", group=SEARCH, minimum=0)
-    penalty_alpha: float | None = option(None, "Contrastive search, among --top-k candidates.", group=SEARCH, minimum=0)
-    dola_layers: str | tuple[int, ...] | None = option(
-        None, "DoLa: low, high or layer numbers.", group=SEARCH, metavar="low|high|LIST", parse=_layers
-    )
-    prompt_lookup_num_tokens: int | None = option(
-        None, "Draft so many tokens from the prompt's own n-grams; 0 is off.", group=DRAFTS, minimum=0
-    )
-    assistant_model: str | None = option(None, "Name of the server's draft model.", group=DRAFTS)
-    num_assistant_tokens: int | None = option(None, "Tokens that it drafts at once.", group=DRAFTS, minimum=1)
-    guidance_scale: float | None = option(None, "Above 1: keep closer to the prompt.", group=GUIDANCE)
-    negative_prompt: str | None = option(None, "What to steer away from.", group=GUIDANCE, parse=str)
+    stats: bool = option(False, "Show token counts, timings and warnings.", group=GENERATION)
     json_schema: str | None = option(
         None, "JSON of this schema; @FILE reads it.", group=STRUCTURE, metavar="JSON|@FILE", parse=_text_or_file
     )

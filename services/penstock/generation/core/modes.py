@@ -102,6 +102,11 @@ class DecodingMode:
         """Options that decide what a request may take of pool and batch, for a trace that makes it again; no ids."""
         return {}
 
+    @property
+    def trace(self) -> tuple[str, Mapping[str, float]]:
+        """Name of this type and `sizes`: what `ModeRegistry.named` makes a mode of again."""
+        return type(self).__name__, self.sizes
+
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
         """Name and number that transformers' get_generation_mode has for it."""
         return GenerationMode.SAMPLE if do_sample else GenerationMode.GREEDY_SEARCH

@@ -39,6 +39,7 @@ class SamplingParams:
     typical_p: float = 1.0
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
+    top_n_sigma: float = 0.0
     repetition_penalty: float = 1.0
     encoder_repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0

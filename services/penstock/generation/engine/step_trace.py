@@ -83,7 +83,7 @@ class StepTrace:
             "lockstep": group.in_lockstep,
             "width": group.strategy.width,
         }
-        facts["mode"] = [type(params.mode).__name__, dict(params.mode.sizes)]
+        facts["mode"] = params.mode.trace
         if params.guidance.is_on:
             facts["guidance"] = len(params.guidance.negative_prompt_ids)
         self._widths[number] = group.strategy.width

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import WatermarkOptions
-from penstock.generation.options.checks import check_watermark
-from penstock.generation.options.generate_options import RequestLimits, ServedModel
-from penstock.generation.options.token_ids import check_vocabulary
+from penstock.generation.options.compound_kinds import WATERMARK
+from penstock.generation.options.kinds import check_vocabulary
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.options.validate import check_model
 
 DEFAULT_Z_THRESHOLD = 3.0
@@ -27,7 +28,7 @@ class DetectWatermarkCommand:
     ignore_repeated_ngrams: bool = False
 
 
-def check_detect_watermark(command: DetectWatermarkCommand, model: ServedModel, limits: RequestLimits) -> None:
+def check_detect_watermark(command: DetectWatermarkCommand, model: ModelFacts, limits: RequestLimits) -> None:
     """Raises NotFound (model) and InvalidArgument naming the proto field."""
     check_model(command.model, model.name)
     if not 1 <= len(command.token_ids) <= limits.max_watermark_tokens:
@@ -36,8 +37,5 @@ def check_detect_watermark(command: DetectWatermarkCommand, model: ServedModel, 
     if not math.isfinite(command.z_threshold):
         raise InvalidArgument("z_threshold", "must be finite")
     if command.watermark is not None:
-        check_watermark(command.watermark, "watermarking_config.")
-        if command.watermark.context_width > limits.max_watermark_context:
-            raise InvalidArgument(
-                "watermarking_config.context_width", f"must be at most {limits.max_watermark_context}"
-            )
+        WATERMARK.check(command.watermark, "watermarking_config")
+        WATERMARK.check_limit(command.watermark, "watermarking_config", limits, "max_watermark_context")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.common.errors import InvalidArgument, StartupError
-from penstock.generation.options.checks import check_options
-from penstock.generation.options.generate_options import ModelDefaults, RequestLimits, ServedModel
-from penstock.generation.options.hf_values import PARSERS, BadValue, options_of
+from penstock.generation.options.checks import check_ids, check_options, check_possible
+from penstock.generation.options.kinds import BadValue
+from penstock.generation.options.limits import DEFAULT_LIMITS
 from penstock.generation.options.modes import resolve_modes
-from penstock.generation.options.token_ids import check_ids, check_possible
+from penstock.generation.options.request_options import ModelDefaults, ModelFacts
+from penstock.generation.options.table import CONFIG, RequestOptions
 
 FILE_NAME = "generation_config.json"
 # Facts about the file, the model or transformers' own caches: nothing that changes what is generated here.
@@ -73,6 +74,17 @@ def load_defaults(
     return LoadedDefaults(defaults, tuple(sorted(_ignored(values))))
 
 
+def options_of(values: Mapping[str, Any]) -> RequestOptions:
+    """The options among `values`, which hold no null. An empty list is unset. Raises BadValue."""
+    return RequestOptions.of(
+        {
+            name: spec.kind.from_json(name, values[name])
+            for name, spec in CONFIG.items()
+            if spec.in_file and values.get(name, []) not in ([], {})
+        }
+    )
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -119,9 +131,9 @@ def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
         check_options(options, prefix="")
         check_ids(options, vocab_size, prefix="")
         check_possible(options, vocab_size, prefix="")
-        # Whether a request that sets nothing could run.
-        model = ServedModel("", vocab_size, max_context_tokens=vocab_size, num_layers=num_layers)
-        resolve_modes(options, defaults, model, RequestLimits(), options.num_return_sequences or 1)
+        # A request that sets nothing could run.
+        model = ModelFacts("", vocab_size, max_context_tokens=vocab_size, num_layers=num_layers)
+        resolve_modes(options, defaults, model, DEFAULT_LIMITS, options.num_return_sequences or 1)
     except InvalidArgument as error:
         raise _broken(f"has an impossible value: {error.message}") from error
     ids = (*defaults.eos_token_ids, *(token_id for run in defaults.eos_sequences for token_id in run))
@@ -131,5 +143,5 @@ def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
 
 def _ignored(values: Mapping[str, Any]) -> list[str]:
     """Settings that would change the output in transformers and do not here."""
-    honoured = {*PARSERS, *_SPECIAL, *_IRRELEVANT}
+    honoured = {name for name, spec in CONFIG.items() if spec.in_file} | _SPECIAL | _IRRELEVANT
     return [name for name, value in values.items() if name not in honoured and value not in (False, [], {})]

@@ -1,16 +1,16 @@
-"""How many tokens a request generates at least and at most."""
+"""The least and the most tokens that a request generates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.options.generate_options import GenerateCommand, ModelDefaults
-from penstock.generation.options.request_options import RequestedLength
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults
+from penstock.generation.options.table import RequestOptions
 
 
 def resolve_lengths(
-    command: GenerateCommand,
+    request: GenerateOptions,
     defaults: ModelDefaults,
     room: int,
     pool_room: Callable[[int], int] | None,
@@ -22,7 +22,7 @@ def resolve_lengths(
     many prompt tokens. A limit on new tokens wins over a total length of the same origin. Raises InvalidArgument for a
     total length that the prompt fills.
     """
-    prompt, asked, fallback = len(command.prompt_token_ids), command.options.length, defaults.options.length
+    prompt, asked, fallback = len(request.prompt_token_ids), request.options, defaults.options
     maximum = _requested_maximum(asked, prompt, warnings)
     if maximum is None:
         open_room = room if pool_room is None else max(min(room, pool_room(prompt)), 1)
@@ -40,7 +40,7 @@ def resolve_lengths(
     return maximum, min(minimum, maximum)
 
 
-def _open_ended(fallback: RequestedLength, prompt: int, room: int, warnings: list[str]) -> int:
+def _open_ended(fallback: RequestOptions, prompt: int, room: int, warnings: list[str]) -> int:
     """The model's own limit, else all the room there is. Neither is the caller's wish, so neither can be too much."""
     limit = _fallback_maximum(fallback, prompt)
     if limit is not None:
@@ -49,7 +49,7 @@ def _open_ended(fallback: RequestedLength, prompt: int, room: int, warnings: lis
     return room
 
 
-def _requested_maximum(asked: RequestedLength, prompt: int, warnings: list[str]) -> int | None:
+def _requested_maximum(asked: RequestOptions, prompt: int, warnings: list[str]) -> int | None:
     if asked.max_new_tokens is not None:
         if asked.max_length is not None:
             warnings.append("config.max_length has no effect: config.max_new_tokens is set and wins")
@@ -61,7 +61,7 @@ def _requested_maximum(asked: RequestedLength, prompt: int, warnings: list[str])
     return asked.max_length - prompt
 
 
-def _fallback_maximum(fallback: RequestedLength, prompt: int) -> int | None:
+def _fallback_maximum(fallback: RequestOptions, prompt: int) -> int | None:
     """A model's max_length that the prompt already fills cannot be meant for this request."""
     if fallback.max_new_tokens is not None:
         return fallback.max_new_tokens
@@ -70,7 +70,7 @@ def _fallback_maximum(fallback: RequestedLength, prompt: int) -> int | None:
     return None
 
 
-def _minimum(asked: RequestedLength, prompt: int) -> int | None:
+def _minimum(asked: RequestOptions, prompt: int) -> int | None:
     if asked.min_new_tokens is not None:
         return asked.min_new_tokens
     return None if asked.min_length is None else max(asked.min_length - prompt, 0)

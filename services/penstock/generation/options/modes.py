@@ -1,4 +1,4 @@
-"""Which decoding mode a request asks for, with its options, and which combinations cannot be.
+"""The decoding mode that a request asks for, with its options, and combinations that cannot be.
 
 As transformers' get_generation_mode (5.23; 4.41.1 for contrastive search, groups and constraints, 4.55.4 for DoLa) and
 what generate() checks there.
@@ -6,6 +6,7 @@ what generate() checks there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument, NotFound
@@ -21,12 +22,12 @@ from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.decoding.contrastive import ContrastiveOptions
 from penstock.generation.engine.decoding.parallel_sampling import DolaOptions
-from penstock.generation.options.dola_layers import candidate_layers
-from penstock.generation.options.generate_options import ModelDefaults, RequestLimits, ServedModel
-from penstock.generation.options.request_options import RequestedOptions
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import ModelDefaults, ModelFacts
+from penstock.generation.options.table import DEFAULT_TOP_K, RequestOptions
 
-DEFAULT_TOP_K = 50
-DEFAULT_TEMPERATURE = 1.0
+# Of DoLa: deeper models take their candidates from the first or the last this many layers only.
+_DEEP, _DEEP_SPAN = 40, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Modes:
 
 
 def resolve_modes(
-    options: RequestedOptions, defaults: ModelDefaults, model: ServedModel, limits: RequestLimits, count: int
+    options: RequestOptions, defaults: ModelDefaults, model: ModelFacts, limits: RequestLimits, count: int
 ) -> Modes:
     """The mode of `options`, which hold the model's defaults too, for `count` returned sequences.
 
@@ -59,9 +60,9 @@ def resolve_modes(
     return Modes(do_sample, mode, guidance)
 
 
-def wants_sampling(options: RequestedOptions) -> bool:
+def wants_sampling(options: RequestOptions) -> bool:
     """do_sample, but that a temperature of 0 is greedy."""
-    return bool(options.do_sample) and options.warpers.temperature != 0
+    return bool(options.do_sample) and options.temperature != 0
 
 
 def _check_alone(count: int, kind: str) -> None:
@@ -71,13 +72,12 @@ def _check_alone(count: int, kind: str) -> None:
 
 
 def _beams(
-    options: RequestedOptions, defaults: ModelDefaults, limits: RequestLimits, do_sample: bool, count: int
+    options: RequestOptions, defaults: ModelDefaults, limits: RequestLimits, do_sample: bool, count: int
 ) -> BeamOptions | None:
-    asked = options.beams
-    num_beams, groups = asked.num_beams or 1, asked.num_beam_groups or 1
-    diversity = asked.diversity_penalty or 0.0
+    num_beams, groups = options.num_beams or 1, options.num_beam_groups or 1
+    diversity = options.diversity_penalty or 0.0
     # transformers' order: its own constraints first, then the words.
-    constraints = (asked.constraints or ()) + (asked.force_words_ids or ())
+    constraints = (options.constraints or ()) + (options.force_words_ids or ())
     if num_beams > limits.max_beams:
         raise InvalidArgument("config.num_beams", f"must be at most {limits.max_beams}")
     if constraints:
@@ -92,8 +92,8 @@ def _beams(
         num_beams,
         num_beam_groups=groups,
         diversity_penalty=diversity,
-        length_penalty=1.0 if asked.length_penalty is None else asked.length_penalty,
-        early_stopping=asked.early_stopping or EarlyStopping.FALSE,
+        length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
+        early_stopping=options.early_stopping or EarlyStopping.FALSE,
         pad_token_id=defaults.pad_token_id,
         constraints=constraints,
     )
@@ -123,8 +123,8 @@ def _check_groups(num_beams: int, groups: int, diversity: float, do_sample: bool
         raise InvalidArgument("config.diversity_penalty", "must be above 0, or the groups would be equal")
 
 
-def _contrastive(options: RequestedOptions, model: ServedModel, count: int) -> ContrastiveOptions | None:
-    top_k = options.warpers.top_k
+def _contrastive(options: RequestOptions, model: ModelFacts, count: int) -> ContrastiveOptions | None:
+    top_k = options.top_k
     top_k = min(DEFAULT_TOP_K if top_k is None else top_k, model.vocab_size)
     if not options.penalty_alpha or top_k <= 1:
         return None
@@ -132,21 +132,20 @@ def _contrastive(options: RequestedOptions, model: ServedModel, count: int) -> C
     return ContrastiveOptions(options.penalty_alpha, top_k)
 
 
-def _assistance(options: RequestedOptions, limits: RequestLimits) -> AssistanceOptions | None:
-    asked = options.assistance
-    lookup = asked.prompt_lookup_num_tokens or None
-    if lookup is None and not asked.assistant_model:
+def _assistance(options: RequestOptions, limits: RequestLimits) -> AssistanceOptions | None:
+    lookup = options.prompt_lookup_num_tokens or None
+    if lookup is None and not options.assistant_model:
         return None
     plain, most = AssistanceOptions(), limits.max_draft_tokens
-    number = asked.num_assistant_tokens
+    number = options.num_assistant_tokens
     return AssistanceOptions(
         num_assistant_tokens=min(plain.num_assistant_tokens, most) if number is None else number,
-        schedule=asked.num_assistant_tokens_schedule or AssistantSchedule.CONSTANT,
+        schedule=options.num_assistant_tokens_schedule or AssistantSchedule.CONSTANT,
         confidence_threshold=plain.confidence_threshold
-        if asked.assistant_confidence_threshold is None
-        else asked.assistant_confidence_threshold,
+        if options.assistant_confidence_threshold is None
+        else options.assistant_confidence_threshold,
         prompt_lookup_num_tokens=lookup,
-        max_matching_ngram_size=asked.max_matching_ngram_size or plain.max_matching_ngram_size,
+        max_matching_ngram_size=options.max_matching_ngram_size or plain.max_matching_ngram_size,
     )
 
 
@@ -160,7 +159,7 @@ def check_assistant(name: str | None, served: str) -> None:
         )
 
 
-def _dola(options: RequestedOptions, model: ServedModel) -> DolaOptions | None:
+def _dola(options: RequestOptions, model: ModelFacts) -> DolaOptions | None:
     layers = options.dola_layers
     if layers is None:
         return None
@@ -169,8 +168,44 @@ def _dola(options: RequestedOptions, model: ServedModel) -> DolaOptions | None:
     return DolaOptions(candidate_layers(layers, model.num_layers, tied=model.tied_embeddings))
 
 
-def _guidance(options: RequestedOptions, model: ServedModel) -> GuidanceOptions:
-    scale, negative = options.guidance.guidance_scale, options.guidance.negative_prompt_ids
+def candidate_layers(layers: str | Sequence[int], num_layers: int, *, tied: bool) -> tuple[int, ...]:
+    """The candidate layers of a model with `num_layers` decoder layers, as transformers 4.55.4's _dola_decoding.
+
+    `layers` is "low", "high" or numbers, 0 being the embedding and i the output of layer i - 1; numbers that are not
+    below `num_layers` are left out. `tied`: the embedding is the output head as well, so that an exit from it would
+    only repeat the input token, and "low" begins later. Raises InvalidArgument naming config.dola_layers when no
+    layer is left.
+    """
+    if isinstance(layers, str):
+        chosen = _preset(layers, num_layers, _first_useful(num_layers) if tied else 0)
+    else:
+        if any(layer < 0 for layer in layers):
+            raise InvalidArgument("config.dola_layers", "must hold no negative layer")
+        chosen = [layer for layer in dict.fromkeys(layers) if layer < num_layers]
+    if not chosen:
+        raise InvalidArgument("config.dola_layers", f"names no layer below the last of the model's {num_layers}")
+    return tuple(chosen)
+
+
+def _first_useful(num_layers: int) -> int:
+    """First layer of "low" when the embedding is tied."""
+    if num_layers > 2:
+        return 2
+    return 1 if num_layers == 2 else 0
+
+
+def _preset(name: str, num_layers: int, first: int) -> list[int]:
+    half = num_layers // 2
+    deep = num_layers > _DEEP
+    if name == "low":
+        return [first] if first == half else list(range(first, _DEEP_SPAN if deep else half, 2))
+    if name == "high":
+        return list(range(num_layers - _DEEP_SPAN if deep else half, num_layers, 2))
+    raise InvalidArgument("config.dola_layers", 'must be "low", "high" or layer numbers')
+
+
+def _guidance(options: RequestOptions, model: ModelFacts) -> GuidanceOptions:
+    scale, negative = options.guidance_scale, options.negative_prompt_ids
     if scale is None or scale == 1:
         return NO_GUIDANCE
     if negative is not None and len(negative) >= model.max_context_tokens:

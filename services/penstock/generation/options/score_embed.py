@@ -9,7 +9,8 @@ from penstock.common.errors import InvalidArgument
 from penstock.common.request_context import new_request_id
 from penstock.generation.core.request import Purpose, Request
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.options.generate_options import RequestLimits, ServedModel
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.options.validate import check_model
 
 # Of an answer's 4 MiB, which is what clients receive by default; the rest is framing.
@@ -45,7 +46,7 @@ class EmbedCommand:
     normalize: bool = False
 
 
-def check_score(command: ScoreCommand, model: ServedModel, limits: RequestLimits) -> None:
+def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits) -> None:
     """Raises NotFound (model) and InvalidArgument naming `items[i].…`."""
     check_model(command.model, model.name)
     _check_salt(command.cache_salt, limits)
@@ -69,7 +70,7 @@ def check_score(command: ScoreCommand, model: ServedModel, limits: RequestLimits
             )
 
 
-def check_embed(command: EmbedCommand, model: ServedModel, limits: RequestLimits, hidden_size: int) -> None:
+def check_embed(command: EmbedCommand, model: ModelFacts, limits: RequestLimits, hidden_size: int) -> None:
     """Raises NotFound (model) and InvalidArgument naming `inputs[i]`."""
     check_model(command.model, model.name)
     _check_salt(command.cache_salt, limits)
@@ -139,7 +140,7 @@ def _check_count(field: str, count: int, most: int) -> None:
         raise InvalidArgument(field, f"must have between 1 and {most} entries")
 
 
-def _check_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
+def _check_ids(field: str, ids: Sequence[int], model: ModelFacts) -> None:
     if not ids:
         raise InvalidArgument(field, "must hold at least one token", reason="EMPTY_PROMPT")
     if max(ids) >= model.vocab_size:

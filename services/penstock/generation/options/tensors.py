@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.modes import TensorOutputs
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.options.generate_options import RequestedOutput, RequestLimits
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.table import OutputOptions
 
 _FLOAT_BYTES, _ID_BYTES = 4, 8
 
@@ -23,7 +24,7 @@ class TensorSizes:
 
 
 def resolve_tensors(
-    output: RequestedOutput, params: SamplingParams, prompt_tokens: int, sizes: TensorSizes, limits: RequestLimits
+    output: OutputOptions, params: SamplingParams, prompt_tokens: int, sizes: TensorSizes, limits: RequestLimits
 ) -> TensorOutputs | None:
     """None when no tensor is asked for. `params` are resolved but for the tensors.
 

@@ -41,7 +41,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Started, deltas, Finished, status."""
         core = self._lifecycle.accepting()
-        command = convert.to_command(request, core.limits)
+        command = convert.to_generate_options(request, core.limits)
         emitter = core.prepare(command, deadline_of(context))
         if command.constraint is not None:
             await core.constrain(emitter.request, command.constraint)
@@ -98,7 +98,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         core = self._lifecycle.accepting()
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
-        command = convert.to_command(message, core.limits)
+        command = convert.to_generate_options(message, core.limits)
         emitter = core.prepare(command, deadline)
         emitter.handle = handle
         if command.constraint is not None:

@@ -12,28 +12,20 @@ import torch
 
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.sampling.ops.counted_draws import uniforms
-from penstock.generation.sampling.processors import (
-    LATE_PROCESSORS,
-    OTHER_WARPERS,
-    PROCESSORS,
-    EpsilonCutoff,
-    EtaCutoff,
-    MinP,
-    Temperature,
-    TopH,
-    TopK,
-    TopP,
-    TypicalP,
-)
+from penstock.generation.sampling.processors import LATE_PROCESSORS, PROCESSORS, WARPERS
+from penstock.generation.sampling.processors.min_p import MinP
+from penstock.generation.sampling.processors.temperature import Temperature
+from penstock.generation.sampling.processors.top_k import TopK
+from penstock.generation.sampling.processors.top_p import TopP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
 
+    from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.processors import LogitsProcessor, Warper
-    from penstock.generation.sampling.processors.base import RowKernels
+    from penstock.generation.sampling.processors.base import LogitsProcessor, RowKernels, Warper
     from penstock.generation.sampling.state import SamplingState
 
     Wanting = dict[type[LogitsProcessor], list[int]]
@@ -100,10 +92,9 @@ class SamplingBatch:
         self.top_k = TopK(sampled, device)
         self.top_p = TopP(sampled, device)
         self.min_p = MinP(sampled, device)
-        others: list[type[TopH | TypicalP | EpsilonCutoff | EtaCutoff]] = []
-        if any(states[row].plan.has_other_warpers for row in self.sampled_rows):
-            others = [kind for kind in OTHER_WARPERS if any(map(kind.wants, sampled))]
-        self._other_warpers = {kind: kind(sampled, device) for kind in others}
+        # In the order they run.
+        has_others = any(states[row].plan.has_other_warpers for row in self.sampled_rows)
+        self.warpers = self._all_warpers(sampled if has_others else [])
         self.keys_M = np.array([states[row].key for row in self.sampled_rows], dtype=np.uint64)
         self.sampled_index_M = self.index(self.sampled_rows)
         # Number of candidates and whether there is a top-k, of every row that draws a token.
@@ -125,19 +116,19 @@ class SamplingBatch:
             and self._kinds == [sequence.draw.kind for sequence in sequences]
         )
 
-    @property
-    def warpers(self) -> list[Warper]:
-        """The warpers in the order they run."""
-        others = self._other_warpers
-        found = (
-            self.temperature,
-            others.get(TopH),
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            *(others.get(kind) for kind in (TypicalP, EpsilonCutoff, EtaCutoff)),
-        )
-        return [warper for warper in found if warper is not None]
+    def _all_warpers(self, wanting: Seq[SamplingParams]) -> list[Warper]:
+        """Those of the draw, and the others that some of the rows in `wanting` want (all sampled rows, or none)."""
+        drawn: dict[type[Warper], Warper] = {
+            Temperature: self.temperature,
+            TopK: self.top_k,
+            TopP: self.top_p,
+            MinP: self.min_p,
+        }
+        return [
+            drawn[kind] if kind in drawn else kind(wanting, self.device)
+            for kind in WARPERS
+            if kind in drawn or any(map(kind.wants, wanting))
+        ]
 
     @cached_property
     def draw_options(self) -> DrawOptions:

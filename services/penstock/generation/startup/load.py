@@ -30,8 +30,8 @@ from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
-from penstock.generation.options.generate_options import ModelDefaults, ServedModel
 from penstock.generation.options.hf_json import load_defaults
+from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.generation.startup.batch_tuning import (
     LARGEST_SIZE,
@@ -59,7 +59,7 @@ class LoadedModel:
     runner: ModelRunner
     device: Device
     engine_config: EngineConfig
-    served: ServedModel
+    served: ModelFacts
     defaults: ModelDefaults
     token_bytes: TokenBytes | None
     # For token healing; None where there is no table.
@@ -182,9 +182,9 @@ def _weights(
     return model, load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
 
 
-def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ServedModel:
+def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ModelFacts:
     """What requests are checked against, as far as the files say it."""
-    return ServedModel(
+    return ModelFacts(
         name=name,
         vocab_size=model.vocab_size,
         max_context_tokens=context,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format
 
 from penstock.common.errors import PenstockError, to_status
+from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -22,9 +23,12 @@ from penstock.generation.core.request import (
 from penstock.generation.engine.dump import EngineDump
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
+from penstock.generation.options.compound_kinds import WATERMARK
 from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, DetectWatermarkCommand
-from penstock.generation.options.generate_options import GenerateCommand, RequestedOutput, RequestedStop, RequestLimits
-from penstock.generation.wire.options import DEFAULT_LIMITS, check_count, to_options, to_watermark
+from penstock.generation.options.kinds import check_count
+from penstock.generation.options.limits import DEFAULT_LIMITS, RequestLimits
+from penstock.generation.options.request_options import GenerateOptions
+from penstock.generation.wire.options import to_options, to_output, to_stop
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 if TYPE_CHECKING:
@@ -38,7 +42,6 @@ GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
 
-_TENSOR_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _DTYPES = {
     "float32": common_pb2.D_TYPE_FLOAT32,
     "float16": common_pb2.D_TYPE_FLOAT16,
@@ -47,26 +50,26 @@ _DTYPES = {
 }
 
 
-def to_command(message: generation_pb2.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS) -> GenerateCommand:
+def to_generate_options(
+    message: generation_pb2.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS
+) -> GenerateOptions:
     """A GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
 
     Raises InvalidArgument for one of those beyond its bound: a message has room for millions, and the loop would stall.
     """
     for field, entries, most in (
         ("resumed_token_ids", message.resumed_token_ids, limits.max_return_sequences),
-        ("stop.stop_token_ids", message.stop.stop_token_ids, limits.max_stop_token_sequences),
-        ("output.tensor_steps", message.output.tensor_steps, limits.max_tensor_steps),
         ("eos_token_ids", message.eos_token_ids, limits.max_eos_token_ids),
     ):
         check_count(field, entries, most)
-    return GenerateCommand(
+    return GenerateOptions(
         request_id=message.request_id,
         attempt_epoch=message.attempt_epoch,
         prompt_token_ids=list(message.prompt_token_ids),
         resumed_token_ids=[list(entry.ids) for entry in message.resumed_token_ids],
         options=to_options(message.config, limits),
-        stop=to_stop(message.stop),
-        output=to_output(message.output),
+        stop=to_stop(message.stop, limits),
+        output=to_output(message.output, limits),
         constraint=to_constraint(message.constraint) if message.HasField("constraint") else None,
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
@@ -87,10 +90,15 @@ def to_detect_watermark(
     return DetectWatermarkCommand(
         token_ids=list(message.token_ids),
         model=message.model,
-        watermark=to_watermark(message.watermarking_config) if message.HasField("watermarking_config") else None,
+        watermark=_watermark(message.watermarking_config, limits) if message.HasField("watermarking_config") else None,
         z_threshold=message.z_threshold if message.HasField("z_threshold") else DEFAULT_Z_THRESHOLD,
         ignore_repeated_ngrams=message.ignore_repeated_ngrams,
     )
+
+
+def _watermark(config: config_pb2.WatermarkingConfig, limits: RequestLimits) -> WatermarkOptions:
+    """A WatermarkingConfig with transformers' defaults for unset fields, unchecked."""
+    return WATERMARK.from_proto(config, "watermarking_config", limits, "max_watermark_context")
 
 
 def from_evidence(evidence: WatermarkEvidence) -> generation_pb2.WatermarkEvidence:
@@ -109,31 +117,6 @@ def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:
     if kind is ConstraintKind.JSON_OBJECT:
         return ConstraintSpec(kind, enabled=constraint.json_object)
     return ConstraintSpec(kind, text=getattr(constraint, name))
-
-
-def to_stop(stop: config_pb2.StopConfig) -> RequestedStop:
-    """A StopConfig as plain data."""
-    return RequestedStop(
-        stop_strings=tuple(stop.stop_strings),
-        stop_token_ids=tuple(tuple(entry.ids) for entry in stop.stop_token_ids),
-        ignore_eos=stop.ignore_eos,
-        include_stop_string_in_output=stop.include_stop_string_in_output,
-    )
-
-
-def to_output(output: config_pb2.OutputConfig) -> RequestedOutput:
-    """An OutputConfig as plain data."""
-    present = {field.name: value for field, value in output.ListFields()}
-    return RequestedOutput(
-        top_logprobs=present.get("top_logprobs"),
-        prompt_logprobs=present.get("prompt_logprobs"),
-        skip_special_tokens=present.get("skip_special_tokens"),
-        echo=present.get("echo"),
-        stream_interval=present.get("stream_interval"),
-        tensors=tuple(name for name in _TENSOR_OUTPUTS if present.get(name)),
-        scores_top_k=present.get("scores_top_k"),
-        tensor_steps=tuple(output.tensor_steps),
-    )
 
 
 def fill_started(message: generation_pb2.Started, request: Request, model: str, started: StartedOutput) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.common.errors import Internal, InvalidArgument
 from penstock.generation.core.request import ItemResult
-from penstock.generation.options.generate_options import RequestLimits
+from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.score_embed import EmbedCommand, ScoreCommand, ScoreItem
 from penstock.generation.wire.convert import from_positions
 from penstock.v1 import common_pb2, generation_pb2

@@ -1,4 +1,4 @@
-"""Logits processors: one option each, vectorised over the rows of a batch that use it.
+"""Logits processors and warpers in the order they run: one option each, over the rows of a batch that use it.
 
 Order of transformers 5.x, with Hamming diversity where 4.41 had it. OpenAI's penalties and logit_bias stand where
 custom processors go there: after its own processors and before the warpers.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.generation.sampling.processors.allowed_tokens import AllowedTokens, AllowedTrie
 from penstock.generation.sampling.processors.base import LogitsProcessor, Warper
-from penstock.generation.sampling.processors.cutoffs import EpsilonCutoff, EtaCutoff
+from penstock.generation.sampling.processors.cutoffs import EpsilonCutoff, EtaCutoff, TopNSigma
 from penstock.generation.sampling.processors.diversity import HammingDiversity
 from penstock.generation.sampling.processors.forced import ForcedBos, ForcedEos
 from penstock.generation.sampling.processors.invalid_values import RemoveInvalidValues
@@ -53,44 +53,18 @@ PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     OpenAIPenalties,
     LogitBias,
 )
-# The warpers follow: Temperature, TopH, TopK, TopP, MinP, TypicalP, EpsilonCutoff, EtaCutoff (see batch.py). These of
-# them exist only where some row wants them, and send it the long way.
-OTHER_WARPERS = (TopH, TypicalP, EpsilonCutoff, EtaCutoff)
+# Of sampled rows, after those and the grammar's masks.
+WARPERS: tuple[type[Warper], ...] = (
+    TopNSigma,
+    Temperature,
+    TopH,
+    TopK,
+    TopP,
+    MinP,
+    TypicalP,
+    EpsilonCutoff,
+    EtaCutoff,
+)
+OTHER_WARPERS = tuple(kind for kind in WARPERS if not kind.is_in_draw)
 # After the warpers.
 LATE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (Watermark, Renormalize)
-
-__all__ = [
-    "LATE_PROCESSORS",
-    "OTHER_WARPERS",
-    "PROCESSORS",
-    "AllowedTokens",
-    "AllowedTrie",
-    "BadWords",
-    "BeginSuppressTokens",
-    "EncoderNoRepeatNgram",
-    "EncoderRepetitionPenalty",
-    "EpsilonCutoff",
-    "EtaCutoff",
-    "ExponentialDecayLength",
-    "ForcedBos",
-    "ForcedEos",
-    "HammingDiversity",
-    "LogitBias",
-    "LogitsProcessor",
-    "MinNewTokens",
-    "MinP",
-    "NoRepeatNgram",
-    "OpenAIPenalties",
-    "RemoveInvalidValues",
-    "Renormalize",
-    "RepetitionPenalty",
-    "SequenceBias",
-    "SuppressTokens",
-    "Temperature",
-    "TopH",
-    "TopK",
-    "TopP",
-    "TypicalP",
-    "Warper",
-    "Watermark",
-]

@@ -104,6 +104,18 @@ class Warper(ABC):
     """
 
     is_argmax_invariant: ClassVar[bool] = True
+    # True: every batch has one, and a draw can do without the warped vocabulary. The others exist only where some row
+    # wants them, and send it the long way.
+    is_in_draw: ClassVar[bool] = False
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        """Tell if a row with these options uses this warper; asked of those that are not in the draw."""
+        return True
+
+    @abstractmethod
+    def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
+        """`params` are those of the sampled rows of the batch, in their order."""
 
     @abstractmethod
     def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:

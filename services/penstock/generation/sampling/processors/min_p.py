@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class MinP(Warper):
     """transformers' MinPLogitsWarper: drops tokens less likely than min_p times the most likely one."""
 
+    is_in_draw = True
+
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
         values = [p.min_p for p in params]
         self._keep = [min_tokens_to_keep(p) for p in params]

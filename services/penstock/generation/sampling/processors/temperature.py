@@ -20,6 +20,8 @@ _MINIMUM = 1e-30
 class Temperature(Warper):
     """transformers' TemperatureLogitsWarper: scores divided by the temperature (0 is greedy and never gets here)."""
 
+    is_in_draw = True
+
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
         values = [max(p.temperature, _MINIMUM) for p in params]
         self.values_M1 = torch.tensor(values, dtype=torch.float32, device=device)[:, None]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class TopK(Warper):
     """transformers' TopKLogitsWarper: everything below the k-th largest score is -inf; its ties stay."""
 
+    is_in_draw = True
+
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
         self._ks_M = np.array([_at_least(p) for p in params], dtype=np.int64)
         # Place of the k-th largest in a descending row; -1 where top-k is off.

@@ -22,6 +22,8 @@ class TopP(Warper):
     (transformers leaves that to an unstable sort). Sums are in fp64.
     """
 
+    is_in_draw = True
+
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
         # Infinity, not 1, where it is off: no sum, however rounded, reaches it.
         self._values = [p.top_p if p.top_p < 1.0 else torch.inf for p in params]

@@ -1,0 +1,243 @@
+"""Keywords of the server's options, and the form in which each is taken; see _config_values.
+
+Made from the server's table of options by `python tools/option_tables.py`: do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+# One phrase, or alternatives one of which must appear.
+Words = Sequence[int] | Sequence[Sequence[int]]
+
+
+class OptionKeywords(TypedDict, total=False):
+    """Options of GenerationConfig, StopConfig and OutputConfig."""
+
+    # Longest answer, in tokens.
+    max_new_tokens: int
+    # Shortest answer, in tokens.
+    min_new_tokens: int
+    # Longest prompt and answer together.
+    max_length: int
+    # Shortest prompt and answer together.
+    min_length: int
+    # Seconds after which no further token is generated.
+    max_time: float
+    # Sample; most chat models' own files say so too.
+    do_sample: bool
+    # Beam search with so many beams.
+    num_beams: int
+    # Diverse beam search with so many groups.
+    num_beam_groups: int
+    # How much groups of beams shall differ.
+    diversity_penalty: float
+    # Contrastive search, among top_k candidates.
+    penalty_alpha: float
+    # Beams: above 0 prefers long answers.
+    length_penalty: float
+    # Beams: when to stop.
+    early_stopping: bool | Literal["never"]
+    # Answers to return.
+    num_return_sequences: int
+    # Draft so many tokens from the prompt's own n-grams; 0 is off.
+    prompt_lookup_num_tokens: int
+    # Longest n-gram that prompt lookup matches.
+    max_matching_ngram_size: int
+    # Name of the server's draft model.
+    assistant_model: str
+    # Tokens that the draft model drafts at once.
+    num_assistant_tokens: int
+    # How num_assistant_tokens changes within a request.
+    num_assistant_tokens_schedule: Literal["constant", "heuristic", "heuristic_transient"]
+    # Drafting stops at a token less likely than this; 0 never stops.
+    assistant_confidence_threshold: float
+    # DoLa: low, high or layer numbers.
+    dola_layers: Literal["low", "high"] | Sequence[int]
+    # Above 1: keep closer to the prompt.
+    guidance_scale: float
+    # What to steer away from.
+    negative_prompt: str | Sequence[int]
+    # What to steer away from, as ids.
+    negative_prompt_ids: Sequence[int]
+    # Above 1 evens the distribution out; 0 is greedy.
+    temperature: float
+    # Sample among the k likeliest tokens; 0 is off.
+    top_k: int
+    # Sample among the likeliest tokens of this probability.
+    top_p: float
+    # Drop tokens less likely than this share of the likeliest.
+    min_p: float
+    # Sample among the likeliest tokens of this share of the entropy.
+    top_h: float
+    # Sample among the tokens of this probability whose surprise is nearest to the entropy.
+    typical_p: float
+    # Drop tokens less likely than this; 0 is off.
+    epsilon_cutoff: float
+    # Drop tokens less likely than this, or less where the entropy is high; 0 is off.
+    eta_cutoff: float
+    # Above 1: say less again, of prompt and answer.
+    repetition_penalty: float
+    # Above 1: say more of the prompt again.
+    encoder_repetition_penalty: float
+    # No run of so many tokens comes twice.
+    no_repeat_ngram_size: int
+    # No run of so many tokens of the prompt comes again.
+    encoder_no_repeat_ngram_size: int
+    # Sequences that are not generated.
+    bad_words_ids: Sequence[Sequence[int]]
+    # Beams: phrases, or alternatives, that must be generated.
+    force_words_ids: Sequence[Words]
+    # Beams: as force_words_ids, or transformers' own constraints.
+    constraints: Sequence[Any]
+    # Make scores log-probabilities again after all else.
+    renormalize_logits: bool
+    # Replace NaN and infinities in scores.
+    remove_invalid_values: bool
+    # First token after a prompt of one token.
+    forced_bos_token_id: int
+    # Last tokens where the maximum length is reached.
+    forced_eos_token_id: int | Sequence[int]
+    # (start_index, decay_factor): how the end becomes likelier after start_index tokens.
+    exponential_decay_length_penalty: tuple[int, float]
+    # Tokens that are not generated.
+    suppress_tokens: Sequence[int]
+    # Tokens that are not generated first.
+    begin_suppress_tokens: Sequence[int]
+    # Added to the score of the token that would complete a sequence.
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[tuple[Sequence[int], float]]
+    # Green-list watermark: its fields, or transformers' WatermarkingConfig.
+    watermarking_config: Any
+    # Choose the prompt's last token again, with what follows it.
+    token_healing: bool
+    # Taken off a token's score for each time it was generated.
+    frequency_penalty: float
+    # Taken off the score of every token that was generated.
+    presence_penalty: float
+    # Added to the scores of these ids.
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    # Only these ids are generated.
+    allowed_token_ids: Sequence[int]
+    # The answer is one of these sequences, or the beginning of one.
+    allowed_token_trie: Sequence[Sequence[int]]
+    # Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.
+    top_n_sigma: float
+    # Same seed, same answer.
+    seed: int
+
+    # The answer ends before any of these texts.
+    stop_strings: str | Sequence[str]
+    # The answer ends on any of these ids, or runs of ids.
+    stop_token_ids: int | Sequence[int | Sequence[int]]
+    # Go on after end-of-sequence ids, and runs of them.
+    ignore_eos: bool
+    # The answer ends after the stop string; its ids always include the token that completed it.
+    include_stop_string_in_output: bool
+
+    # The answer carries ids; between router and generation they always travel.
+    return_token_ids: bool
+    # Log-probabilities of so many tokens at each position; 0: of the chosen one only.
+    top_logprobs: int
+    # The same of the prompt.
+    prompt_logprobs: int
+    # Scores after the processors; not in beam modes.
+    output_scores: bool
+    # The model's own scores; not in beam modes.
+    output_logits: bool
+    # Hidden states of the row that the token was drawn from; not in beam modes.
+    output_hidden_states: bool
+    # Attentions of that row; not in beam modes.
+    output_attentions: bool
+    # Leave special tokens out of the text; stop strings do not see them then.
+    skip_special_tokens: bool
+    # The answer begins with the prompt; a client that sends ids is warned: it holds the prompt.
+    echo: bool
+    # Tokens of a delta; the last one may be shorter.
+    stream_interval: int
+    # Of scores and logits only so many of the highest; 0: all.
+    scores_top_k: int
+    # Output positions, from 0, that tensors are wanted of.
+    tensor_steps: Sequence[int]
+
+
+CONFIG: Mapping[str, str] = {
+    "max_new_tokens": "plain",
+    "min_new_tokens": "plain",
+    "max_length": "plain",
+    "min_length": "plain",
+    "max_time": "plain",
+    "do_sample": "plain",
+    "num_beams": "plain",
+    "num_beam_groups": "plain",
+    "diversity_penalty": "plain",
+    "penalty_alpha": "plain",
+    "length_penalty": "plain",
+    "early_stopping": "early_stopping",
+    "num_return_sequences": "plain",
+    "prompt_lookup_num_tokens": "plain",
+    "max_matching_ngram_size": "plain",
+    "assistant_model": "plain",
+    "num_assistant_tokens": "plain",
+    "num_assistant_tokens_schedule": "schedule",
+    "assistant_confidence_threshold": "plain",
+    "dola_layers": "layers",
+    "guidance_scale": "plain",
+    "negative_prompt_text": "prompt",
+    "negative_prompt_ids": "prompt",
+    "temperature": "plain",
+    "top_k": "plain",
+    "top_p": "plain",
+    "min_p": "plain",
+    "top_h": "plain",
+    "typical_p": "plain",
+    "epsilon_cutoff": "plain",
+    "eta_cutoff": "plain",
+    "repetition_penalty": "plain",
+    "encoder_repetition_penalty": "plain",
+    "no_repeat_ngram_size": "plain",
+    "encoder_no_repeat_ngram_size": "plain",
+    "bad_words_ids": "sequences",
+    "force_words_ids": "words",
+    "constraints": "constraints",
+    "renormalize_logits": "plain",
+    "remove_invalid_values": "plain",
+    "forced_bos_token_id": "plain",
+    "forced_eos_token_id": "ids",
+    "exponential_decay_length_penalty": "decay",
+    "suppress_tokens": "ids",
+    "begin_suppress_tokens": "ids",
+    "sequence_bias": "sequence_bias",
+    "watermarking_config": "watermark",
+    "token_healing": "plain",
+    "frequency_penalty": "plain",
+    "presence_penalty": "plain",
+    "logit_bias": "logit_bias",
+    "allowed_token_ids": "ids",
+    "allowed_token_trie": "trie",
+    "top_n_sigma": "plain",
+    "seed": "plain",
+    "negative_prompt": "prompt",
+}
+
+STOP: Mapping[str, str] = {
+    "stop_strings": "strings",
+    "stop_token_ids": "stop_sequences",
+    "ignore_eos": "plain",
+    "include_stop_string_in_output": "plain",
+}
+
+OUTPUT: Mapping[str, str] = {
+    "return_token_ids": "plain",
+    "top_logprobs": "plain",
+    "prompt_logprobs": "plain",
+    "output_scores": "plain",
+    "output_logits": "plain",
+    "output_hidden_states": "plain",
+    "output_attentions": "plain",
+    "skip_special_tokens": "plain",
+    "echo": "plain",
+    "stream_interval": "plain",
+    "scores_top_k": "plain",
+    "tensor_steps": "numbers",
+}

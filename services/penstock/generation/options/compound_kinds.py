@@ -1,0 +1,342 @@
+"""Kinds of options that have parts: sequences of ids, biases, words to force, DoLa's layers, the watermark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.options.kinds import (
+    AT_LEAST_ONE,
+    FINITE,
+    FLOAT32,
+    INTEGER,
+    POSITIVE,
+    SEED_RANGE,
+    TOKEN_IDS,
+    Alternatives,
+    BadValue,
+    Bounds,
+    Kind,
+    TokenSequence,
+    as_written,
+    check_count,
+    check_vocabulary,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from penstock.generation.options.limits import RequestLimits
+
+WATERMARK_SCHEMES = ("lefthash", "selfhash")
+DOLA_PRESETS = ("low", "high")
+# The watermark multiplies its key by token ids in 64 bits; transformers takes any key that torch does.
+_HASHING_KEY = SEED_RANGE
+_GREENLIST_RATIO = Bounds(0.0, 1.0, above=True, below=True)
+_DECAY_FACTOR = POSITIVE
+
+
+def _phrase(ids: Collection[int], field: str, limits: RequestLimits) -> TokenSequence:
+    if len(ids) > limits.max_phrase_tokens:
+        refuse(field, f"every entry must hold at most {limits.max_phrase_tokens} ids")
+    return tuple(ids)
+
+
+def _add_all(repeated: Any, sequences: Iterable[TokenSequence]) -> None:
+    for ids in sequences:
+        repeated.add(ids=ids)
+
+
+class Sequences(Kind):
+    """Sequences of ids, as many as the row's limit, each a phrase."""
+
+    form, hint = "sequences", "Sequence[Sequence[int]]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[TokenSequence, ...]:
+        check_count(field, value, getattr(limits, limit))
+        return tuple(_phrase(entry.ids, field, limits) for entry in value)
+
+    def to_proto(self, message: Any, name: str, value: tuple[TokenSequence, ...]) -> None:
+        _add_all(getattr(message, name), value)
+
+    def from_json(self, name: str, value: Any) -> tuple[TokenSequence, ...]:
+        if not isinstance(value, list):
+            raise BadValue(f"has {name} that is no list of lists of ids")
+        return tuple(TOKEN_IDS.from_json(name, entry) for entry in value)
+
+    def check_ids(self, value: Iterable[TokenSequence], field: str, vocab_size: int) -> None:
+        if not all(value):
+            refuse(field, "no entry may be empty")
+        for ids in value:
+            check_vocabulary(field, ids, vocab_size)
+
+
+class StopSequences(Sequences):
+    """Single ids and runs of ids that end a sequence."""
+
+    form, hint = "stop_sequences", "int | Sequence[int | Sequence[int]]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[TokenSequence, ...]:
+        check_count(field, value, getattr(limits, limit))
+        return tuple(tuple(entry.ids) for entry in value)
+
+    def check_limit(self, value: tuple[TokenSequence, ...], field: str, limits: RequestLimits, limit: str) -> None:
+        check_count(field, value, getattr(limits, limit))
+        if not all(1 <= len(ids) <= limits.max_stop_token_length for ids in value):
+            refuse(field, f"every entry must hold between 1 and {limits.max_stop_token_length} ids")
+
+
+class Trie(Sequences):
+    """Paths from a trie's root."""
+
+    form = "trie"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[TokenSequence, ...]:
+        check_count(field, value.sequences, getattr(limits, limit))
+        if sum(len(entry.ids) for entry in value.sequences) > limits.max_trie_tokens:
+            refuse(field, f"must hold at most {limits.max_trie_tokens} ids altogether")
+        return tuple(tuple(entry.ids) for entry in value.sequences)
+
+    def to_proto(self, message: Any, name: str, value: tuple[TokenSequence, ...]) -> None:
+        _add_all(getattr(message, name).sequences, value)
+
+    def check_ids(self, value: Iterable[TokenSequence], field: str, vocab_size: int) -> None:
+        if value == ():
+            refuse(field, "must hold at least one sequence")
+        super().check_ids(value, field, vocab_size)
+
+
+class Words(Kind):
+    """Words to force, as many as the row's limit, each by its alternatives."""
+
+    form, hint = "words", "Sequence[Words]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[Alternatives, ...]:
+        check_count(field, value, getattr(limits, limit))
+        return tuple(self._word(entry, field, limits) for entry in value)
+
+    def _word(self, entry: Any, field: str, limits: RequestLimits) -> Alternatives:
+        return _alternatives(entry, field, limits)
+
+    def to_proto(self, message: Any, name: str, value: tuple[Alternatives, ...]) -> None:
+        for word in value:
+            _add_all(getattr(message, name).add().alternatives, word)
+
+    def from_json(self, name: str, value: Any) -> tuple[Alternatives, ...]:
+        """Each entry is a list of ids, or a list of alternatives."""
+        if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):
+            raise BadValue(f"has {name} that is no list of lists of ids")
+        return tuple(
+            SEQUENCES.from_json(name, entry)
+            if entry and isinstance(entry[0], list)
+            else (TOKEN_IDS.from_json(name, entry),)
+            for entry in value
+        )
+
+    def check_ids(self, value: tuple[Alternatives, ...], field: str, vocab_size: int) -> None:
+        for alternatives in value:
+            _check_alternatives(alternatives, field, vocab_size)
+
+
+class Constraints(Words):
+    """transformers' own constraints: phrases and alternatives."""
+
+    form, hint = "constraints", "Sequence[Any]"
+
+    def _word(self, entry: Any, field: str, limits: RequestLimits) -> Alternatives:
+        kind = entry.WhichOneof("kind")
+        if kind is None:
+            refuse(field, "every entry must be phrasal or disjunctive")
+        if kind == "phrasal":
+            return (_phrase(entry.phrasal.ids, field, limits),)
+        return _alternatives(entry.disjunctive, field, limits)
+
+    def to_proto(self, message: Any, name: str, value: tuple[Alternatives, ...]) -> None:
+        """Every one as disjunctive."""
+        for word in value:
+            disjunctive = getattr(message, name).add().disjunctive
+            disjunctive.SetInParent()
+            _add_all(disjunctive.alternatives, word)
+
+
+def _alternatives(word: Any, field: str, limits: RequestLimits) -> Alternatives:
+    if len(word.alternatives) > limits.max_alternatives:
+        refuse(field, f"every entry must have at most {limits.max_alternatives} alternatives")
+    return tuple(_phrase(entry.ids, field, limits) for entry in word.alternatives)
+
+
+def _check_alternatives(alternatives: Alternatives, field: str, vocab_size: int) -> None:
+    """One word to force. As transformers 4.41's DisjunctiveTrie: no alternative may begin with another."""
+    if not alternatives or not all(alternatives):
+        refuse(field, "no entry may be empty")
+    for ids in alternatives:
+        check_vocabulary(field, ids, vocab_size)
+    for one, following in pairwise(sorted(alternatives)):
+        if following[: len(one)] == one:
+            refuse(field, "no alternative may be equal to, or the beginning of, another")
+
+
+Biases = tuple[tuple[TokenSequence, float], ...]
+
+
+class SequenceBias(Kind):
+    """A bias on the token that would complete a sequence."""
+
+    form, hint = "sequence_bias", "Mapping[tuple[int, ...], float] | Sequence[tuple[Sequence[int], float]]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> Biases:
+        check_count(field, value, getattr(limits, limit))
+        return tuple((_phrase(entry.token_ids, field, limits), as_written(entry.bias)) for entry in value)
+
+    def to_proto(self, message: Any, name: str, value: Biases) -> None:
+        for ids, bias in value:
+            getattr(message, name).add(token_ids=ids, bias=bias)
+
+    def from_json(self, name: str, value: Any) -> Biases:
+        """JSON's form of it: [[[ids…], bias], …]."""
+        if not isinstance(value, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in value):
+            raise BadValue(f"has {name} that is no list of [ids, bias]")
+        return tuple((TOKEN_IDS.from_json(name, ids), FLOAT32.from_json(name, bias)) for ids, bias in value)
+
+    def check(self, value: Biases, field: str) -> None:
+        if any(math.isnan(bias) or bias == math.inf for _, bias in value):
+            refuse(field, "every bias must be finite or -inf")
+
+    def check_ids(self, value: Biases, field: str, vocab_size: int) -> None:
+        biased = [ids for ids, _ in value]
+        SEQUENCES.check_ids(biased, field, vocab_size)
+        if len(set(biased)) < len(biased):
+            refuse(field, "must not hold a sequence twice")
+
+    def to_param(self, value: Biases) -> dict[TokenSequence, float]:
+        return dict(value)
+
+
+class LogitBias(Kind):
+    """A bias on ids."""
+
+    form, hint = "logit_bias", "Mapping[int, float] | Mapping[str, float]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> dict[int, float]:
+        check_count(field, value, getattr(limits, limit))
+        return {token_id: as_written(bias) for token_id, bias in value.items()}
+
+    def to_proto(self, message: Any, name: str, value: Mapping[int, float]) -> None:
+        getattr(message, name).update(value)
+
+    def check(self, value: Mapping[int, float], field: str) -> None:
+        if not all(map(math.isfinite, value.values())):
+            refuse(field, "every bias must be finite")
+
+    def check_ids(self, value: Mapping[int, float], field: str, vocab_size: int) -> None:
+        check_vocabulary(field, value, vocab_size)
+
+    def to_param(self, value: Mapping[int, float]) -> dict[int, float]:
+        return dict(value)
+
+
+class Decay(Kind):
+    """(start_index, decay_factor)."""
+
+    form, hint = "decay", "tuple[int, float]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[int, float]:
+        return value.start_index, as_written(value.decay_factor)
+
+    def to_proto(self, message: Any, name: str, value: tuple[int, float]) -> None:
+        decay = getattr(message, name)
+        decay.start_index, decay.decay_factor = value
+
+    def from_json(self, name: str, value: Any) -> tuple[int, float]:
+        if not isinstance(value, list) or len(value) != 2:
+            raise BadValue(f"has {name} that is not [start_index, decay_factor]")
+        return INTEGER.from_json(name, value[0]), FLOAT32.from_json(name, value[1])
+
+    def check(self, value: tuple[int, float], field: str) -> None:
+        if not _DECAY_FACTOR.allow(value[1]):
+            refuse(f"{field}.decay_factor", str(_DECAY_FACTOR))
+
+
+class Layers(Kind):
+    """DoLa's: "low", "high" or layer numbers."""
+
+    form, hint = "layers", 'Literal["low", "high"] | Sequence[int]'
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> str | TokenSequence:
+        layers = value.WhichOneof("layers")
+        if layers is None:
+            refuse(field, "preset or indices must be set")
+        if layers == "preset":
+            return str(value.preset)
+        check_count(field, value.indices.indices, getattr(limits, limit))
+        return tuple(value.indices.indices)
+
+    def to_proto(self, message: Any, name: str, value: str | TokenSequence) -> None:
+        if isinstance(value, str):
+            getattr(message, name).preset = value
+        else:
+            getattr(message, name).indices.indices.extend(value)
+
+    def from_json(self, name: str, value: Any) -> str | TokenSequence:
+        return value if isinstance(value, str) else TOKEN_IDS.from_json(name, value)
+
+    def check(self, value: str | TokenSequence, field: str) -> None:
+        if isinstance(value, str) and value not in DOLA_PRESETS:
+            refuse(field, "must be low, high or layer numbers")
+        if value == ():
+            refuse(field, "must hold at least one layer")
+
+
+class Watermark(Kind):
+    """Green lists. The limit bounds the context width."""
+
+    form, most = "watermark", "context_width at most {}"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> WatermarkOptions:
+        present = {descriptor.name: member for descriptor, member in value.ListFields()}
+        for name in ("greenlist_ratio", "bias"):
+            if name in present:
+                present[name] = as_written(present[name])
+        return WatermarkOptions(**present)
+
+    def to_proto(self, message: Any, name: str, value: WatermarkOptions) -> None:
+        watermark = getattr(message, name)
+        watermark.greenlist_ratio, watermark.bias = value.greenlist_ratio, value.bias
+        watermark.hashing_key, watermark.context_width = value.hashing_key, value.context_width
+        watermark.seeding_scheme = value.seeding_scheme
+
+    def from_json(self, name: str, value: Any) -> WatermarkOptions:
+        parsers: dict[str, Callable[[str, Any], Any]] = {
+            "greenlist_ratio": FLOAT32.from_json,
+            "bias": FLOAT32.from_json,
+            "hashing_key": INTEGER.from_json,
+            "context_width": INTEGER.from_json,
+            "seeding_scheme": lambda _, scheme: scheme,
+        }
+        if not isinstance(value, dict) or not set(value) <= set(parsers):
+            raise BadValue(f"has {name} with fields other than {', '.join(sorted(parsers))}")
+        return WatermarkOptions(**{key: parsers[key](f"{name}.{key}", member) for key, member in value.items()})
+
+    def check(self, value: WatermarkOptions, field: str) -> None:
+        for name, bounds in _WATERMARK_BOUNDS.items():
+            if not bounds.allow(getattr(value, name)):
+                refuse(f"{field}.{name}", str(bounds))
+        if value.seeding_scheme not in WATERMARK_SCHEMES:
+            refuse(f"{field}.seeding_scheme", "must be lefthash or selfhash")
+
+    def check_limit(self, value: WatermarkOptions, field: str, limits: RequestLimits, limit: str) -> None:
+        if value.context_width > getattr(limits, limit):
+            refuse(f"{field}.context_width", f"must be at most {getattr(limits, limit)}")
+
+
+_WATERMARK_BOUNDS = {
+    "greenlist_ratio": _GREENLIST_RATIO,
+    "bias": FINITE,
+    "hashing_key": _HASHING_KEY,
+    "context_width": AT_LEAST_ONE,
+}
+
+SEQUENCES, STOP_SEQUENCES, TRIE, WORDS, CONSTRAINTS = Sequences(), StopSequences(), Trie(), Words(), Constraints()
+SEQUENCE_BIAS, LOGIT_BIAS, DECAY, LAYERS, WATERMARK = SequenceBias(), LogitBias(), Decay(), Layers(), Watermark()

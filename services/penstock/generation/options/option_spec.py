@@ -1,0 +1,122 @@
+"""A row of the table of options, and what a set of options is: plain data in which only the set ones take room."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import ItemsView, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from penstock.generation.options.kinds import Bounds, Kind
+
+_ROW = "row"
+
+
+class Scope(enum.Enum):
+    """Requests in which an option has an effect, in words; set for another one it is warned about."""
+
+    EVERY = ""
+    SAMPLING = "sampling"
+    SAMPLING_OR_CONTRASTIVE = "sampling, contrastive search"
+    BEAMS = "beam search"
+    CONTRASTIVE = "contrastive search"
+    LOOKUP = "prompt lookup"
+    DRAFT_MODEL = "drafts of a model"
+    DOLA = "DoLa"
+    GUIDANCE = "guidance"
+    ENDING = "models with an end-of-sequence id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionSpec:
+    """Everything about one option. `name` is that of its proto field, `section` its message's in a request."""
+
+    name: str
+    section: str
+    kind: Kind
+    # One line for people: the reference page, --help, the clients' keywords.
+    doc: str
+    bounds: Bounds | None = None
+    # Field of RequestLimits that bounds its size, or how many entries it has.
+    limit: str = ""
+    scope: Scope = Scope.EVERY
+    # Values that go without a warning outside the scope: they ask for nothing.
+    silent: tuple[object, ...] = ()
+    # Field of SamplingParams that takes the value as it is; None: `resolve` makes of it what is needed.
+    param: str | None = None
+    # What it is while neither the request nor the model's file says; in words where it is no constant.
+    default: object = None
+    # generation_config.json may set it.
+    in_file: bool = True
+    # The router's alone.
+    router_only: bool = False
+    # Its oneof in the proto, under which warnings and keywords of clients know it.
+    oneof: str = ""
+    # Group of its own flag on the command line; empty: `--option` sets it.
+    flags: str = ""
+    # For the reference page: what else is allowed or answered, and how it differs from transformers.
+    allowed: str = ""
+    differs: str = ""
+
+    @property
+    def path(self) -> str:
+        """As errors name it."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def is_sampling_only(self) -> bool:
+        """True for what shapes a distribution that is drawn from."""
+        return self.scope in (Scope.SAMPLING, Scope.SAMPLING_OR_CONTRASTIVE)
+
+
+def row(kind: Kind, doc: str, *, unset: Any = None, **columns: Any) -> Any:
+    """A field of a set of options and its row of the table (see OptionSpec). `unset` is what the field is then."""
+    return field(default=unset, metadata={_ROW: {"kind": kind, "doc": doc, **columns}})
+
+
+class OptionSet:
+    """Options by name, of which only the set ones are kept: an empty set costs next to nothing.
+
+    Subclasses are frozen dataclasses of `row`s; what is unset reads as the class says.
+    """
+
+    section: ClassVar[str]
+    specs: ClassVar[Mapping[str, OptionSpec]]
+
+    def __init__(self, **values: Any) -> None:
+        """None is unset. Raises KeyError for an unknown name."""
+        unknown = values.keys() - self.specs.keys()
+        if unknown:
+            raise KeyError(*unknown)
+        self.__dict__.update((name, value) for name, value in values.items() if value is not None)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """Options of known names, none of them None; `values` are kept, not copied."""
+        options = cls.__new__(cls)
+        object.__setattr__(options, "__dict__", values)
+        return options
+
+    def items(self) -> ItemsView[str, Any]:
+        """The set options: name, value."""
+        return self.__dict__.items()
+
+    def over(self, fallback: Self) -> Self:
+        """These options, and `fallback`'s where these are unset."""
+        if not fallback.__dict__:
+            return self
+        return self.of({**fallback.__dict__, **self.__dict__})
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.__dict__ == self.__dict__
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.__dict__.items()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+def specs_of(options: Any, section: str) -> dict[str, OptionSpec]:
+    """The rows of a set of options, in the order of their fields."""
+    return {one.name: OptionSpec(name=one.name, section=section, **one.metadata[_ROW]) for one in fields(options)}

@@ -1,0 +1,385 @@
+"""Every option of a request, once: the fields of GenerationConfig, StopConfig and OutputConfig, in the proto's order.
+
+A row is a field with its kind, bounds and words. Converters, checks, defaults, warnings, the command line's flags, the
+reference page and the clients' keywords are loops over `CONFIG`, `STOP` and `OUTPUT`. To add a row:
+docs/learn/add-an-option.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.generation.options.compound_kinds import (
+    CONSTRAINTS,
+    DECAY,
+    LAYERS,
+    LOGIT_BIAS,
+    SEQUENCE_BIAS,
+    SEQUENCES,
+    STOP_SEQUENCES,
+    TRIE,
+    WATERMARK,
+    WORDS,
+)
+from penstock.generation.options.kinds import (
+    AT_LEAST_ONE,
+    COUNT,
+    CUTOFF,
+    EARLY_STOPPING,
+    ENTRIES,
+    FINITE,
+    FLAG,
+    FLOAT32,
+    INTEGER,
+    NUMBER,
+    NUMBERS,
+    PENALTY,
+    POSITIVE,
+    PROMPT,
+    ROUTER_TEXT,
+    SCHEDULE,
+    SEED_RANGE,
+    SHARE,
+    SIZE,
+    STOP_STRINGS,
+    TEXT,
+    TOKEN_ID,
+    TOKEN_ID_OR_IDS,
+    TOKEN_IDS,
+    TOKEN_SET,
+    Alternatives,
+    Bounds,
+    TokenSequence,
+)
+from penstock.generation.options.option_spec import OptionSet, OptionSpec, Scope, row, specs_of
+
+GENERATION, SEARCH, DRAFTS, GUIDANCE = "Generation", "Beams and other searches", "Drafts", "Guidance"
+DEFAULT_TOP_K = 50
+_NOT_NEGATIVE, _POSITIVE_SHARE = Bounds(0.0), Bounds(0.0, 1.0, above=True)
+_GONE = "5.x dropped it: 4.41.1"
+_IN_VOCABULARY = "in the vocabulary"
+_OPENAI, _OUTPUT_ONLY = "OpenAI's", "counts output tokens only"
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class RequestOptions(OptionSet):
+    """A GenerationConfig; also the shape of a model's generation_config.json, which has a lower precedence."""
+
+    # Length.
+    max_new_tokens: int | None = row(
+        INTEGER, "Longest answer, in tokens.", bounds=COUNT, flags=GENERATION, default="up to the context",
+        differs="unset: never 20, a warning tells the limit; cut at the context's end, with a warning",
+    )  # fmt: skip
+    min_new_tokens: int | None = row(
+        INTEGER, "Shortest answer, in tokens.", bounds=SIZE, flags=GENERATION, default=0,
+        allowed="above the maximum: warning",
+    )  # fmt: skip
+    max_length: int | None = row(
+        INTEGER, "Longest prompt and answer together.", bounds=COUNT, allowed="more than the prompt",
+        differs="– (`max_new_tokens` wins, with a warning)",
+    )  # fmt: skip
+    min_length: int | None = row(
+        INTEGER, "Shortest prompt and answer together.", bounds=SIZE,
+        differs="– (`min_new_tokens` wins, with a warning)",
+    )  # fmt: skip
+    max_time: float | None = row(
+        NUMBER, "Seconds after which no further token is generated.", bounds=POSITIVE, param="max_time",
+        differs="counts from when the request was first scheduled, not while it waits",
+    )  # fmt: skip
+
+    # Strategy.
+    do_sample: bool | None = row(
+        FLAG, "Sample; most chat models' own files say so too.", flags=GENERATION, default=False,
+        differs="with `temperature` 0: greedy, with a warning",
+    )  # fmt: skip
+    num_beams: int | None = row(
+        INTEGER, "Beam search with so many beams.", bounds=COUNT, limit="max_beams", flags=SEARCH, default=1
+    )
+    num_beam_groups: int | None = row(
+        INTEGER, "Diverse beam search with so many groups.", bounds=COUNT, scope=Scope.BEAMS, silent=(1,),
+        flags=SEARCH, default=1, allowed="divides `num_beams`", differs=_GONE,
+    )  # fmt: skip
+    diversity_penalty: float | None = row(
+        FLOAT32, "How much groups of beams shall differ.", bounds=_NOT_NEGATIVE, scope=Scope.BEAMS, silent=(0.0,),
+        flags=SEARCH, default=0.0, allowed="above 0 iff there are groups",
+        differs=f"{_GONE}, which took negative values for 0",
+    )  # fmt: skip
+    penalty_alpha: float | None = row(
+        FLOAT32, "Contrastive search, among top_k candidates.", bounds=_NOT_NEGATIVE, scope=Scope.CONTRASTIVE,
+        silent=(0.0,), flags=SEARCH, default=0.0,
+        differs=f"{_GONE}; `top_k` candidates run at once, so they are bounded by `--max-running-sequences`",
+    )  # fmt: skip
+    length_penalty: float | None = row(
+        FLOAT32, "Beams: above 0 prefers long answers.", bounds=FINITE, scope=Scope.BEAMS, silent=(1.0,),
+        flags=SEARCH, default=1.0,
+    )  # fmt: skip
+    early_stopping: EarlyStopping | None = row(
+        EARLY_STOPPING, "Beams: when to stop.", scope=Scope.BEAMS, silent=(EarlyStopping.FALSE,), flags=SEARCH,
+        default=EarlyStopping.FALSE, allowed="false, true, never",
+    )  # fmt: skip
+    num_return_sequences: int | None = row(
+        INTEGER, "Answers to return.", bounds=COUNT, limit="max_return_sequences", default=1,
+        differs="allowed above 1 with drafts",
+    )  # fmt: skip
+    prompt_lookup_num_tokens: int | None = row(
+        INTEGER, "Draft so many tokens from the prompt's own n-grams; 0 is off.", bounds=SIZE,
+        limit="max_draft_tokens", scope=Scope.LOOKUP, silent=(0,), flags=DRAFTS, default=0,
+        differs="0 is off, an error there",
+    )  # fmt: skip
+    max_matching_ngram_size: int | None = row(
+        INTEGER, "Longest n-gram that prompt lookup matches.", bounds=COUNT, limit="max_matching_ngram",
+        scope=Scope.LOOKUP, default=2,
+    )  # fmt: skip
+    assistant_model: str | None = row(
+        TEXT, "Name of the server's draft model.", scope=Scope.DRAFT_MODEL, silent=("",), in_file=False, flags=DRAFTS,
+        allowed="the served one (`--assistant-model`), else NOT_FOUND; empty: off",
+        differs="a name, not a model object; it must share the tokenizer",
+    )  # fmt: skip
+    num_assistant_tokens: int | None = row(
+        INTEGER, "Tokens that the draft model drafts at once.", bounds=COUNT, limit="max_draft_tokens",
+        scope=Scope.DRAFT_MODEL, flags=DRAFTS, default=20,
+    )  # fmt: skip
+    num_assistant_tokens_schedule: AssistantSchedule | None = row(
+        SCHEDULE, "How num_assistant_tokens changes within a request.", scope=Scope.DRAFT_MODEL,
+        default=AssistantSchedule.CONSTANT, allowed="constant, heuristic, heuristic_transient",
+        differs="`heuristic` starts anew with each request, there it goes on from the one before",
+    )  # fmt: skip
+    assistant_confidence_threshold: float | None = row(
+        FLOAT32, "Drafting stops at a token less likely than this; 0 never stops.", bounds=SHARE,
+        scope=Scope.DRAFT_MODEL, default=0.4,
+        differs="not adapted over requests: that would make an answer's speed depend on others",
+    )  # fmt: skip
+    # "low", "high" or layer numbers.
+    dola_layers: str | TokenSequence | None = row(
+        LAYERS, "DoLa: low, high or layer numbers.", limit="max_dola_layers", scope=Scope.DOLA, flags=SEARCH,
+        allowed="`low`, `high`, or layers below the number of layers, 0 being the embedding",
+        differs="5.x dropped it: 4.55.4, which ignored layers beyond the last; a `repetition_penalty` below 1.2 is "
+        "warned about, as there",
+    )  # fmt: skip
+    guidance_scale: float | None = row(
+        FLOAT32, "Above 1: keep closer to the prompt.", bounds=FINITE, flags=GUIDANCE, default=1.0
+    )
+    negative_prompt_text: str | None = row(
+        ROUTER_TEXT, "What to steer away from.", router_only=True, oneof="negative_prompt", in_file=False,
+        flags=GUIDANCE, allowed="at least one token, fewer than the context",
+        differs="tokenized by the router, with the tokenizer's special tokens; a token client sends ids",
+    )  # fmt: skip
+    negative_prompt_ids: TokenSequence | None = row(
+        PROMPT, "What to steer away from, as ids.", scope=Scope.GUIDANCE, oneof="negative_prompt", in_file=False,
+        default="last prompt token", allowed="at least one id, fewer than the context",
+    )  # fmt: skip
+
+    # Scores.
+    temperature: float | None = row(
+        FLOAT32, "Above 1 evens the distribution out; 0 is greedy.", bounds=_NOT_NEGATIVE, scope=Scope.SAMPLING,
+        silent=(0.0, 1.0), param="temperature", flags=GENERATION, default=1.0, differs="> 0 there; 0 is greedy",
+    )  # fmt: skip
+    top_k: int | None = row(
+        INTEGER, "Sample among the k likeliest tokens; 0 is off.", bounds=SIZE, scope=Scope.SAMPLING_OR_CONTRASTIVE,
+        silent=(0, DEFAULT_TOP_K), param="top_k", flags=GENERATION, default=DEFAULT_TOP_K,
+        differs="0 is off, as in 5.x's generate()",
+    )  # fmt: skip
+    top_p: float | None = row(
+        FLOAT32, "Sample among the likeliest tokens of this probability.", bounds=SHARE, scope=Scope.SAMPLING,
+        silent=(1.0,), param="top_p", flags=GENERATION, default=1.0, allowed="0 keeps the most likely token",
+    )  # fmt: skip
+    min_p: float | None = row(
+        FLOAT32, "Drop tokens less likely than this share of the likeliest.", bounds=SHARE, scope=Scope.SAMPLING,
+        silent=(0.0,), param="min_p", flags=GENERATION, default=0.0, differs="0 while greedy is not warned about",
+    )  # fmt: skip
+    top_h: float | None = row(
+        FLOAT32, "Sample among the likeliest tokens of this share of the entropy.", bounds=_POSITIVE_SHARE,
+        scope=Scope.SAMPLING, param="top_h", differs="new in 5.x",
+    )  # fmt: skip
+    typical_p: float | None = row(
+        FLOAT32, "Sample among the tokens of this probability whose surprise is nearest to the entropy.",
+        bounds=_POSITIVE_SHARE, scope=Scope.SAMPLING, silent=(1.0,), param="typical_p", default=1.0,
+        allowed="1 is off", differs="above 1 is off there",
+    )  # fmt: skip
+    epsilon_cutoff: float | None = row(
+        FLOAT32, "Drop tokens less likely than this; 0 is off.", bounds=CUTOFF, scope=Scope.SAMPLING, silent=(0.0,),
+        param="epsilon_cutoff", default=0.0, differs="other values are off there",
+    )  # fmt: skip
+    eta_cutoff: float | None = row(
+        FLOAT32, "Drop tokens less likely than this, or less where the entropy is high; 0 is off.", bounds=CUTOFF,
+        scope=Scope.SAMPLING, silent=(0.0,), param="eta_cutoff", default=0.0, differs="other values are off there",
+    )  # fmt: skip
+    repetition_penalty: float | None = row(
+        FLOAT32, "Above 1: say less again, of prompt and answer.", bounds=POSITIVE, param="repetition_penalty",
+        flags=GENERATION, default=1.0,
+    )  # fmt: skip
+    encoder_repetition_penalty: float | None = row(
+        FLOAT32, "Above 1: say more of the prompt again.", bounds=POSITIVE, param="encoder_repetition_penalty",
+        default=1.0,
+    )  # fmt: skip
+    no_repeat_ngram_size: int | None = row(
+        INTEGER, "No run of so many tokens comes twice.", bounds=SIZE, limit="max_ngram",
+        param="no_repeat_ngram_size", flags=GENERATION, default=0,
+    )  # fmt: skip
+    encoder_no_repeat_ngram_size: int | None = row(
+        INTEGER, "No run of so many tokens of the prompt comes again.", bounds=SIZE, limit="max_ngram",
+        param="encoder_no_repeat_ngram_size", default=0,
+    )  # fmt: skip
+    bad_words_ids: tuple[TokenSequence, ...] | None = row(
+        SEQUENCES, "Sequences that are not generated.", limit="max_bad_words", param="bad_words_ids",
+        allowed="no empty entry; at most `--max-phrase-tokens` each",
+    )  # fmt: skip
+    force_words_ids: tuple[Alternatives, ...] | None = row(
+        WORDS, "Beams: phrases, or alternatives, that must be generated.", limit="max_forced_words",
+        allowed="no empty entry or alternative, none the beginning of another; at most `--max-alternatives` each",
+        differs=_GONE,
+    )  # fmt: skip
+    constraints: tuple[Alternatives, ...] | None = row(
+        CONSTRAINTS, "Beams: as force_words_ids, or transformers' own constraints.", limit="max_forced_words",
+        in_file=False, allowed="phrasal or disjunctive, as above",
+        differs=f"{_GONE}; own Constraint classes cannot travel",
+    )  # fmt: skip
+    renormalize_logits: bool | None = row(
+        FLAG, "Make scores log-probabilities again after all else.", param="renormalize_logits", default=False
+    )
+    remove_invalid_values: bool | None = row(
+        FLAG, "Replace NaN and infinities in scores.", param="remove_invalid_values", default=False
+    )
+    forced_bos_token_id: int | None = row(
+        TOKEN_ID, "First token after a prompt of one token.", param="forced_bos_token_id", allowed=_IN_VOCABULARY
+    )
+    forced_eos_token_id: TokenSequence | None = row(
+        TOKEN_ID_OR_IDS, "Last tokens where the maximum length is reached.", limit="max_eos_token_ids",
+        param="forced_eos_token_ids", allowed=_IN_VOCABULARY,
+    )  # fmt: skip
+    # (start_index, decay_factor)
+    exponential_decay_length_penalty: tuple[int, float] | None = row(
+        DECAY, "(start_index, decay_factor): how the end becomes likelier after start_index tokens.",
+        scope=Scope.ENDING, param="exponential_decay_length_penalty", allowed="decay_factor > 0",
+        differs="factors ≤ 0 are taken there",
+    )  # fmt: skip
+    suppress_tokens: TokenSequence | None = row(
+        TOKEN_IDS, "Tokens that are not generated.", limit="max_suppress_tokens", param="suppress_tokens",
+        allowed=f"{_IN_VOCABULARY}; must leave a token, and the forced ones",
+    )  # fmt: skip
+    begin_suppress_tokens: TokenSequence | None = row(
+        TOKEN_IDS, "Tokens that are not generated first.", limit="max_suppress_tokens", param="begin_suppress_tokens",
+        allowed=_IN_VOCABULARY,
+    )  # fmt: skip
+    sequence_bias: tuple[tuple[TokenSequence, float], ...] | None = row(
+        SEQUENCE_BIAS, "Added to the score of the token that would complete a sequence.", limit="max_sequence_bias",
+        param="sequence_bias", allowed="no empty or repeated sequence; finite or −inf",
+    )  # fmt: skip
+    watermarking_config: WatermarkOptions | None = row(
+        WATERMARK, "Green-list watermark: its fields, or transformers' WatermarkingConfig.",
+        limit="max_watermark_context", param="watermark",
+        allowed="greenlist_ratio (0, 1), bias finite, seeding_scheme lefthash or selfhash, hashing_key below 2⁶³",
+        differs="after the warpers, as in 5.x; before them in 4.41; SynthID's is not there",
+    )  # fmt: skip
+    token_healing: bool | None = row(
+        FLAG, "Choose the prompt's last token again, with what follows it.", param="token_healing", default=False,
+        allowed="needs a tokenizer.json beside the weights; not with a `constraint` or `prompt_logprobs`",
+        differs="the prompt's text always stands, and is not encoded again: see [decoding.md](../guide/decoding.md)",
+    )  # fmt: skip
+    frequency_penalty: float | None = row(
+        FLOAT32, "Taken off a token's score for each time it was generated.", bounds=PENALTY,
+        param="frequency_penalty", default=0.0, allowed=_OUTPUT_ONLY, differs=_OPENAI,
+    )  # fmt: skip
+    presence_penalty: float | None = row(
+        FLOAT32, "Taken off the score of every token that was generated.", bounds=PENALTY,
+        param="presence_penalty", default=0.0, allowed=_OUTPUT_ONLY, differs=_OPENAI,
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] | None = row(
+        LOGIT_BIAS, "Added to the scores of these ids.", limit="max_logit_bias", param="logit_bias", in_file=False,
+        allowed=f"finite; {_IN_VOCABULARY}", differs=_OPENAI,
+    )  # fmt: skip
+    allowed_token_ids: TokenSequence | None = row(
+        TOKEN_SET, "Only these ids are generated.", limit="max_allowed_tokens", param="allowed_token_ids",
+        in_file=False, allowed=_IN_VOCABULARY, differs="Penstock's",
+    )  # fmt: skip
+    allowed_token_trie: tuple[TokenSequence, ...] | None = row(
+        TRIE, "The answer is one of these sequences, or the beginning of one.", limit="max_trie_sequences",
+        param="allowed_token_trie", in_file=False, allowed="no empty sequence; at most `--max-trie-tokens` altogether",
+        differs="the declarative form of `prefix_allowed_tokens_fn`",
+    )  # fmt: skip
+    top_n_sigma: float | None = row(
+        FLOAT32, "Drop tokens whose score is more than so many standard deviations below the highest; 0 is off.",
+        bounds=_NOT_NEGATIVE, scope=Scope.SAMPLING, silent=(0.0,), param="top_n_sigma", default=0.0,
+        differs="llama.cpp's, before the temperature as there; below 0 is off there",
+    )  # fmt: skip
+    seed: int | None = row(
+        INTEGER, "Same seed, same answer.", bounds=SEED_RANGE, flags=GENERATION, default="drawn",
+        differs="of the request, not of the process; Started tells the one used",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class StopOptions(OptionSet):
+    """A StopConfig."""
+
+    stop_strings: tuple[str, ...] = row(
+        STOP_STRINGS, "The answer ends before any of these texts.", unset=(), limit="max_stop_strings",
+        default="the model's file",
+        allowed="not empty; at most `--max-stop-string-chars` each; needs a tokenizer.json beside the weights",
+    )  # fmt: skip
+    stop_token_ids: tuple[TokenSequence, ...] = row(
+        STOP_SEQUENCES, "The answer ends on any of these ids, or runs of ids.", unset=(),
+        limit="max_stop_token_sequences", allowed=f"{_IN_VOCABULARY}; at most 32 each",
+    )  # fmt: skip
+    ignore_eos: bool | None = row(FLAG, "Go on after end-of-sequence ids, and runs of them.", default=False)
+    include_stop_string_in_output: bool | None = row(
+        FLAG, "The answer ends after the stop string; its ids always include the token that completed it.",
+        default=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class OutputOptions(OptionSet):
+    """An OutputConfig."""
+
+    return_token_ids: bool | None = row(
+        FLAG, "The answer carries ids; between router and generation they always travel.", router_only=True,
+        default=False,
+    )  # fmt: skip
+    top_logprobs: int | None = row(
+        ENTRIES, "Log-probabilities of so many tokens at each position; 0: of the chosen one only.",
+        limit="max_top_logprobs",
+    )  # fmt: skip
+    prompt_logprobs: int | None = row(
+        ENTRIES, "The same of the prompt.", limit="max_top_logprobs",
+        allowed="prompt tokens × (alternatives + 1) at most 150 000, so that Started stays below 4 MiB",
+    )  # fmt: skip
+    output_scores: bool | None = row(FLAG, "Scores after the processors; not in beam modes.", default=False)
+    output_logits: bool | None = row(FLAG, "The model's own scores; not in beam modes.", default=False)
+    output_hidden_states: bool | None = row(
+        FLAG, "Hidden states of the row that the token was drawn from; not in beam modes.", default=False
+    )
+    output_attentions: bool | None = row(FLAG, "Attentions of that row; not in beam modes.", default=False)
+    skip_special_tokens: bool | None = row(
+        FLAG, "Leave special tokens out of the text; stop strings do not see them then.", default=True
+    )
+    echo: bool | None = row(
+        FLAG, "The answer begins with the prompt; a client that sends ids is warned: it holds the prompt.",
+        router_only=True, default=False,
+    )  # fmt: skip
+    stream_interval: int | None = row(
+        INTEGER, "Tokens of a delta; the last one may be shorter.", bounds=AT_LEAST_ONE, default=1
+    )
+    scores_top_k: int | None = row(
+        INTEGER, "Of scores and logits only so many of the highest; 0: all.", default=0,
+        allowed="without either: warning",
+    )  # fmt: skip
+    tensor_steps: TokenSequence = row(
+        NUMBERS, "Output positions, from 0, that tensors are wanted of.", unset=(), limit="max_tensor_steps",
+        default="every one", allowed="without tensors: warning",
+    )  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the set output_* flags, in the proto's order."""
+        return tuple(name for name in TENSORS if getattr(self, name))
+
+
+CONFIG: dict[str, OptionSpec] = specs_of(RequestOptions, "config")
+STOP: dict[str, OptionSpec] = specs_of(StopOptions, "stop")
+OUTPUT: dict[str, OptionSpec] = specs_of(OutputOptions, "output")
+RequestOptions.specs, StopOptions.specs, OutputOptions.specs = CONFIG, STOP, OUTPUT
+SECTIONS: dict[str, dict[str, OptionSpec]] = {"config": CONFIG, "stop": STOP, "output": OUTPUT}
+TENSORS = tuple(name for name in OUTPUT if name.startswith("output_"))

@@ -1,0 +1,180 @@
+"""Write from the table of options: docs/reference/options.md and the clients' option tables; `--check` only compares.
+
+python tools/option_tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+from penstock.common.options import options_of
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.options.kinds import SEED_RANGE, Bounds
+from penstock.generation.options.limits import DEFAULT_LIMITS
+from penstock.generation.options.option_spec import OptionSpec
+from penstock.generation.options.table import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = """\
+# Options of a request
+
+Every field of GenerationConfig, StopConfig and OutputConfig. Names and meanings are those of Hugging Face's
+`GenerationConfig`; [generation-config.md](../guide/generation-config.md) tells the rules, the modes and the versions.
+An option that is set where it has no effect comes back in `Started.warnings`; a value that is not allowed is
+`INVALID_ARGUMENT` with the field's path (`config.top_p`). Bounds written as flags are the generation service's.
+
+This page is made from `services/penstock/generation/options/table.py` by `python tools/option_tables.py` (`make docs`).
+"""
+MESSAGES = {"config": "GenerationConfig", "stop": "StopConfig", "output": "OutputConfig"}
+FLAGS = {bound.name: bound.flag for bound in options_of(GenerationServiceConfig)}
+PYTHON = '''\
+"""Keywords of the server's options, and the form in which each is taken; see _config_values.
+
+Made from the server's table of options by `python tools/option_tables.py`: do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+# One phrase, or alternatives one of which must appear.
+Words = Sequence[int] | Sequence[Sequence[int]]
+
+
+class OptionKeywords(TypedDict, total=False):
+    """Options of GenerationConfig, StopConfig and OutputConfig."""
+
+'''
+NODE = """\
+// Options of the server -> the form in which each is taken; see options.mjs.
+// Made from the server's table of options by `python tools/option_tables.py`: do not edit.
+"""
+
+
+def page() -> str:
+    """docs/reference/options.md."""
+    parts = [HEAD]
+    for section, specs in SECTIONS.items():
+        columns = ["field", "default", "allowed", ""]
+        columns += ["has an effect in", "differs from transformers"] if section == "config" else []
+        rows = [_line(columns), "|" + "---|" * len(columns), *(_line(_cells(spec)) for spec in specs.values())]
+        parts.append(f"## `{section}` ({MESSAGES[section]})\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _cells(spec: OptionSpec) -> list[str]:
+    cells = [f"`{spec.name}`", default_of(spec), allowed(spec), spec.doc]
+    if spec.section != "config":
+        return [*cells[:3], f"{spec.doc} The router's." if spec.router_only else spec.doc]
+    return [*cells, "the router" if spec.router_only else spec.scope.value, spec.differs or "–"]
+
+
+def default_of(spec: OptionSpec) -> str:
+    """As the page writes it."""
+    value = spec.default
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return str(value.value)
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def in_words(bounds: Bounds) -> str:
+    """An interval as the page writes it."""
+    if bounds is SEED_RANGE:
+        return "[0, 2⁶³ − 1]"
+    if bounds.low is None:
+        return "finite"
+    low = f"{bounds.low:g}".replace("-", "−")
+    if bounds.high is None:
+        return f"{'>' if bounds.above else '≥'} {low}"
+    return f"{'(' if bounds.above else '['}{low}, {bounds.high:g}{')' if bounds.below else ']'}"
+
+
+def allowed(spec: OptionSpec) -> str:
+    """Bounds, limit and the rest."""
+    parts = [in_words(spec.bounds)] if spec.bounds is not None else []
+    if spec.limit:
+        most = f"`{FLAGS[spec.limit]}`" if spec.limit in FLAGS else str(getattr(DEFAULT_LIMITS, spec.limit))
+        parts.append(spec.kind.most.format(most))
+    return "; ".join([*parts, *([spec.allowed] if spec.allowed else [])])
+
+
+def keywords(specs: dict[str, OptionSpec]) -> Iterator[tuple[str, OptionSpec, str]]:
+    """Keyword of clients, its row and its type in Python; a oneof is a keyword too, in place of its text."""
+    for name, spec in specs.items():
+        if spec.oneof and spec.router_only:
+            yield spec.oneof, spec, "str | Sequence[int]"
+        else:
+            yield name, spec, spec.kind.hint
+
+
+def forms(specs: dict[str, OptionSpec]) -> dict[str, str]:
+    """Keyword or field -> form of its value."""
+    return {name: spec.kind.form for name, spec in specs.items()} | {
+        name: spec.kind.form for name, spec, _ in keywords(specs)
+    }
+
+
+def python_table() -> str:
+    """clients/python/penstock_client/_option_table.py."""
+    lines = []
+    for section, specs in SECTIONS.items():
+        for name, spec, hint in keywords(specs):
+            lines.append(f"    # {spec.doc}\n    {name}: {hint}\n")
+        if section != "output":
+            lines.append("\n")
+    tables = "\n".join(_mapping(section, specs) for section, specs in SECTIONS.items())
+    return f"{PYTHON}{''.join(lines)}\n\n{tables}"
+
+
+def _mapping(section: str, specs: dict[str, OptionSpec]) -> str:
+    entries = "".join(f'    "{name}": "{form}",\n' for name, form in forms(specs).items())
+    return f"{section.upper()}: Mapping[str, str] = {{\n{entries}}}\n"
+
+
+def node_table() -> str:
+    """clients/node/option_table.mjs."""
+    parts = []
+    for section, specs in SECTIONS.items():
+        entries = "".join(f'  {name}: "{form}",\n' for name, form in forms(specs).items())
+        parts.append(f"export const {section.upper()} = {{\n{entries}}};\n")
+    return NODE + "\n" + "\n".join(parts)
+
+
+FILES = {
+    "docs/reference/options.md": page,
+    "clients/python/penstock_client/_option_table.py": python_table,
+    "clients/node/option_table.mjs": node_table,
+}
+
+
+def main() -> int:
+    """Write or check the files; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only report files that differ")
+    arguments = parser.parse_args()
+    wanted = {ROOT / name: make() for name, make in FILES.items()}
+    changed = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in changed:
+        if arguments.check:
+            print(f"{path.relative_to(ROOT)} differs: run python tools/option_tables.py", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path], encoding="utf-8")
+    return 1 if arguments.check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
