@@ -43,7 +43,6 @@ from penstock.generation.sampling.drawing import Drawing
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
 from penstock.generation.sampling.native_drawing import NativeDrawing
 from penstock.generation.sampling.ops import green_lists
-from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.sampler import Sampler
 from transformers.generation import logits_process as hf
 
@@ -242,36 +241,14 @@ def usable_kernels(wanted: list[str]) -> Kernels:
     return {name: kind for name, kind in usable.items() if name in wanted}
 
 
-def _highest(scores_NV: torch.Tensor, rows_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    picked_RV = scores_NV if len(rows_R) == len(scores_NV) else scores_NV[rows_R]
-    ids_R = torch.from_numpy(picked_RV.numpy().argmax(-1))
-    return ids_R, picked_RV.gather(1, ids_R[:, None])[:, 0]
-
-
-def _top(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    found = top_candidates(scores_NV, rows_R, count)
-    return found.scores_RC, found.ids_RC
-
-
 def _totals(scores_NV: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
     return torch.tensor(SamplingKernels().log_totals(scores_NV, rows_R.tolist()), dtype=torch.float64)
-
-
-def _num_higher(scores_NV: torch.Tensor, rows_R: torch.Tensor, chosen_R: torch.Tensor) -> torch.Tensor:
-    picked_RV = scores_NV[rows_R]
-    # Comparing into floats is ten times faster than summing booleans.
-    higher_RV = torch.gt(picked_RV, picked_RV.gather(1, chosen_R[:, None]), out=torch.empty_like(picked_RV))
-    return higher_RV.sum(-1).to(torch.int64)
 
 
 OPERATORS = torch.ops.penstock
 # By operator: what stands where it is called, what is put there, and the cases that it is for.
 REPLACEMENTS: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
-    "highest_scores": (OPERATORS, "highest_scores", _highest, ("greedy", "greedy, repetition 1.05")),
-    "top_scores": (OPERATORS, "top_scores", _top, ("greedy, logprobs 5", "beams of 4", "beams of 4, repetition 1.05")),
     "log_totals": (OPERATORS, "log_totals", _totals, ("greedy, logprobs 5", "beams of 4, repetition 1.05")),
-    "num_higher": (OPERATORS, "num_higher", _num_higher, ("greedy, logprobs 5", "Qwen2.5 defaults, logprobs 5")),
-    "log_softmax_rows": (NativeDrawing, "normalise", Drawing.normalise, ("beams of 4",)),
     "draw_rows": (
         NativeDrawing,
         "sampled",
@@ -284,12 +261,6 @@ REPLACEMENTS: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = 
         "top_noisy",
         SamplingKernels.top_noisy,
         ("beams of 4, sampled, top_k 50", "beams of 4, sampled"),
-    ),
-    "penalise": (
-        NativeSampling,
-        "penalise",
-        SamplingKernels.penalise,
-        ("greedy, repetition 1.05", "Qwen2.5 defaults", "beams of 4, repetition 1.05"),
     ),
     "in_permutation_head": (NativeSampling, "in_head", SamplingKernels.in_head, ("greedy, selfhash watermark",)),
 }

@@ -1,7 +1,5 @@
 // The operators of sampling that torch sees (torch.ops.penstock.*): rows of fp32 scores, shared
 // among threads.
-#include <limits>
-
 #include "sampling/sampling.h"
 #include "util/dispatch.h"
 
@@ -50,61 +48,12 @@ at::Tensor of(const at::Tensor& like, at::IntArrayRef shape, at::ScalarType type
   return at::empty(shape, like.options().dtype(type));
 }
 
-std::tuple<at::Tensor, at::Tensor> highest_scores(const at::Tensor& scores_NV,
-                                                  const at::Tensor& picked) {
-  const Rows rows(scores_NV, picked);
-  auto ids = of(scores_NV, {rows.count}, at::kLong),
-       found = of(scores_NV, {rows.count}, at::kFloat);
-  auto* id = ids.data_ptr<int64_t>();
-  auto* score = found.data_ptr<float>();
-  rows.each([&](int64_t r, const float* x) {
-    const ArgMax best = KERNEL(argmax)(x, rows.vocab);
-    id[r] = best.id, score[r] = best.score;
-  });
-  return {ids, found};
-}
-
-std::tuple<at::Tensor, at::Tensor> top_scores(const at::Tensor& scores_NV, const at::Tensor& picked,
-                                              int64_t count) {
-  const Rows rows(scores_NV, picked);
-  TORCH_CHECK(count > 0 && count <= rows.vocab);
-  auto found = of(scores_NV, {rows.count, count}, at::kFloat),
-       ids = of(scores_NV, {rows.count, count}, at::kLong);
-  auto* score = found.data_ptr<float>();
-  auto* id = ids.data_ptr<int64_t>();
-  rows.each([&](int64_t r, const float* x) {
-    KERNEL(top_scores)(x, rows.vocab, count, score + r * count, id + r * count, scratch());
-  });
-  return {found, ids};
-}
-
 at::Tensor log_totals(const at::Tensor& scores_NV, const at::Tensor& picked) {
   const Rows rows(scores_NV, picked);
   auto totals = of(scores_NV, {rows.count}, at::kDouble);
   auto* total = totals.data_ptr<double>();
   rows.each([&](int64_t r, const float* x) { total[r] = KERNEL(log_total)(x, rows.vocab); });
   return totals;
-}
-
-at::Tensor num_higher(const at::Tensor& scores_NV, const at::Tensor& picked,
-                      const at::Tensor& chosen) {
-  const Rows rows(scores_NV, picked);
-  const auto* id = values<int64_t>(chosen, rows);
-  auto counts = of(scores_NV, {rows.count}, at::kLong);
-  auto* count = counts.data_ptr<int64_t>();
-  for (int64_t r = 0; r < rows.count; ++r)
-    TORCH_CHECK(id[r] >= 0 && id[r] < rows.vocab, "no id of the vocabulary");
-  rows.each(
-      [&](int64_t r, const float* x) { count[r] = KERNEL(num_higher)(x, rows.vocab, x[id[r]]); });
-  return counts;
-}
-
-void log_softmax_rows(at::Tensor& scores_NV, const at::Tensor& picked) {
-  const Rows rows(scores_NV, picked);
-  float* scores = scores_NV.data_ptr<float>();
-  rows.each([&](int64_t, const float* x) {
-    KERNEL(log_softmax)(scores + (x - rows.scores), rows.vocab);
-  });
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> draw_rows(
@@ -180,29 +129,6 @@ std::tuple<at::Tensor, at::Tensor> top_noisy_scores(const at::Tensor& scores_NV,
   return {keys, ids};
 }
 
-// Of the flattened scores at distinct places: negative ones times the penalty, the others divided
-// by it, within +-limit; what was removed stays removed.
-void penalise(at::Tensor& scores_NV, const at::Tensor& places, const at::Tensor& penalties,
-              double limit) {
-  TORCH_CHECK(scores_NV.is_contiguous() && places.is_contiguous() && penalties.is_contiguous());
-  TORCH_CHECK(places.numel() == penalties.numel());
-  float* scores = scores_NV.data_ptr<float>();
-  const auto* place = places.const_data_ptr<int64_t>();
-  const auto* penalty = penalties.const_data_ptr<float>();
-  const float most = float(limit);
-  for (int64_t e = 0; e < places.numel(); ++e)
-    TORCH_CHECK(place[e] >= 0 && place[e] < scores_NV.numel(), "no such place");
-  at::parallel_for(0, places.numel(), 4096, [&](int64_t first, int64_t last) {
-    for (int64_t e = first; e < last; ++e) {
-      const float score = scores[place[e]],
-                  changed = score < 0 ? score * penalty[e] : score / penalty[e];
-      // A NaN stays one.
-      if (score != -std::numeric_limits<float>::infinity())
-        scores[place[e]] = changed > most ? most : changed < -most ? -most : changed;
-    }
-  });
-}
-
 // Of each (seed, id): whether the id is among the first `count` of torch.randperm(n), seeded so.
 at::Tensor in_permutation_head(int64_t n, int64_t count, const at::Tensor& seeds,
                                const at::Tensor& ids) {
@@ -221,11 +147,7 @@ at::Tensor in_permutation_head(int64_t n, int64_t count, const at::Tensor& seeds
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
-  m.def("highest_scores(Tensor scores, Tensor rows) -> (Tensor, Tensor)");
-  m.def("top_scores(Tensor scores, Tensor rows, int count) -> (Tensor, Tensor)");
   m.def("log_totals(Tensor scores, Tensor rows) -> Tensor");
-  m.def("num_higher(Tensor scores, Tensor rows, Tensor chosen) -> Tensor");
-  m.def("log_softmax_rows(Tensor(a!) scores, Tensor rows) -> ()");
   m.def(
       "draw_rows(Tensor scores, Tensor rows, Tensor temperatures, Tensor top_ks, Tensor top_ps, "
       "Tensor min_ps, Tensor uniforms) -> "
@@ -237,19 +159,13 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "top_noisy_scores(Tensor scores, Tensor rows, Tensor streams, int count) -> (Tensor, "
       "Tensor)");
-  m.def("penalise(Tensor(a!) scores, Tensor places, Tensor penalties, float limit) -> ()");
   m.def("in_permutation_head(int n, int count, Tensor seeds, Tensor ids) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
-  m.impl("highest_scores", highest_scores);
-  m.impl("top_scores", top_scores);
   m.impl("log_totals", log_totals);
-  m.impl("num_higher", num_higher);
-  m.impl("log_softmax_rows", log_softmax_rows);
   m.impl("draw_rows", draw_rows);
   m.impl("warp_rows", warp_rows);
   m.impl("top_noisy_scores", top_noisy_scores);
-  m.impl("penalise", penalise);
   m.impl("in_permutation_head", in_permutation_head);
 }
 

@@ -17,11 +17,6 @@ struct SamplingScratch {
   std::vector<float> maxima, ordered;
 };
 
-struct ArgMax {
-  float score;  // NaN where the row has one
-  int64_t id;   // the first of equals
-};
-
 // Of the warpers; off: infinite top_p, top_k and min_p of 0.
 struct DrawArgs {
   const float* scores;
@@ -43,17 +38,14 @@ struct Drawn {
   double log_total;  // log(sum(exp(score / temperature))) of what is left
 };
 
-#define PENSTOCK_SAMPLING_KERNELS                                                                \
-  ArgMax argmax(const float* scores, int64_t vocab);                                             \
-  void top_scores(const float* scores, int64_t vocab, int64_t count, float* found, int64_t* ids, \
-                  SamplingScratch&);                                                             \
-  double log_total(const float* scores, int64_t vocab);                                          \
-  int64_t num_higher(const float* scores, int64_t vocab, float than);                            \
-  void log_softmax(float* scores, int64_t vocab);                                                \
-  Drawn draw(const DrawArgs&, SamplingScratch&);                                                 \
-  void warp(float* scores, const DrawArgs&, int64_t keep, SamplingScratch&);                     \
-  int64_t top_noisy(const float* scores, int64_t vocab, uint64_t stream, int64_t count,          \
-                    double* keys, int64_t* ids);                                                 \
+#define PENSTOCK_SAMPLING_KERNELS                                                       \
+  /* NaN where the row has one. */                                                      \
+  float row_max(const float* scores, int64_t vocab);                                    \
+  double log_total(const float* scores, int64_t vocab);                                 \
+  Drawn draw(const DrawArgs&, SamplingScratch&);                                        \
+  void warp(float* scores, const DrawArgs&, int64_t keep, SamplingScratch&);            \
+  int64_t top_noisy(const float* scores, int64_t vocab, uint64_t stream, int64_t count, \
+                    double* keys, int64_t* ids);                                        \
   bool is_in_head(int64_t n, int64_t count, uint32_t seed, int64_t id);
 namespace avx512 {
 PENSTOCK_SAMPLING_KERNELS

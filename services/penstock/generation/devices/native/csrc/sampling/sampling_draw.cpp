@@ -318,28 +318,11 @@ void warp(float* scores, const DrawArgs& args, int64_t keep, SamplingScratch& sc
   }
 }
 
-void top_scores(const float* scores, int64_t vocab, int64_t count, float* found, int64_t* ids,
-                SamplingScratch& scratch) {
-  const float best = gather_highest(scores, vocab, count, false, scratch);
-  if (best != best) {
-    std::fill_n(found, count, best);
-    for (int64_t c = 0; c < count; ++c) ids[c] = c;
-    return;
-  }
-  std::vector<Entry>& entries = scratch.entries;
-  std::sort(entries.begin(), entries.end(), is_before);
-  for (size_t c = 0; c < entries.size(); ++c) found[c] = entries[c].score, ids[c] = entries[c].id;
-  // Fewer are finite: the removed ones with the lowest ids.
-  int64_t c = int64_t(entries.size());
-  for (int64_t id = 0; c < count; ++id)
-    if (scores[id] == -INF) found[c] = -INF, ids[c++] = id;
-}
-
 Drawn draw(const DrawArgs& args, SamplingScratch& scratch) {
   Cut cut{-INF, args.vocab};
   const bool has_top_k = args.top_k > 0 && args.top_k < args.vocab;
   const float best = has_top_k ? gather_highest(args.scores, args.vocab, args.top_k, true, scratch)
-                               : argmax(args.scores, args.vocab).score;
+                               : row_max(args.scores, args.vocab);
   if (!(best > -INF && best < INF)) return {-1, cut, best};
   if (has_top_k) {
     if (scratch.entries.size() <= 1024) return draw_among(args, scratch.entries, scratch.sums);
