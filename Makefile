@@ -22,7 +22,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow clients numerics soak lint types stubs docs bench guard peers compose venv clean
+.PHONY: help kernels demo test slow clients numerics sanitize soak lint types stubs docs bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -46,12 +46,16 @@ slow: $(VENV)/.dev  ## the tests marked slow
 clients: $(VENV)/.dev  ## gRPC clients in Go, Java, C++ and Ruby on both transports (docs/learn/testing.md: Debian packages)
 	@$(BIN)/python -m pytest -q -m clients tests/e2e
 
+sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-behaviour sanitizers (needs g++ and its libasan)
+	@$(BIN)/python tools/sanitize_kernels.py
+
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
 	@$(BIN)/python tools/soak.py $(SOAK)
 
-lint: $(VENV)/.dev  ## ruff and buf; the protos must not break callers of the last release
+lint: $(VENV)/.dev  ## ruff, clang-format and buf; the protos must not break callers of the last release
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@find services -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
 	@$(BIN)/buf lint protos
 	@$(BIN)/buf breaking protos --against protos/release/*.binpb
 

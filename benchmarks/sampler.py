@@ -3,6 +3,7 @@ same logits, in turns in one run.
 
     python benchmarks/sampler.py [--rows 32] [--vocab 151936] [--threads 1] [--repeats 20] [--out sampler.json]
                                  [--kernels torch native] [--without-transformers] [--table]
+    python benchmarks/sampler.py --operators [--rows 8] [--threads 2] [--repeats 20] [--out operators.json]
 
 Native kernels must have been built (`penstock build-kernels`); without them they are left out.
 
@@ -10,11 +11,15 @@ Two kinds of logits, with bf16 values: `peaked` as a trained model gives (Zipf-l
 probability) and `flat` as a random model gives (normal, sigma 0.6: the nucleus is a large part of the vocabulary).
 Every sequence has a prompt of 512 tokens and gains a token each step. ms per step: the fastest wall time, and the
 median CPU time of the process, which other load on the machine hardly changes (compare it with --threads 1).
+
+`--operators`: what each C++ operator of sampling saves of a step beside the same step with torch's in its place, taken
+in turns: the difference of the fastest wall times and the median of the differences, in ms (peaked logits).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import sys
@@ -22,7 +27,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from _report import write
 from penstock.common.environment import cache_folder
@@ -33,7 +40,9 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import Fork
 from penstock.generation.devices.native import library
 from penstock.generation.engine.decoding.beam_options import BeamOptions
+from penstock.generation.sampling.drawing import Drawing
 from penstock.generation.sampling.kernels import NativeSampling, SamplingKernels
+from penstock.generation.sampling.native_drawing import NativeDrawing
 from penstock.generation.sampling.ops import green_lists
 from penstock.generation.sampling.sampler import Sampler
 from transformers.generation import logits_process as hf
@@ -233,6 +242,68 @@ def usable_kernels(wanted: list[str]) -> Kernels:
     return {name: kind for name, kind in usable.items() if name in wanted}
 
 
+def _totals(scores_NV: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(SamplingKernels().log_totals(scores_NV, rows_R.tolist()), dtype=torch.float64)
+
+
+OPERATORS = torch.ops.penstock
+# By operator: what stands where it is called, what is put there, and the cases that it is for.
+REPLACEMENTS: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
+    "log_totals": (OPERATORS, "log_totals", _totals, ("greedy, logprobs 5", "beams of 4, repetition 1.05")),
+    "draw_rows": (
+        NativeDrawing,
+        "sampled",
+        Drawing.sampled,
+        ("temperature 0.7", "Qwen2.5 defaults", "top_k 50", "top_p 0.8", "min_p 0.05"),
+    ),
+    "warp_rows": (NativeDrawing, "warp", Drawing.warp, ("beams of 4, sampled, top_k 50", "beams of 4, sampled")),
+    "top_noisy_scores": (
+        NativeSampling,
+        "top_noisy",
+        SamplingKernels.top_noisy,
+        ("beams of 4, sampled, top_k 50", "beams of 4, sampled"),
+    ),
+    "in_permutation_head": (NativeSampling, "in_head", SamplingKernels.in_head, ("greedy, selfhash watermark",)),
+}
+
+
+@torch.inference_mode()
+def measure_operator(name: str, case: str, given: torch.Tensor, repeats: int) -> dict[str, float]:
+    """ms of a step with the operator and without it, and what it saves."""
+    where, attribute, other, _ = REPLACEMENTS[name]
+    ours = OurBeams if "beams" in CASES[case] else Ours
+    contenders = [ours(CASES[case], *given.shape, NativeSampling()) for _ in range(2)]
+    times: list[tuple[float, float]] = []
+    for repeat in range(repeats + 2):
+        took = [0.0, 0.0]
+        for place in (0, 1) if repeat % 2 else (1, 0):
+            copy = given.clone()
+            with mock.patch.object(where, attribute, other) if place else contextlib.nullcontext():
+                start = time.perf_counter()
+                contenders[place].step(copy)
+                took[place] = (time.perf_counter() - start) * 1e3
+        times.append((took[0], took[1]))
+    native, torchs = (np.array(column[2:]) for column in zip(*times, strict=True))
+    return {
+        "native": round(float(native.min()), 3),
+        "without": round(float(torchs.min()), 3),
+        "saved_fastest": round(float(torchs.min() - native.min()), 3),
+        "saved_median": round(float(np.median(torchs - native)), 3),
+    }
+
+
+def measure_operators(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Of every operator and the cases that it is for; beams are of requests of four."""
+    given = logits("peaked", rows, vocab)
+    beams = logits("peaked", max(rows, BEAMS), vocab)
+    return {
+        name: {
+            case: measure_operator(name, case, beams if "beams" in CASES[case] else given, repeats) for case in cases
+        }
+        for name, (_, _, _, cases) in REPLACEMENTS.items()
+    }
+
+
 def print_table(results: dict[str, dict[str, dict[str, dict[str, float]]]]) -> None:
     """Median CPU ms per step as the table of docs/guide/performance.md."""
     columns = [(kind, name) for kind, cases in results.items() for name in next(iter(cases.values()))]
@@ -253,10 +324,18 @@ def main() -> None:
     parser.add_argument("--without-transformers", action="store_true", help="only our own")
     parser.add_argument("--table", action="store_true", help="print a table as well")
     parser.add_argument("--case", action="append", choices=CASES, help="only these; default: all")
+    parser.add_argument("--operators", action="store_true", help="what each C++ operator saves of a step")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kernels = usable_kernels(arguments.kernels)
+    if arguments.operators:
+        if "native" not in kernels:
+            sys.exit("there are no native kernels to measure")
+        saved = measure_operators(arguments.rows, arguments.vocab, arguments.repeats)
+        facts = {"rows": arguments.rows, "vocab": arguments.vocab, "threads": arguments.threads}
+        write("sampler operators", {"torch": torch.__version__, **facts, "ms_per_step": saved}, arguments.out)
+        return
     has_reference = not arguments.without_transformers
     results = {
         kind: {

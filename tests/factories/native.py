@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.common.environment import cache_folder
+from penstock.common.environment import cache_folder, current_environment
 from penstock.common.errors import StartupError
 from penstock.generation.devices.native import build, library
 from penstock.generation.host.cpu_features import native_bound
@@ -18,7 +18,12 @@ INSTRUCTION_SETS = ("avx512", "avx2")
 
 @functools.cache
 def cache_home() -> Path:
-    """What XDG_CACHE_HOME is to be where Penstock itself is to find the kernels of `use_native`."""
+    """XDG_CACHE_HOME of a Penstock that is to find the kernels of `use_native`.
+
+    PENSTOCK_TEST_KERNELS_HOME: one that holds the library of another build (tools/sanitize_kernels.py).
+    """
+    if (prepared := current_environment().get("PENSTOCK_TEST_KERNELS_HOME")) is not None:
+        return Path(prepared)
     # Builds are told apart by a digest of all that they are made of; those that nobody loads for long are removed.
     return Path(cache_folder()).with_name("penstock-tests")
 

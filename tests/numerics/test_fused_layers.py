@@ -19,7 +19,9 @@ from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.layers.decoder_layer import DecoderLayer
 from penstock.generation.layers.linear.native import Format, NativeLinearMethod
+from penstock.generation.models import fused
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from penstock.generation.runner.model_runner import ModelRunner
@@ -87,7 +89,7 @@ def test_the_same_bits_as_layer_by_layer(
     # int8 weights with int8 keys and values, so that both are in some case.
     options: dict[str, Any] = {"max_chunk": 16, "together": True, "block_size": block_size}
     options["kv_dtype"] = torch.int8 if quantization == "int8" else None
-    fused = logits(model, ids, **options)
+    together = logits(model, ids, **options)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -96,7 +98,7 @@ def test_the_same_bits_as_layer_by_layer(
         torch.set_num_threads(threads)
     monkeypatch.setattr(model, "_fused", None)
     single = logits(model, ids, **options)
-    for one, other, third in zip(fused, shared, single, strict=True):
+    for one, other, third in zip(together, shared, single, strict=True):
         assert one.isfinite().all()
         assert torch.equal(one, other)
         assert torch.equal(one, third)
@@ -185,6 +187,29 @@ def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
     weights = capture.weights(0)
     assert weights.shape == (2, 4, lengths[0])
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("spelt", "instead", "refusal"),
+    [
+        ("post_attention_norm", "post_norm", "layer 0 of the decoder must have post_attention_norm"),
+        ("down.weight", "down.wieght", "layer 0 of the decoder must have down.weight"),
+        ("qkv.bias", "qkv.bais", "layer 0 of the decoder cannot have qkv.bais"),
+    ],
+)
+def test_a_tensor_by_a_name_that_the_kernels_do_not_know_ends_the_start(
+    tmp_path: Path, spelt: str, instead: str, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = fused._named_tensors
+
+    def misspelt(layer: DecoderLayer) -> dict[str, torch.Tensor]:
+        tensors = named(layer)
+        tensors[instead] = tensors.pop(spelt)
+        return tensors
+
+    monkeypatch.setattr(fused, "_named_tensors", misspelt)
+    with pytest.raises(RuntimeError, match=refusal):
+        native(tiny_checkpoint(tmp_path, "qwen2"), "none")
 
 
 def test_what_is_not_all_native_goes_layer_by_layer(tmp_path: Path) -> None:

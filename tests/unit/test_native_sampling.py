@@ -76,31 +76,18 @@ def test_tokens_and_logprobs_are_those_of_the_reference() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(VOCABS), st.integers(1, 5), st.integers(0, 1000), st.integers(1, 300), st.booleans())
-def check_rows(vocab: int, rows: int, seed: int, count: int, removed: bool) -> None:
+@given(st.sampled_from(VOCABS), st.integers(1, 5), st.integers(0, 1000), st.booleans())
+def check_totals(vocab: int, rows: int, seed: int, removed: bool) -> None:
     scores_NV = logits(rows, seed, vocab=vocab)
     if removed:
         scores_NV[torch.rand(rows, vocab, generator=torch.Generator().manual_seed(seed)) < 0.7] = -math.inf
         scores_NV[:, vocab // 2] = 1.0
-    all_rows = torch.arange(rows).flip(0)
-    ids, highest = torch.ops.penstock.highest_scores(scores_NV, all_rows)
-    assert torch.equal(highest, scores_NV.flip(0).amax(-1))
-    assert ids.tolist() == scores_NV.flip(0).numpy().argmax(-1).tolist()
-    found = KERNELS.top_candidates(scores_NV, all_rows, count)
-    ordered = scores_NV.flip(0).sort(dim=-1, descending=True, stable=True)
-    width = min(count, vocab)
-    assert found.is_complete == (width == vocab)
-    assert torch.equal(found.scores_RC, ordered.values[:, :width])
-    assert torch.equal(found.ids_RC, ordered.indices[:, :width])
     totals = scores_NV.double().logsumexp(-1).tolist()
     assert KERNELS.log_totals(scores_NV, list(range(rows))) == pytest.approx(totals, abs=1e-6)
-    expected = scores_NV.double().log_softmax(-1).float()
-    torch.ops.penstock.log_softmax_rows(scores_NV, all_rows)
-    torch.testing.assert_close(scores_NV, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_rows_are_searched_and_summed_as_torch_does() -> None:
-    check_rows()
+def test_rows_are_summed_as_torch_does() -> None:
+    check_totals()
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9, 0.999999])
@@ -191,23 +178,6 @@ def test_the_highest_noisy_scores_are_those_of_the_reference() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 1000), st.sampled_from([1e-38, 0.5, 1.05, 3.4e38]))
-def check_penalties(seed: int, penalty: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    given_NV = torch.randn(3, 50, generator=generator) * 4
-    given_NV[0, :3] = torch.tensor([-math.inf, math.nan, 0.0])
-    places = torch.randperm(150, generator=generator)[:70]
-    found, expected = given_NV.clone(), given_NV.clone()
-    KERNELS.penalise(found, places, torch.full((70,), penalty))
-    REFERENCE.penalise(expected, places, torch.full((70,), penalty))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_penalties_are_those_of_the_reference_to_the_bit() -> None:
-    check_penalties()
-
-
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from([1, 2, 3, 8, 50, 700, 5000]), st.integers(0, 2**64 - 2), st.data())
 def check_heads(vocab: int, seed: int, data: st.DataObject) -> None:
     count, token_id = data.draw(st.integers(0, vocab)), data.draw(st.integers(0, vocab - 1))
@@ -224,14 +194,14 @@ def test_the_head_of_a_permutation_holds_what_torch_puts_there() -> None:
 def test_impossible_arguments_are_refused_not_read() -> None:
     scores_NV, rows = logits(2, 0, vocab=10), torch.tensor([0, 2])
     with pytest.raises(RuntimeError):
-        torch.ops.penstock.highest_scores(scores_NV, rows)
+        torch.ops.penstock.log_totals(scores_NV, rows)
     with pytest.raises(RuntimeError):
-        torch.ops.penstock.top_scores(scores_NV, rows[:1], 11)
+        torch.ops.penstock.log_totals(scores_NV.t(), rows[:1])
     with pytest.raises(RuntimeError):
-        torch.ops.penstock.highest_scores(scores_NV.t(), rows[:1])
+        torch.ops.penstock.log_totals(scores_NV.double(), rows[:1])
     with pytest.raises(RuntimeError):
-        torch.ops.penstock.highest_scores(scores_NV.double(), rows[:1])
-    with pytest.raises(RuntimeError):
+        torch.ops.penstock.top_noisy_scores(scores_NV, rows[:1], rows[:1], 0)
+    with pytest.raises(IndexError):
         KERNELS.position_logprobs(scores_NV, torch.tensor([3, 10]), [0, 0])
 
 

@@ -73,7 +73,7 @@ def test_candidates_are_the_highest_processed_scores(seed: int, count: int, log_
     expected_NV = new_sampler().processed_scores(given_NV, batch)
     for found, scores_V in zip(draw(new_sampler(), given_NV, batch), expected_NV, strict=True):
         assert list(found.token_ids) == best(scores_V, count)
-        # torch's log_softmax is 2e-5 off for some rows of this size; the kernels' less.
+        # torch's log_softmax is 2e-5 off for some rows of this size.
         assert found.scores == pytest.approx(scores_V[list(found.token_ids)].tolist(), abs=5e-5)
         assert found.keys == found.scores
         assert found.extra_scores == pytest.approx(scores_V[[4, 9]].tolist(), abs=5e-5)
@@ -103,6 +103,20 @@ def test_rows_of_every_kind_give_in_one_batch_what_they_give_alone(seed: int) ->
     together = new_sampler().sample(given_NV.clone(), batch)
     for row, one in enumerate(batch):
         assert new_sampler().sample(given_NV[row : row + 1].clone(), [one]) == [together[row]]
+
+
+def test_rows_are_normalised_to_the_same_bits_side_by_side_and_apart() -> None:
+    given_NV = logits(3, 5)
+    expected_NV = given_NV.log_softmax(-1)
+    spec = {"num_candidates": 20, "log_softmax": True}
+    between = sequence([1], params(), seq_id=9)
+    for rows in ((0, 1, 2), (0, 2)):
+        batch = [beam([1], spec, seq_id=row) if row in rows else between for row in range(3)]
+        tokens = new_sampler().sample(given_NV.clone(), batch)
+        for row in rows:
+            found = tokens[row].candidates
+            assert found is not None
+            assert list(found.scores) == expected_NV[row, list(found.token_ids)].tolist()
 
 
 def test_a_row_with_few_finite_scores_has_few_candidates_and_a_dead_one_none() -> None:

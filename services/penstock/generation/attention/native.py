@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class NativeAttention(Attention):
-    """csrc/attention.cpp and csrc/rope.cpp. float32 and bfloat16, head_dim up to 256; nothing is gathered or padded.
+    """csrc/attention. float32 and bfloat16, head_dim up to 256; nothing is gathered or padded.
 
     A row's result is the same to the last bit however the step is composed: alone or in a batch, in a decode step or in
     a chunk of any size, in whichever blocks its context lies.
     """
 
     name = "native"
-    # csrc/attention.h's.
+    # csrc/attention/attention.h's.
     MAX_HEAD_DIM = 256
 
     def forward(

@@ -1,4 +1,4 @@
-"""All layers of a model, the last norm and a greedy draw as one call of the C++ kernels (csrc/ops_decoder.cpp): the
+"""All layers of a model, the last norm and a greedy draw as one call of the C++ kernels (csrc/decoder): the
 bits of the operators one by one."""
 
 from __future__ import annotations
@@ -36,14 +36,24 @@ class FusedLayers:
     ) -> None:
         """`layers` and `head` must be `can_fuse`. `table`: the embedding, None where the head's rows are it."""
         last = cast(NativeLinear, head)
-        first = cast(NativeLinear, layers[0].mlp.gated)
-        sizes = [first.format, config.hidden_size, config.intermediate_size]
-        sizes += [config.num_heads, config.num_kv_heads, config.head_dim]
-        sizes += [last.format, last.out_features]
-        tensors = [tensor for layer in layers for tensor in _tensors(layer)]
-        tensors += [norm.weight, *last.tensors()]
-        windows = [layer.attention.window or 0 for layer in layers]
-        decoder: Any = torch.classes.penstock.Decoder(sizes, config.rms_norm_eps, tensors, windows)
+        # csrc/decoder/ops_decoder.cpp takes every one of these names, and refuses others.
+        sizes = {
+            "format": int(cast(NativeLinear, layers[0].mlp.gated).format),
+            "hidden": config.hidden_size,
+            "inner": config.intermediate_size,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "head_format": int(last.format),
+            "vocab": last.out_features,
+        }
+        decoder: Any = torch.classes.penstock.Decoder(
+            sizes,
+            config.rms_norm_eps,
+            [_named_tensors(layer) for layer in layers],
+            [layer.attention.window or 0 for layer in layers],
+            {"norm": norm.weight, **_named_parts("head", last)},
+        )
         self._forward, self._decode = decoder.forward, decoder.decode
         self._rotary = rotary
         self._table = table
@@ -104,9 +114,21 @@ def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, 
     )
 
 
-def _tensors(layer: DecoderLayer) -> list[Tensor | None]:
+def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
+    """Tensors of a layer by the names that csrc/decoder knows; norms of the heads where the model has them."""
+    tensors = {
+        "input_norm": layer.input_norm.weight,
+        "post_attention_norm": layer.post_attention_norm.weight,
+        **_named_parts("qkv", layer.attention.qkv),
+        **_named_parts("output", layer.attention.output),
+        **_named_parts("gated", layer.mlp.gated),
+        **_named_parts("down", layer.mlp.down),
+    }
     heads = layer.attention.heads
-    found = [layer.input_norm.weight, layer.post_attention_norm.weight, heads.q_norm, heads.k_norm]
-    for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down):
-        found += cast(NativeLinear, linear).tensors()
-    return found
+    norms = {"q_norm": heads.q_norm, "k_norm": heads.k_norm}
+    return tensors | {name: weight for name, weight in norms.items() if weight is not None}
+
+
+def _named_parts(name: str, linear: Linear) -> dict[str, Tensor]:
+    """`name`.weight and, where the format has them, .bias, .scale and .sum."""
+    return {f"{name}.{part}": tensor for part, tensor in cast(NativeLinear, linear).packed.parts().items()}

@@ -10,6 +10,7 @@ import torch
 from penstock.generation.core.draw import Candidates
 from penstock.generation.core.request import PositionLogprobs
 from penstock.generation.core.step import SampledToken
+from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.ops.counted_draws import token_stream
 from penstock.generation.sampling.ops.logprobs import LISTED, top_logprobs
 
@@ -38,28 +39,28 @@ def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor, kernels: Samp
     states = [batch.states[row] for row in rows]
     counts = [state.sequence.draw.num_candidates for state in states]
     size = next((size for size in _SIZES if size > max(counts)), max(counts) + 1)
-    found = kernels.top_candidates(scores_RV, torch.arange(len(rows), device=scores_NV.device), size)
+    found = top_candidates(scores_RV, torch.arange(len(rows), device=scores_NV.device), size)
     highest = found.scores_RC[:, 0].tolist()
     # A NaN is found before any number.
     if any(score != score or score == torch.inf for score in highest):
         raise FloatingPointError("the model produced logits that are not numbers")
     ranked = _by_score(scores_RV, found, counts)
     totals = _log_totals(scores_RV, highest, states, kernels)
-    tops = _top_logprobs(scores_RV, states, totals, kernels)
+    tops = _top_logprobs(scores_RV, states, totals)
     ranked = [noisy or by_score for noisy, by_score in zip(_noisy(scores_RV, states, kernels), ranked, strict=True)]
     given = zip(rows, states, scores_RV, ranked, totals, tops, strict=True)
     return {row: _draw(scores_V, state, *found) for row, state, scores_V, *found in given}
 
 
 def _top_logprobs(
-    scores_RV: torch.Tensor, states: Seq[SamplingState], totals: list[float], kernels: SamplingKernels
+    scores_RV: torch.Tensor, states: Seq[SamplingState], totals: list[float]
 ) -> list[tuple[Logprob, ...] | None]:
     """Every row's most likely tokens; None where nobody asked."""
     wanted = [(place, state.plan.num_top) for place, state in enumerate(states) if state.plan.num_top is not None]
     tops: list[tuple[Logprob, ...] | None] = [None] * len(states)
     if wanted:
         rows_R = torch.tensor([place for place, _ in wanted], device=scores_RV.device)
-        found = kernels.top_candidates(scores_RV, rows_R, max(LISTED, *(num_top for _, num_top in wanted)))
+        found = top_candidates(scores_RV, rows_R, max(LISTED, *(num_top for _, num_top in wanted)))
         for row, (place, num_top) in enumerate(wanted):
             tops[place] = top_logprobs(found, row, num_top, totals[place])
     return tops

@@ -41,11 +41,13 @@ class Drawing:
         """log_softmax of the rows whose processors work on it, in place."""
         states = self._batch.states
         rows = [row for row in self._batch.candidate_rows if states[row].sequence.draw.log_softmax]
-        for first in range(0, len(rows), self._rows_at_a_time):
-            few = rows[first : first + self._rows_at_a_time]
-            # Neighbours, as the beams of a request are, need no index.
-            index = slice(few[0], few[-1] + 1) if few[-1] - few[0] == len(few) - 1 else self._batch.index(few)
-            self._scores_NV[index] = self._scores_NV[index].log_softmax(-1)
+        if rows and rows[-1] - rows[0] == len(rows) - 1:
+            # Neighbours, as the beams of a request are, need no copy.
+            given_RV = self._scores_NV[rows[0] : rows[-1] + 1]
+            torch.log_softmax(given_RV, -1, out=given_RV)
+            return
+        for few_R in self._few(self._batch.index(rows)):
+            self._scores_NV[few_R] = self._scores_NV[few_R].log_softmax(-1)
 
     def warp(self, picked_R: torch.Tensor) -> None:
         """Every warper on sampled rows, in place."""
@@ -83,10 +85,14 @@ class Drawing:
         is_fine_N = np.isfinite(scores_NV.gather(1, self.token_ids_N[:, None])[:, 0].cpu().numpy())
         if not is_fine_N.all() and not is_fine_N[batch.greedy_rows].all():
             raise FloatingPointError("the model produced logits that are not numbers")
-        if batch.num_top:
-            # Greedy rows have no warpers: their scores are final.
-            for rows_R in self._few(batch.index([row for row in batch.greedy_rows if row in batch.num_top])):
-                self._add_logprobs(rows_R, self.token_ids_N[rows_R], scores_NV.index_select(0, rows_R), None)
+        asking = [row for row in batch.greedy_rows if row in batch.num_top] if batch.num_top else []
+        if asking:
+            self._add_greedy_logprobs(batch.index(asking))
+
+    def _add_greedy_logprobs(self, asking_R: torch.Tensor) -> None:
+        # Greedy rows have no warpers: their scores are final.
+        for rows_R in self._few(asking_R):
+            self._add_logprobs(rows_R, self.token_ids_N[rows_R], self._scores_NV.index_select(0, rows_R), None)
 
     def sampled(self, uniforms_M: torch.Tensor) -> None:
         """A draw for every sampled row. Raises FloatingPointError on a NaN."""

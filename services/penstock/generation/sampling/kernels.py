@@ -1,4 +1,4 @@
-"""What the sampler does with whole rows of scores, as a seam: torch's operators, or native ones that were built."""
+"""Work on whole rows of scores as a seam: torch's operators, or native ones where they save enough of a step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import torch
 
 from penstock.generation.sampling.drawing import Drawing
 from penstock.generation.sampling.native_drawing import Kept, NativeDrawing, native_logprobs
-from penstock.generation.sampling.ops.candidates import Candidates, top_candidates
 from penstock.generation.sampling.ops.green_lists import in_head
 from penstock.generation.sampling.ops.gumbel import Ranked, top_noisy
 from penstock.generation.sampling.ops.logprobs import position_logprobs
-from penstock.generation.sampling.processors.base import LARGEST_SCORE
-from penstock.generation.sampling.processors.penalties import penalise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -31,10 +28,6 @@ class SamplingKernels:
     def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
         """The draws of one step from its scores."""
         return Drawing(batch, scores_NV)
-
-    def top_candidates(self, scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
-        """See candidates.top_candidates."""
-        return top_candidates(scores_NV, rows_R, count)
 
     def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
         """log(sum(exp(scores))) of rows that have a finite score.
@@ -59,10 +52,6 @@ class SamplingKernels:
         """See gumbel.top_noisy, of every row."""
         return [top_noisy(scores_NV[row], *rest) for row, *rest in zip(rows, streams, counts, strict=True)]
 
-    def penalise(self, scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
-        """See penalties.penalise."""
-        penalise(scores_NV, places_E, penalties_E)
-
 
 class NativeSampling(SamplingKernels):
     """The C++ ones, which read a row from memory once, each row on one thread. On CPU; the library must be loaded."""
@@ -72,12 +61,6 @@ class NativeSampling(SamplingKernels):
     def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
         """See SamplingKernels."""
         return NativeDrawing(batch, scores_NV)
-
-    def top_candidates(self, scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
-        """See SamplingKernels; of equal scores those with the lowest ids, always."""
-        count = min(count, scores_NV.shape[1])
-        scores_RC, ids_RC = torch.ops.penstock.top_scores(scores_NV, rows_R, count)
-        return Candidates(scores_RC, ids_RC, is_complete=count == scores_NV.shape[1])
 
     def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
         """See SamplingKernels."""
@@ -112,7 +95,3 @@ class NativeSampling(SamplingKernels):
             (ids_C[:length], keys_C[:length])
             for ids_C, keys_C, length in zip(ids_RC.numpy(), keys_RC.numpy(), lengths, strict=True)
         ]
-
-    def penalise(self, scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
-        """See SamplingKernels."""
-        torch.ops.penstock.penalise(scores_NV, places_E, penalties_E, LARGEST_SCORE)

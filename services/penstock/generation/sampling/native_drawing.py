@@ -1,4 +1,4 @@
-"""The draws of one step by the C++ kernels: every row in one call, whatever its options, and no row is copied."""
+"""The draws of one step by the C++ kernels: every sampled row in one call, whatever its options, and none is copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from penstock.generation.sampling.drawing import Drawing
-from penstock.generation.sampling.ops.logprobs import listed_logprobs
+from penstock.generation.sampling.ops.candidates import top_candidates
+from penstock.generation.sampling.ops.logprobs import LISTED, listed_logprobs
 from penstock.generation.sampling.processors.base import min_tokens_to_keep
 
 if TYPE_CHECKING:
@@ -44,12 +45,6 @@ class Kept(NamedTuple):
 class NativeDrawing(Drawing):
     """As its base; a row's result depends on its own scores and options, in which order they are summed too."""
 
-    def normalise(self) -> None:
-        """See Drawing."""
-        states = self._batch.states
-        rows = [row for row in self._batch.candidate_rows if states[row].sequence.draw.log_softmax]
-        torch.ops.penstock.log_softmax_rows(self._scores_NV, self._batch.index(rows))
-
     def warp(self, picked_R: torch.Tensor) -> None:
         """See Drawing: rows of other warpers than the usual ones by torch's operators."""
         batch = self._batch
@@ -70,18 +65,8 @@ class NativeDrawing(Drawing):
                 torch.tensor(keeps),
             )
 
-    def greedy(self) -> None:
-        """See Drawing."""
-        batch = self._batch
-        rows_R = batch.index(batch.greedy_rows)
-        ids_R, highest_R = torch.ops.penstock.highest_scores(self._scores_NV, rows_R)
-        if not np.isfinite(highest_R.numpy()).all():
-            raise FloatingPointError("the model produced logits that are not numbers")
-        self.token_ids_N[rows_R] = ids_R
-        asking = [row for row in batch.greedy_rows if row in batch.num_top]
-        if asking:
-            rows_R = batch.index(asking)
-            self._list(rows_R, Kept.all(self._scores_NV, rows_R))
+    def _add_greedy_logprobs(self, asking_R: torch.Tensor) -> None:
+        self._list(asking_R, Kept.all(self._scores_NV, asking_R))
 
     def sampled(self, uniforms_M: torch.Tensor) -> None:
         """See Drawing."""
@@ -120,9 +105,14 @@ def native_logprobs(
 ) -> list[PositionLogprobs]:
     """As logprobs.position_logprobs, of what is left of the rows `rows_R`; `chosen_R` are ids."""
     # What is more likely than the chosen token is always left.
-    ranks = (torch.ops.penstock.num_higher(scores_NV, rows_R, chosen_R) + 1).tolist()
-    scores_RC, ids_RC = torch.ops.penstock.top_scores(scores_NV, rows_R, max(1, min(max(num_top), scores_NV.shape[1])))
-    scores_RC = torch.cat([scores_NV[rows_R, chosen_R][:, None], scores_RC], dim=1)
+    given_NV, pairs = scores_NV.numpy(), zip(rows_R.tolist(), chosen_R.tolist(), strict=True)
+    ranks = [1 + int(np.count_nonzero(given_NV[row] > given_NV[row, chosen])) for row, chosen in pairs]
+    count, all_R = max(LISTED, *num_top), torch.arange(len(rows_R))
+    # It reads every row that it is given: where few ask, theirs are copied.
+    few = 2 * len(rows_R) < len(scores_NV)
+    top = top_candidates(scores_NV[rows_R], all_R, count) if few else top_candidates(scores_NV, rows_R, count)
+    ids_RC = top.ids_RC
+    scores_RC = torch.cat([scores_NV[rows_R, chosen_R][:, None], top.scores_RC], dim=1)
     logprobs_RC = (scores_RC.double() / kept.temperatures_R[:, None] - kept.totals_R[:, None]).float()
     chosen = list(zip(chosen_R.tolist(), logprobs_RC[:, 0].tolist(), ranks, strict=True))
     scores_RC, logprobs_RC = scores_RC[:, 1:], logprobs_RC[:, 1:]

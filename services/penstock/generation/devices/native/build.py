@@ -20,7 +20,8 @@ from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.compilers import run_compilers
 
 SOURCES = Path(__file__).parent / "csrc"
-# Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time.
+# Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time. Names of files differ, in
+# whatever folder they are.
 _INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
     "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
@@ -40,6 +41,16 @@ _FLAGS = (
 # (There, units of 32 bits are floats or integers as the case may be.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
 _EXACT_SOURCES = ("attention", "pack")
+# Of a build for tests only: the first wrong access or undefined operation ends the process. Optimised, so that sums are
+# contracted as the product's are; vptr would need the types of torch's classes.
+_SANITIZED = (
+    "-O2",
+    "-g1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)
 
 
 def is_supported() -> bool:
@@ -47,12 +58,12 @@ def is_supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def _folder(cache: Path) -> Path:
-    """Of these sources and this torch, whichever compiler."""
-    facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS)
+def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
+    """Of these sources, this torch and `extra` flags, whichever compiler."""
+    facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS, extra)
     digest = hashlib.sha256(repr(facts).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
+    for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
+        digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
     return cache / digest.hexdigest()[:16]
 
 
@@ -62,14 +73,14 @@ def find(cache: Path) -> Path | None:
     return built[-1] if built else None
 
 
-def library_path(cache: Path, compiler: str) -> Path:
-    """Where the library is, or will be, that this compiler in its present version makes. Raises StartupError."""
+def library_path(cache: Path, compiler: str, *, sanitize: bool = False) -> Path:
+    """Place of the library, there or to come, that this compiler in its present version makes. Raises StartupError."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise StartupError(f"the native kernels could not be compiled: {error}", flag="--kernels") from error
     version = hashlib.sha256(done.stdout.partition("\n")[0].encode()).hexdigest()[:8]
-    return _folder(cache) / f"{LIBRARY}-{version}.so"
+    return _folder(cache, _SANITIZED if sanitize else ()) / f"{LIBRARY}-{version}.so"
 
 
 def find_compiler() -> str | None:
@@ -77,9 +88,12 @@ def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
-def build(cache: Path, *, compiler: str | None = None) -> Path:
+def build(cache: Path, *, compiler: str | None = None, sanitize: bool = False) -> Path:
     """Compile, unless this compiler did before, or there is none any more but a library that it left; the library's
     path. About a minute on two cores.
+
+    `sanitize`: checked by the address and undefined-behaviour sanitizers, in a folder that `find` does not know. It can
+    only be loaded where libasan was first (tools/sanitize_kernels.py).
 
     Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails. Nothing
     is left of a build that does not end well, whatever is raised meanwhile.
@@ -91,22 +105,25 @@ def build(cache: Path, *, compiler: str | None = None) -> Path:
         if (found := find(cache)) is not None:
             return found
         raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
-    target = library_path(cache, command)
+    target = library_path(cache, command, sanitize=sanitize)
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = _compile(command, Path(scratch))
+        extra = _SANITIZED if sanitize else ()
+        objects = _compile(command, Path(scratch), extra)
         linked = Path(scratch) / target.name
-        run_compilers([[command, "-shared", "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch))
+        run_compilers(
+            [[command, "-shared", *extra, "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch)
+        )
         # At once for everybody else, who may be building the same.
         os.replace(linked, target)
     return target
 
 
-def _compile(command: str, scratch: Path) -> list[Path]:
+def _compile(command: str, scratch: Path, extra: tuple[str, ...]) -> list[Path]:
     jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
-    for source in sorted(SOURCES.glob("*.cpp")):
+    for source in sorted(SOURCES.rglob("*.cpp")):
         if source.name.startswith("ops_"):
             jobs.append((scratch / f"{source.stem}.o", source, ("-fopenmp", *_includes())))
             continue
@@ -114,7 +131,11 @@ def _compile(command: str, scratch: Path) -> list[Path]:
         for namespace, flags in _INSTRUCTION_SETS.items():
             jobs.append((scratch / f"{source.stem}.{namespace}.o", source, (f"-DNS={namespace}", *flags, *exact)))
     run_compilers(
-        [[command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)] for target, source, flags in jobs], scratch
+        [
+            [command, *_FLAGS, *extra, f"-I{SOURCES}", *flags, "-c", str(source), "-o", str(target)]
+            for target, source, flags in jobs
+        ],
+        scratch,
     )
     return [target for target, _, _ in jobs]
 

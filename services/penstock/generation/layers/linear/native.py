@@ -1,4 +1,4 @@
-"""Linear layers on the C++ kernels: float32, bfloat16, int8 and int4, all in panels of 32 outputs (csrc/linear.h).
+"""Linear layers on the C++ kernels (csrc/linear): float32, bfloat16, int8 and int4, all in panels of 32 outputs.
 
 A row's result is the same bits whatever rows are beside it and however many threads work.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
     from penstock.generation.layers.kernels import LayerKernels
 
-# Of all that a packed weight's bytes mean, for files that keep them: to be raised with every change of csrc/linear.h's
-# layout, of the quantisation in csrc/pack.cpp, or of `part_sizes`. A test holds the two together.
+# Of all that a packed weight's bytes mean, for files that keep them: to be raised with every change of the layout in
+# csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two together.
 LAYOUT_VERSION = 1
 PANEL = 32
 # Inputs that share a scale in int4.
@@ -30,7 +30,7 @@ _SLAB_BYTES = 64 << 20
 
 
 class Format(IntEnum):
-    """csrc/linear.h's numbers."""
+    """csrc/linear/linear.h's numbers."""
 
     F32 = 0
     BF16 = 1
@@ -152,10 +152,6 @@ class NativeLinear(Linear):
     def format(self) -> Format:
         """Of the weight."""
         return self.packed.format
-
-    def tensors(self) -> list[Tensor | None]:
-        """Weight, bias, scale and sum, as csrc/ops_decoder.cpp takes them."""
-        return [self.packed.weight, self.packed.bias, self.packed.scale, self.packed.sum]
 
     @property
     def num_bytes(self) -> int:

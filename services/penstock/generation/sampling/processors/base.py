@@ -44,15 +44,8 @@ class RowState(Protocol):
 class RowKernels(Protocol):
     """Operations on rows of scores that processors need (`sampling.kernels.SamplingKernels`)."""
 
-    def top_candidates(self, scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
-        """The `count` highest scores of each of `rows_R`."""
-
     def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
         """For each (seed, id): the seed's permutation of the vocabulary has the id among its first `count`."""
-
-    def penalise(self, scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
-        """Scores at distinct places of the flattened `scores_NV`, in place: negative ones times the penalty, the others
-        divided by it."""
 
 
 class LogitsProcessor(ABC):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.processors.base import RowKernels, RowState
+    from penstock.generation.sampling.processors.base import RowState
 
 
 class RepetitionPenalty(LogitsProcessor):
@@ -39,14 +39,10 @@ class RepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
         return TokenCounts()
 
-    def use(self, kernels: RowKernels) -> None:
-        """See LogitsProcessor."""
-        self._kernels = kernels
-
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._seen, scores_NV.shape[1])
         penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
-        self._kernels.penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
+        penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
 
 
 class EncoderRepetitionPenalty(LogitsProcessor):
@@ -67,14 +63,10 @@ class EncoderRepetitionPenalty(LogitsProcessor):
     def tracker(sequence: Sequence, prepared: object) -> PromptIds:
         return PromptIds(sequence.num_prompt_tokens)
 
-    def use(self, kernels: RowKernels) -> None:
-        """See LogitsProcessor."""
-        self._kernels = kernels
-
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._prompts, scores_NV.shape[1])
         penalties_E = torch.from_numpy(self._penalties.repeat(lengths)).to(self._device)
-        self._kernels.penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
+        penalise(scores_NV, torch.from_numpy(places_E).to(self._device), penalties_E)
 
 
 class OpenAIPenalties(LogitsProcessor):

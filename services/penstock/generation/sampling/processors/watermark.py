@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.ops.green_lists import SELF_HASH, are_green, green_bits
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
 
@@ -55,7 +56,7 @@ class Watermark(LogitsProcessor):
     def _favour_self_hashed(self, scores_NV: torch.Tensor, rows: list[tuple[int, WatermarkOptions, list[int]]]) -> None:
         rows_R = torch.tensor([row for row, _, _ in rows], device=scores_NV.device)
         count = min(_SELF_HASHED, scores_NV.shape[1])
-        likely = self._kernels.top_candidates(scores_NV, rows_R, count).ids_RC.tolist()
+        likely = top_candidates(scores_NV, rows_R, count).ids_RC.tolist()
         for (row, options, token_ids), ids in zip(rows, likely, strict=True):
             context = token_ids[len(token_ids) - options.context_width + 1 :] if options.context_width > 1 else []
             pairs = [([*context, token_id], token_id) for token_id in ids]

@@ -1,0 +1,80 @@
+// Arguments of the attention kernels and of what writes the KV pool, and the two builds of each.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "util/prefetch.h"
+
+namespace penstock {
+
+// The pool as one layer of it lies in memory: (blocks, block_size, K, D), with (blocks, block_size,
+// K) scales for int8.
+struct AttentionArgs {
+  const void* q;  // (T, H, D), row stride q_stride
+  void* out;      // (T, H, D), row stride out_stride
+  const void* keys;
+  const void* values;
+  const float* key_scales;  // null: keys and values are of q's dtype
+  const float* value_scales;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  int64_t q_stride, out_stride;
+  int head_dim, num_heads, num_kv_heads, block_size;
+  int64_t window;  // 0: none
+  float scale;
+  bool is_bf16;
+};
+// Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the
+// group), query first. The same of the following heads, where there are more than one: at most
+// most_heads() of so many rows.
+struct AttentionTask {
+  int seq = 0, kv_head = 0;
+  int64_t first = 0;
+  int count;
+  int heads;
+  int64_t cost = 0;
+};
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int MAX_TASK_ROWS = 256;
+
+struct RopeArgs {
+  const void* qkv;
+  int64_t qkv_stride;
+  const void* cos;
+  const void* sin;           // (rows, D / 2)
+  const int64_t* positions;  // row of cos and sin of each row, or null: its own
+  const void* q_norm;        // (D) or null
+  const void* k_norm;
+  void* q;
+  void* keys;
+  void* values;
+  float* key_scales;  // null: as in AttentionArgs
+  float* value_scales;
+  const int64_t* slots;
+  int num_heads, num_kv_heads, head_dim;
+  float eps;
+  bool is_bf16;
+};
+
+// `next`: what the thread will probably be given after this, whose first keys are fetched
+// meanwhile; may be null. `prefetch`: what it reads after all of its tasks.
+#define PENSTOCK_ATTENTION_KERNELS                                                   \
+  size_t attention_scratch_bytes();                                                  \
+  int most_heads(const AttentionArgs&, int64_t rows);                                \
+  /* Fetches what a task reads first. */                                             \
+  void prepare(const AttentionArgs&, const AttentionTask&);                          \
+  void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, \
+              Prefetch& prefetch, void* scratch);                                    \
+  /* Of these key/value heads and the query heads that go with them. */              \
+  void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head);
+namespace avx512 {
+PENSTOCK_ATTENTION_KERNELS
+}
+namespace avx2 {
+PENSTOCK_ATTENTION_KERNELS
+}
+#undef PENSTOCK_ATTENTION_KERNELS
+
+}  // namespace penstock

@@ -1,0 +1,281 @@
+// Attention of few rows over bf16 keys and values as they lie in the pool: what a decode step does.
+// Lanes are rows in the scores and dims in the output, so that neither keys nor values are turned
+// or copied. AVX-512 only. The sums are those of attention_prefill.h, bit for bit.
+#pragma once
+#include "attention/attention_decode.h"
+
+#ifdef __AVX512BF16__
+namespace penstock {
+namespace NS {
+
+constexpr int RUN = 16;  // keys that lie in one block of the pool at a fixed distance
+constexpr int RUNS = TILE / RUN;
+constexpr int PAIRS_OF_RUN = RUN / 2;
+
+// A tile's keys and values: `heads` heads of each from the address on.
+struct Paged {
+  const char* k[RUNS];
+  const char* v[RUNS];
+  int n = 0;
+
+  void find(const AttentionArgs& a, const int32_t* table, int64_t kv_head, int64_t t0, int count) {
+    n = count;
+    for (int g = 0; g * RUN < n; ++g) {
+      const int64_t t = t0 + g * RUN,
+                    slot = int64_t(table[t / a.block_size]) * a.block_size + t % a.block_size;
+      const int64_t at = (slot * a.num_kv_heads + kv_head) * a.head_dim * int64_t(sizeof(bf16));
+      k[g] = (const char*)a.keys + at;
+      v[g] = (const char*)a.values + at;
+    }
+  }
+  // Into the second-level cache: part `number` of `parts` of the keys or values.
+  __attribute__((always_inline)) void fetch(const char* const (&from)[RUNS], int number, int parts,
+                                            int64_t stride, int64_t bytes) const {
+    for (int t = TILE * number / parts, end = std::min(n, TILE * (number + 1) / parts); t < end;
+         ++t)
+      for (int64_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch(from[t / RUN] + t % RUN * stride + at, 0, 2);
+  }
+};
+
+// Rows of one key/value head; (8, 2) lanes are (rows, keys of a pair).
+struct Bf16DecodeHead {
+  alignas(64) int32_t q[MAX_DECODE_ROWS * MAX_HEAD_DIM / 2];
+  alignas(64) float o[MAX_DECODE_ROWS * MAX_HEAD_DIM];  // dims in the order of unpacked pairs
+  vf sums[PAIRS_OF_RUN];
+  vf high;
+};
+constexpr int MOST_HEADS = 8;  // of a task
+// Of what comes after attention, a few at a time.
+constexpr int PREFETCH_LINES = 8;
+struct Bf16DecodeWork {
+  Bf16DecodeHead heads[MOST_HEADS];
+  alignas(64) float s[TILE * MAX_DECODE_ROWS];
+  alignas(64) int32_t p[TILE / 2 * MAX_DECODE_ROWS];
+};
+
+struct Bf16DecodeLanes {
+  vi visible, oldest;
+  vf scale;
+};
+
+// Scores of a run of keys, all lanes.
+static inline void score_run(const char* keys, int64_t stride, const int32_t* q, int units,
+                             float* s) {
+  __m256 acc[RUN];
+  for (int i = 0; i < RUN; ++i) acc[i] = _mm256_setzero_ps();
+  for (int u = 0; u < units; u += 4)
+#pragma GCC unroll 4
+    for (int v = u; v < u + 4; ++v) {
+      const __m256bh x = (__m256bh)_mm256_load_si256((const __m256i*)(q + v * MAX_DECODE_ROWS));
+#pragma GCC unroll 16
+      for (int i = 0; i < RUN; ++i) {
+        int32_t unit;
+        std::memcpy(&unit, keys + i * stride + v * 4, 4);
+        acc[i] = _mm256_dpbf16_ps(acc[i], (__m256bh)_mm256_set1_epi32(unit), x);
+      }
+    }
+  for (int i = 0; i < RUN; ++i) _mm256_store_ps(s + i * MAX_DECODE_ROWS, acc[i]);
+}
+
+// Weights of a tile's keys as pairs of bf16 into w.p.
+template <bool MASKED>
+static void softmax_decode_bf16(Bf16DecodeWork& w, Bf16DecodeHead& h, const Bf16DecodeLanes& lanes,
+                                int M, int64_t t0, int n, int D) {
+  const int pairs = (n + RUN - 1) / RUN * PAIRS_OF_RUN;
+  const vf none = splat(-INFINITY);
+  const vi end = vi{} + int32_t(t0 + n), see = lanes.visible < end ? lanes.visible : end;
+  vf high = h.high;
+  for (int i = 0; i < pairs; ++i) {
+    vf x = *(vf*)(w.s + i * L);
+    if constexpr (MASKED) {
+      const vi pos = vi{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1} + int32_t(t0 + 2 * i);
+      x = (pos < see) & (pos >= lanes.oldest) ? x : none;
+      *(vf*)(w.s + i * L) = x;
+    }
+    high = x > high ? x : high;
+  }
+  const vf other = (vf)_mm512_shuffle_f32x4((__m512)high, (__m512)high, 0x4e);
+  high = other > high ? other : high;
+  const vf base = high == none ? vf{} : high * lanes.scale;
+  if (any(h.high != high)) {
+    alignas(64) float shrink[L];
+    *(vf*)shrink = exp2_nonpositive(h.high * lanes.scale - base);
+    for (int i = 0; i < PAIRS_OF_RUN; ++i) h.sums[i] *= *(vf*)shrink;
+    for (int m = 0; m < M; ++m)
+      for (int d = 0; d < D; d += L) *(vf*)(h.o + m * D + d) *= splat(shrink[m]);
+  }
+  h.high = high;
+  for (int g = 0; g < pairs; g += PAIRS_OF_RUN)
+#pragma GCC unroll 8
+    for (int i = 0; i < PAIRS_OF_RUN; ++i) {
+      const vf x = exp2_nonpositive(fmadd(*(vf*)(w.s + (g + i) * L), lanes.scale, -base));
+      h.sums[i] += x;
+      const __m256i both = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+      const __m128i first = _mm256_castsi256_si128(both),
+                    second = _mm256_extracti128_si256(both, 1);
+      _mm_store_si128((__m128i*)(w.p + (g + i) * MAX_DECODE_ROWS),
+                      _mm_unpacklo_epi16(first, second));
+      _mm_store_si128((__m128i*)(w.p + (g + i) * MAX_DECODE_ROWS + 4),
+                      _mm_unpackhi_epi16(first, second));
+    }
+}
+
+// o += weights * values of M rows and 2 * L dims, whose values begin at `offset`.
+template <int M>
+static void add_values(const Paged& tile, int64_t offset, int64_t stride, const int32_t* p,
+                       float* o, int D) {
+  vf acc[M][2];
+  for (int m = 0; m < M; ++m)
+    for (int i = 0; i < 2; ++i) acc[m][i] = *(vf*)(o + m * D + i * L);
+  for (int t = 0; t < tile.n; t += RUN) {
+    const char* values = tile.v[t / RUN] + offset;
+    for (int i = 0; i < RUN && t + i < tile.n; i += 2, p += MAX_DECODE_ROWS) {
+      const char* from = values + i * stride;
+      // What is missing of the last pair repeats a key, for a weight of 0.
+      const __m512i x = _mm512_loadu_si512(from),
+                    y = _mm512_loadu_si512(t + i + 1 < tile.n ? from + stride : from);
+      const vi low = (vi)_mm512_unpacklo_epi16(x, y), high = (vi)_mm512_unpackhi_epi16(x, y);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const vi weight = vi{} + p[m];
+        acc[m][0] = dot_pairs(acc[m][0], low, weight);
+        acc[m][1] = dot_pairs(acc[m][1], high, weight);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int i = 0; i < 2; ++i) *(vf*)(o + m * D + i * L) = acc[m][i];
+}
+
+typedef void (*AddValues)(const Paged&, int64_t, int64_t, const int32_t*, float*, int);
+template <int M>
+static AddValues pick_values(int rows) {
+  if constexpr (M == 0)
+    return nullptr;
+  else
+    return rows < M ? pick_values<M - 1>(rows) : add_values<M>;
+}
+
+static void finish_decode_bf16(Bf16DecodeHead& h, int M, int D,
+                               bf16* const (&out)[MAX_DECODE_ROWS]) {
+  for (int half = PAIRS_OF_RUN / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) h.sums[i] += h.sums[i + half];
+  alignas(64) float sums[L];
+  *(vf*)sums = h.sums[0];
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int m = 0; m < M; ++m) {
+    const vf by = splat(1.0f / (sums[m] + sums[m + MAX_DECODE_ROWS]));
+    for (int d = 0; d < D; d += 2 * L) {
+      const __m256i low = rounded_bits(*(vf*)(h.o + m * D + d) * by),
+                    high = rounded_bits(*(vf*)(h.o + m * D + d + L) * by);
+      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+      _mm512_storeu_si512(out[m] + d, _mm512_permutexvar_epi64(order, both));
+    }
+  }
+}
+
+static inline bool can_attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task) {
+  return a.is_bf16 && a.key_scales == nullptr && task.count <= MAX_DECODE_ROWS &&
+         a.head_dim % (2 * L) == 0 && a.block_size % RUN == 0;
+}
+
+// Where the keys that `task` reads begin.
+static inline int64_t first_of(const AttentionArgs& a, const AttentionTask& task) {
+  const int64_t query = task.first / (a.num_heads / a.num_kv_heads);
+  const int64_t pos =
+      a.context_lens[task.seq] - (a.query_start[task.seq + 1] - a.query_start[task.seq]) + query;
+  return first_key(a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0);
+}
+static inline void find_first(const AttentionArgs& a, const AttentionTask& task, Paged& tile) {
+  const int64_t from = first_of(a, task);
+  tile.find(a, a.block_tables + task.seq * a.table_stride, task.kv_head, from,
+            keys_from(from, a.context_lens[task.seq]));
+}
+
+static void fetch_first(const AttentionArgs& a, const AttentionTask& task) {
+  Paged tile;
+  find_first(a, task, tile);
+  const int64_t stride = int64_t(a.num_kv_heads) * a.head_dim * sizeof(bf16),
+                bytes = int64_t(task.heads) * a.head_dim * sizeof(bf16);
+  tile.fetch(tile.k, 0, 1, stride, bytes);
+  tile.fetch(tile.v, 0, 1, stride, bytes);
+}
+
+static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task,
+                               const AttentionTask* following, Prefetch& prefetch,
+                               Bf16DecodeWork& w) {
+  const int D = a.head_dim, G = a.num_heads / a.num_kv_heads, M = task.count, H = task.heads;
+  const int64_t stride = int64_t(a.num_kv_heads) * D * sizeof(bf16),
+                bytes = int64_t(H) * D * sizeof(bf16);
+  const int64_t first_row = a.query_start[task.seq],
+                first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
+  Bf16DecodeLanes lanes{vi{}, vi{}, splat(a.scale * 1.44269504088896341f)};
+  int64_t end = 0, whole_from = 0, whole_to = INT64_MAX;
+  for (int m = 0; m < M; ++m) {
+    const int64_t pos = first_pos + (task.first + m) / G,
+                  oldest = a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
+    lanes.visible[m] = lanes.visible[m + MAX_DECODE_ROWS] = int32_t(pos + 1);
+    lanes.oldest[m] = lanes.oldest[m + MAX_DECODE_ROWS] = int32_t(oldest);
+    end = std::max(end, pos + 1), whole_to = std::min(whole_to, pos + 1),
+    whole_from = std::max(whole_from, oldest);
+  }
+  auto head_of = [&](int h, int m) { return (task.kv_head + h) * G + (task.first + m) % G; };
+  auto row_of = [&](int m) { return first_row + (task.first + m) / G; };
+  for (int h = 0; h < H; ++h) {
+    Bf16DecodeHead& head = w.heads[h];
+    std::memset(head.q, 0, sizeof(int32_t) * MAX_DECODE_ROWS * D / 2);
+    for (int m = 0; m < M; ++m) {
+      int32_t bias;
+      load_query<bf16, Mode::PAIRS>((const bf16*)a.q + row_of(m) * a.q_stride + head_of(h, m) * D,
+                                    D, head.q + m, MAX_DECODE_ROWS, 0, bias);
+    }
+    std::memset(head.o, 0, sizeof(float) * M * D);
+    std::memset(head.sums, 0, sizeof(head.sums));
+    head.high = splat(-INFINITY);
+  }
+  const AddValues add = pick_values<MAX_DECODE_ROWS>(M);
+  const int32_t* table = a.block_tables + task.seq * a.table_stride;
+  Paged tiles[2];
+  int64_t t0 = first_of(a, task);
+  tiles[0].find(a, table, task.kv_head, t0, keys_from(t0, end));
+  for (int turn = 0; t0 < end; t0 += tiles[turn].n, turn ^= 1) {
+    const Paged& tile = tiles[turn];
+    Paged& next = tiles[turn ^ 1];
+    const int n = tile.n;
+    next.n = 0;
+    if (t0 + n < end)
+      next.find(a, table, task.kv_head, t0 + n, keys_from(t0 + n, end));
+    else if (following != nullptr)
+      find_first(a, *following, next);
+    const bool whole = n == TILE && t0 >= whole_from && t0 + n <= whole_to;
+    for (int h = 0; h < H; ++h) {
+      Bf16DecodeHead& head = w.heads[h];
+      const int64_t offset = int64_t(h) * D * sizeof(bf16);
+      for (int g = 0; g < RUNS; ++g) {
+        next.fetch(next.k, h * RUNS + g, H * RUNS, stride, bytes);
+        if (g * RUN < n) prefetch.fetch(PREFETCH_LINES);
+        if (g * RUN < n)
+          score_run(tile.k[g] + offset, stride, head.q, D / 2, w.s + g * RUN * MAX_DECODE_ROWS);
+      }
+      whole ? softmax_decode_bf16<false>(w, head, lanes, M, t0, n, D)
+            : softmax_decode_bf16<true>(w, head, lanes, M, t0, n, D);
+      const int slices = D / (2 * L);
+      for (int i = 0; i < slices; ++i) {
+        next.fetch(next.v, h * slices + i, H * slices, stride, bytes);
+        prefetch.fetch(PREFETCH_LINES);
+        add(tile, offset + i * 4 * L, stride, w.p, head.o + i * 2 * L, D);
+      }
+    }
+  }
+  for (int h = 0; h < H; ++h) {
+    bf16* out[MAX_DECODE_ROWS] = {};
+    for (int m = 0; m < M; ++m)
+      out[m] = (bf16*)a.out + row_of(m) * a.out_stride + head_of(h, m) * D;
+    finish_decode_bf16(w.heads[h], M, D, out);
+  }
+}
+
+}  // namespace NS
+}  // namespace penstock
+#endif

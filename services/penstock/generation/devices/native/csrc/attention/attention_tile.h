@@ -1,0 +1,287 @@
+// What attention does with one tile of keys and values, whichever way round its SIMD lanes are:
+// products and loading.
+//
+// A unit is 32 bits: a float, a pair of bf16 (vdpbf16ps), or four int8 (vpdpbusd). Everything that
+// sums does so in the order of keys or of dims, in the same operations, however many rows there are
+// and wherever they lie: this is compiled without reassociation or contraction, and multiplies and
+// adds at once only where fmadd says so.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "attention/attention.h"
+#include "util/vec.h"
+
+namespace penstock {
+namespace NS {
+
+constexpr int TILE = 64;  // keys
+constexpr int SUMS =
+    16;  // partial sums of a row's weights, by key % SUMS: the lanes of attention_decode.h
+enum class Mode { FLOATS, PAIRS, QUADS };
+constexpr int per_unit(Mode mode) { return mode == Mode::QUADS ? 4 : mode == Mode::PAIRS ? 2 : 1; }
+// 16-bit integers as two int8: 256 * high + low.
+constexpr int LEVELS = 127 * 256, POSITIVE_LEVELS = 255 * 256;
+constexpr float NEGLIGIBLE = 1e-30f;  // below it everything is 0: its inverse would overflow
+
+#ifdef __AVX512BF16__
+constexpr bool HAS_UNITS = true;
+static inline bool any(vi x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
+static inline vf dot_pairs(vf acc, vi a, vi b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+}
+static inline vi dot_quads(vi acc, vi positive, vi any) {
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)positive, (__m512i)any);
+}
+static inline vi pack_pairs(vf lo, vf hi) {
+  __m512i l = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)lo));
+  __m512i h = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)hi));
+  return (vi)_mm512_or_si512(l, _mm512_slli_epi32(h, 16));
+}
+// As store() rounds.
+static inline __m256i rounded_bits(vf x) {
+  const vu bits = (vu)x, nearest_bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return _mm512_cvtepi32_epi16((__m512i)(x != x ? vu{} + 0x7FC0 : nearest_bits));
+}
+// Rows become columns.
+static inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+  }
+}
+static inline vi nearest(vf x) { return (vi)_mm512_cvtps_epi32((__m512)x); }
+static inline void store_bytes(void* p, vi x) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+}
+#else
+constexpr bool HAS_UNITS = false;
+static inline bool any(vi x) { return _mm256_movemask_ps((__m256)x) != 0; }
+static inline vf dot_pairs(vf acc, vi, vi) { return acc; }
+static inline vi dot_quads(vi acc, vi, vi) { return acc; }
+static inline vi pack_pairs(vf, vf) { return vi{}; }
+static inline vi nearest(vf) { return vi{}; }
+static inline void store_bytes(void*, vi) {}
+#endif
+static inline vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
+
+// A (scalars, broadcast): unit k of row m at m * a_row + k * a_k. B (vectors): unit k at k * b_k.
+// In QUADS one side has 16 bits: the low bytes lie a_low, or b_low, further on, and are 0 for the
+// side of 8 bits.
+struct Sides {
+  const int32_t* a;
+  int64_t a_row, a_k, a_low;
+  const int32_t* b;
+  int64_t b_k, b_low;
+};
+
+// What a sum of QUADS is: put(m, v, sum, old) is what C gets. The other modes need nothing.
+struct AsItIs {
+  vf operator()(int, int, vi, vf old) const { return old; }
+};
+
+// C[m][v] (+)= sum_k A[m][k] * B[k][v] of M rows and V vectors.
+template <Mode MODE, bool A_POSITIVE, int M, int V, typename Put>
+static inline void micro(const Sides& s, int m0, int K, float* C, int64_t c_row, bool add,
+                         const Put& put) {
+  using Sum = std::conditional_t<MODE == Mode::QUADS, vi, vf>;
+  Sum acc[M][V];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) {
+      acc[m][v] = Sum{};
+      if constexpr (MODE != Mode::QUADS)
+        if (add) acc[m][v] = *(const vf*)(C + (m0 + m) * c_row + v * L);
+    }
+  for (int low = 0; low < (MODE == Mode::QUADS ? 2 : 1); ++low) {
+    const int32_t *a = s.a + m0 * s.a_row + low * s.a_low, *B = s.b + low * s.b_low;
+    if constexpr (MODE == Mode::QUADS)
+      if (low)
+        for (int m = 0; m < M; ++m)
+          for (int v = 0; v < V; ++v) acc[m][v] = acc[m][v] << 8;
+    for (int k = 0; k < K; ++k) {
+      vi b[V];
+      for (int v = 0; v < V; ++v) b[v] = *(const vi*)(B + k * s.b_k + v * L);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        vi x = vi{} + a[m * s.a_row + k * s.a_k];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          if constexpr (MODE == Mode::QUADS)
+            acc[m][v] = A_POSITIVE ? dot_quads(acc[m][v], x, b[v]) : dot_quads(acc[m][v], b[v], x);
+          else if constexpr (MODE == Mode::PAIRS)
+            acc[m][v] = dot_pairs(acc[m][v], b[v], x);
+          else
+            acc[m][v] = fmadd((vf)b[v], (vf)x, acc[m][v]);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) {
+      vf* c = (vf*)(C + (m0 + m) * c_row + v * L);
+      if constexpr (MODE == Mode::QUADS)
+        *c = put(m0 + m, v, acc[m][v], add ? *c : vf{});
+      else
+        *c = acc[m][v];
+    }
+}
+
+template <Mode MODE, bool A_POSITIVE, int V, typename Put>
+static void product(const Sides& s, int M, int K, float* C, int64_t c_row, bool add,
+                    const Put& put) {
+  constexpr int STEP = V == 1 ? 12 : V == 2 ? 8 : 6;
+  int m = 0;
+  for (; m + STEP <= M; m += STEP) micro<MODE, A_POSITIVE, STEP, V>(s, m, K, C, c_row, add, put);
+  for (; m + 2 <= M; m += 2) micro<MODE, A_POSITIVE, 2, V>(s, m, K, C, c_row, add, put);
+  for (; m < M; ++m) micro<MODE, A_POSITIVE, 1, V>(s, m, K, C, c_row, add, put);
+}
+
+// Where the keys and values of a tile lie; S is what the pool stores.
+template <typename S>
+struct Rows {
+  const S* k[TILE];
+  const S* v[TILE];
+  alignas(64) float k_scale[TILE] = {};
+  alignas(64) float v_scale[TILE] = {};
+  int n = 0;
+
+  // Into the cache: row t of what find() found, if there is one. Blocks lie anywhere, so no
+  // hardware guesses the next one. (Inline, because a function that only prefetches is taken to
+  // have no effect, and its calls dropped.)
+  __attribute__((always_inline)) void fetch(int t, int head_dim) const {
+    if (t >= n) return;
+    for (int64_t at = 0; at < int64_t(sizeof(S)) * head_dim; at += 64) {
+      __builtin_prefetch((const char*)k[t] + at);
+      __builtin_prefetch((const char*)v[t] + at);
+    }
+  }
+  void find(const AttentionArgs& a, const int32_t* table, int64_t kv_head, int64_t t0, int count) {
+    n = count;
+    int64_t block = t0 / a.block_size, offset = t0 % a.block_size;
+    for (int t = 0; t < n; ++t, ++offset) {
+      if (offset == a.block_size) offset = 0, ++block;
+      const int64_t slot =
+          (int64_t(table[block]) * a.block_size + offset) * a.num_kv_heads + kv_head;
+      k[t] = (const S*)a.keys + slot * a.head_dim;
+      v[t] = (const S*)a.values + slot * a.head_dim;
+      if constexpr (std::is_same_v<S, int8_t>)
+        k_scale[t] = a.key_scales[slot], v_scale[t] = a.value_scales[slot];
+    }
+  }
+};
+
+static inline float stored(const float* p, int d, float) { return p[d]; }
+static inline float stored(const bf16* p, int d, float) { return to_float(p[d]); }
+static inline float stored(const int8_t* p, int d, float scale) { return float(p[d]) * scale; }
+
+// Keys as [key][unit of dims]. QUADS: with 128 added, which makes them positive.
+template <typename S, Mode MODE>
+static void load_keys(const Rows<S>& rows, int D, int32_t* k) {
+  for (int t = 0; t < rows.n; ++t) {
+    int32_t* to = k + t * (D / per_unit(MODE));
+    if constexpr (MODE == Mode::FLOATS) {
+      for (int d = 0; d < D; ++d) ((float*)to)[d] = stored(rows.k[t], d, rows.k_scale[t]);
+    } else {
+      std::memcpy(to, rows.k[t], sizeof(S) * D);
+      if constexpr (MODE == Mode::QUADS)
+        for (int u = 0; u < D / 4; ++u) to[u] ^= int32_t(0x80808080);
+    }
+  }
+}
+
+// Values as [unit of keys][dim]. What is missing of the last unit repeats a key, for a weight of 0.
+template <typename S, Mode MODE>
+static void load_values(const Rows<S>& rows, int D, int32_t* v, const Rows<S>* next = nullptr) {
+  constexpr int PER = per_unit(MODE);
+  for (int t = 0; t < rows.n; t += PER) {
+    int32_t* to = v + (t / PER) * D;
+    const S* from[PER];
+    for (int i = 0; i < PER; ++i) {
+      from[i] = rows.v[std::min(t + i, rows.n - 1)];
+      if (next && (t + i) % 4 == 0) next->fetch((t + i) / 4, D);
+    }
+    if constexpr (MODE == Mode::FLOATS) {
+      for (int d = 0; d < D; ++d) ((float*)to)[d] = stored(from[0], d, rows.v_scale[t]);
+    } else if constexpr (MODE == Mode::PAIRS) {
+      const uint16_t *x = (const uint16_t*)from[0], *y = (const uint16_t*)from[1];
+      for (int d = 0; d < D; ++d) to[d] = int32_t(uint32_t(x[d]) | uint32_t(y[d]) << 16);
+    } else {
+      const uint8_t *x = (const uint8_t*)from[0], *y = (const uint8_t*)from[1],
+                    *z = (const uint8_t*)from[2], *w = (const uint8_t*)from[3];
+      for (int d = 0; d < D; ++d)
+        to[d] = int32_t(x[d] | uint32_t(y[d]) << 8 | uint32_t(z[d]) << 16 | uint32_t(w[d]) << 24);
+    }
+  }
+}
+
+// A query as units; QUADS: high bytes, then `low` units further on the low ones. Returns its step
+// (QUADS; else 1), and in `bias` what the keys' 128 add to a product.
+template <typename T, Mode MODE>
+static float load_query(const T* q, int D, int32_t* to, int64_t stride, int64_t low,
+                        int32_t& bias) {
+  if constexpr (MODE == Mode::FLOATS) {
+    for (int d = 0; d < D; ++d) {
+      float f = to_float(q[d]);
+      std::memcpy(to + d * stride, &f, 4);
+    }
+  } else if constexpr (MODE == Mode::PAIRS) {
+    for (int d = 0; d < D / 2; ++d) std::memcpy(to + d * stride, q + 2 * d, 4);
+  } else {
+    alignas(64) float x[MAX_HEAD_DIM] = {};
+    alignas(64) int32_t parts[2][MAX_HEAD_DIM / 4];
+    for (int d = 0; d < D; ++d) x[d] = to_float(q[d]);
+    // Magnitudes compare as their bits do, and so do infinity and NaN, which are above all others.
+    vi bits = vi{}, total = vi{};
+    for (int d = 0; d < D; d += L) {
+      vi b = (vi) * (const vf*)(x + d) & 0x7fffffff;
+      bits = b > bits ? b : bits;
+    }
+    int32_t top = 0;
+    for (int l = 0; l < L; ++l) top = std::max(top, bits[l]);
+    float most;
+    std::memcpy(&most, &top, 4);
+    const bool broken = !(most < INFINITY), none = !(most > NEGLIGIBLE);
+    const float step = none ? 1.0f : most * (1.0f / LEVELS);
+    const vf inverse = splat(none || broken ? 0.0f : 1.0f / step);
+    for (int d = 0; d < D; d += L) {
+      vi whole = broken ? vi{} : nearest(*(const vf*)(x + d) * inverse), high = (whole + 128) >> 8;
+      total += whole;
+      store_bytes((int8_t*)parts[0] + d, high);
+      store_bytes((int8_t*)parts[1] + d, whole);
+    }
+    for (int u = 0; u < D / 4; ++u)
+      to[u * stride] = parts[0][u], to[u * stride + low] = parts[1][u];
+    bias = 0;
+    for (int l = 0; l < L; ++l) bias += 128 * total[l];
+    return broken ? NAN : step;
+  }
+  return 1.0f;
+}
+
+// Tiles begin at multiples of TILE, whoever else is in the task, so that a row's sums are cut at
+// the same keys everywhere; the first one may leave out keys that no row sees any more.
+static inline int64_t first_key(int64_t oldest) { return oldest - oldest % SUMS; }
+static inline int keys_from(int64_t t0, int64_t end) {
+  return int(std::min<int64_t>(TILE - t0 % TILE, end - t0));
+}
+
+}  // namespace NS
+}  // namespace penstock

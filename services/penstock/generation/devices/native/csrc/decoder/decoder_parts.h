@@ -1,0 +1,170 @@
+// A decoder's parts, and the state of one of its steps (ops_decoder.cpp).
+#pragma once
+#include <torch/custom_class.h>
+
+#include <atomic>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/attention_work.h"
+#include "decoder/rows.h"
+#include "linear/linear_work.h"
+#include "util/barrier.h"
+
+namespace penstock {
+
+// Tensors or sizes by name, as models/fused.py hands them over. Every name is asked for once, and
+// none may be left: a name that one side spells otherwise ends the start of the process.
+template <typename T>
+class Named {
+ public:
+  Named(std::string owner, const c10::Dict<std::string, T>& entries) : owner_(std::move(owner)) {
+    for (const auto& entry : entries) left_.emplace(entry.key(), entry.value());
+  }
+
+  T take(const std::string& name) {
+    std::optional<T> found = find(name);
+    TORCH_CHECK(found.has_value(), owner_, " must have ", name);
+    return *found;
+  }
+  // Of those that some models do not have.
+  std::optional<T> find(const std::string& name) {
+    const auto node = left_.extract(name);
+    return node.empty() ? std::nullopt : std::optional<T>(node.mapped());
+  }
+  void check_all_taken() const {
+    TORCH_CHECK(left_.empty(), owner_, " cannot have ", left_.begin()->first);
+  }
+
+ private:
+  std::string owner_;
+  std::map<std::string, T> left_;
+};
+using Tensors = c10::Dict<std::string, at::Tensor>;
+using Sizes = c10::Dict<std::string, int64_t>;
+
+template <typename T>
+T* data(const std::optional<at::Tensor>& tensor) {
+  return tensor ? (T*)tensor->const_data_ptr() : nullptr;
+}
+
+struct Linear {
+  Format format;
+  at::Tensor weight;
+  std::optional<at::Tensor> bias, scale, sum;
+  int64_t inputs, width, granules, panels;
+  bool gated;
+
+  // Of the tensors `name`.weight, `name`.bias, `name`.scale and `name`.sum.
+  Linear(Named<at::Tensor>& from, const std::string& name, Format format, int64_t inputs,
+         int64_t width, bool gated)
+      : format(format),
+        weight(from.take(name + ".weight")),
+        bias(from.find(name + ".bias")),
+        scale(from.find(name + ".scale")),
+        sum(from.find(name + ".sum")),
+        inputs(inputs),
+        width(width),
+        granules(granules_of(format, inputs)),
+        panels(weight.numel() / (granules * PANEL * 4)),
+        gated(gated) {
+    TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() &&
+                    width <= panels * (gated ? PANEL / 2 : PANEL),
+                "a weight has the wrong size");
+    // Of every output, padded ones included; int4 has a scale for each group of inputs.
+    const int64_t columns = panels * PANEL,
+                  scales = format == Format::INT4 ? columns * (granules * 8 / GROUP) : columns;
+    TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
+    TORCH_CHECK(format < Format::INT8 || (scale && scale->numel() >= scales),
+                "the scales of a weight are too few");
+    TORCH_CHECK(format != Format::INT8 || (sum && sum->numel() >= columns),
+                "the sums of a weight are too few");
+  }
+};
+
+// The numbers of a model. `inner`: of the gated product; `format`: of the layers' weights.
+struct ModelSizes {
+  Format format;
+  int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
+  Format head_format;
+  int64_t vocab;
+};
+
+struct Layer {
+  at::Tensor input_norm, post_attention_norm;
+  std::optional<at::Tensor> q_norm, k_norm;
+  Linear qkv, output, gated, down;
+  int64_t window;
+};
+constexpr int64_t LINEARS = 4;
+// Of a layer: norms, rope, and what linear layers quantise first, where they are shared by a
+// counter for all threads; and linear layers and attention, which are shared by a share for each.
+constexpr int64_t MOST_STAGES = 2 + 1 + LINEARS;
+constexpr int64_t SHARED_STAGES = LINEARS + 1;
+constexpr int64_t LAST_STAGES = 2;
+// Of the next linear layer's weight, fetched by who waits.
+constexpr int64_t PREFETCH_BYTES = 64 << 10;
+// Of it, before a row of a norm or of what is quantised.
+constexpr int PREFETCH_LINES_A_ROW = 128;
+// Of the output projection's, fetched during attention.
+constexpr int64_t PREFETCH_DURING_ATTENTION = 256 << 10;
+
+// What a forward pass writes on its way. Of `normed`, `residual` and what is quantised every thread
+// may have its own.
+struct Buffers {
+  at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums;
+};
+
+// Rows of a linear layer's inputs.
+struct Inputs {
+  void* rows;
+  int64_t stride;  // in elements
+};
+inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
+
+// What one forward pass is about: the arguments of Decoder::forward, where they lie. The vectors
+// and tensors live longer.
+struct Pass {
+  at::Tensor hidden, cos, sin, pool;
+  std::optional<at::Tensor> scales;
+  int64_t rows, sequences;
+  const int64_t *positions, *slots;
+  const int32_t* tables;
+  int64_t table_stride;
+  const int32_t *query_start, *context_lens;
+  const int64_t* wanted;
+  int64_t num_wanted;
+  bool draws;
+};
+
+struct Step {
+  Barrier barrier;
+  std::vector<std::atomic<int64_t>> counters;
+  // Of every shared stage and thread.
+  std::vector<Progress> progress;
+  Buffers buffers;
+  at::Tensor hidden, out;
+  int64_t rows;
+  // Of `rows`, those that somebody wants: the others end with the last layer's keys and values.
+  // Ascending; null: all.
+  const int64_t* wanted;
+  int64_t num_wanted;
+  std::vector<AttentionTask> tasks;
+  // In the last layer: those of rows that are wanted.
+  std::vector<AttentionTask> last_tasks;
+  bool writes_alone;
+  // Of every thread, row and column of a panel, as LinearArgs has them; empty where nobody asks.
+  at::Tensor highest, highest_panel;
+};
+
+// Where a thread is: all go through the same stages.
+struct Walk {
+  int64_t thread, rows;
+  int64_t stage = 0, shared = 0;
+  Prefetch prefetch;
+};
+
+}  // namespace penstock

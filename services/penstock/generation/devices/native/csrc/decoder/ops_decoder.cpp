@@ -1,0 +1,595 @@
+// All layers of a decoder in one parallel region: torch.classes.penstock.Decoder. Same kernels as
+// the single operators, so the same bits; what it saves is waking threads some nine times a layer,
+// and Python between the operators.
+#include <omp.h>
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "decoder/decoder_parts.h"
+#include "linear/packed_rows.h"
+
+namespace penstock {
+namespace {
+
+// As at::empty, without its way through the dispatcher: tens of microseconds where a step has just
+// been through the caches.
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::detail::empty_cpu(sizes, type);
+}
+
+// The parts of a decoder from tensors and sizes by the names that models/fused.py gives them.
+Layer layer_of(const Tensors& tensors, const ModelSizes& model, int64_t number, int64_t window) {
+  Named<at::Tensor> from("layer " + std::to_string(number) + " of the decoder", tensors);
+  const int64_t heads = model.num_heads * model.head_dim;
+  Layer layer{
+      .input_norm = from.take("input_norm"),
+      .post_attention_norm = from.take("post_attention_norm"),
+      .q_norm = from.find("q_norm"),
+      .k_norm = from.find("k_norm"),
+      .qkv = Linear(from, "qkv", model.format, model.hidden,
+                    heads + 2 * model.num_kv_heads * model.head_dim, false),
+      .output = Linear(from, "output", model.format, heads, model.hidden, false),
+      .gated = Linear(from, "gated", model.format, model.hidden, model.inner, true),
+      .down = Linear(from, "down", model.format, model.inner, model.hidden, false),
+      .window = window,
+  };
+  from.check_all_taken();
+  TORCH_CHECK(
+      layer.input_norm.numel() == model.hidden && layer.post_attention_norm.numel() == model.hidden,
+      "a norm has the wrong size");
+  return layer;
+}
+
+ModelSizes sizes_of(const Sizes& sizes) {
+  Named<int64_t> from("the decoder", sizes);
+  const ModelSizes model{
+      .format = Format(from.take("format")),
+      .hidden = from.take("hidden"),
+      .inner = from.take("inner"),
+      .num_heads = from.take("num_heads"),
+      .num_kv_heads = from.take("num_kv_heads"),
+      .head_dim = from.take("head_dim"),
+      .head_format = Format(from.take("head_format")),
+      .vocab = from.take("vocab"),
+  };
+  from.check_all_taken();
+  return model;
+}
+
+struct Decoder : torch::CustomClassHolder, ModelSizes {
+  double eps;
+  std::vector<Layer> layers;
+  at::Tensor final_norm;
+  Linear head;
+
+  // `layers`: tensors of each by name; `windows`: of each, 0 for none; `end`: the final norm and
+  // the head.
+  Decoder(const Sizes& sizes, double eps, const std::vector<Tensors>& layers,
+          const std::vector<int64_t>& windows, const Tensors& end)
+      : Decoder(sizes_of(sizes), eps, layers, windows,
+                Named<at::Tensor>("the decoder's end", end)) {}
+
+  Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type) const {
+    const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
+    // As many as any format pads to.
+    const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4),
+                  size = at::elementSize(type);
+    const auto inputs = [&](int64_t count, int64_t width) {
+      return empty({count, spread(width * size) / size}, type);
+    };
+    const int64_t groups = format == Format::INT4 ? padded / GROUP : 1;
+    const int64_t quantised = format < Format::INT8 && head.format < Format::INT8 ? 0
+                              : is_small(rows, std::min({hidden, inner, heads}))  ? threads * rows
+                                                                                  : rows;
+    const int64_t own = is_small(rows, hidden) ? threads : 1;
+    return {
+        .normed = inputs(own * rows, hidden),
+        .residual = empty({own - 1, rows, hidden}, type),
+        .qkv = empty({rows, heads + 2 * num_kv_heads * head_dim}, type),
+        .q = empty({rows, heads}, type),
+        .attended = inputs(rows, heads),
+        .inner = inputs(rows, inner),
+        .added = empty({rows, hidden}, type),
+        .bytes = empty({quantised * spread(padded)}, at::kChar),
+        .scales = empty({quantised * groups}, at::kFloat),
+        .sums = empty({quantised * groups}, at::kInt),
+    };
+  }
+
+  // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up
+  // by `positions`. With `draws` also each row's id of the highest logit, the first of equals, -1
+  // where that is none or infinite; else an empty tensor. `wanted` (R), ascending: results of these
+  // rows only, R instead of T.
+  std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin,
+                                             at::Tensor positions, at::Tensor slots,
+                                             at::Tensor tables, at::Tensor query_start,
+                                             at::Tensor context_lens,
+                                             std::optional<at::Tensor> wanted, bool draws,
+                                             at::Tensor pool,
+                                             std::optional<at::Tensor> scales) const;
+
+  // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, with which
+  // they are `lengths` long. So few arguments since everything is cold when a step begins, and each
+  // of torch's operators takes tens of microseconds then. `embedding` (vocabulary, hidden); none:
+  // the rows of the head.
+  std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
+                              at::Tensor tables, std::optional<at::Tensor> embedding,
+                              at::Tensor cos, at::Tensor sin, at::Tensor pool,
+                              std::optional<at::Tensor> scales) const;
+
+ private:
+  Decoder(const ModelSizes& sizes, double eps, const std::vector<Tensors>& named,
+          const std::vector<int64_t>& windows, Named<at::Tensor> end)
+      : ModelSizes(sizes),
+        eps(eps),
+        final_norm(end.take("norm")),
+        head(end, "head", head_format, hidden, vocab, false) {
+    end.check_all_taken();
+    // What is quantised has room for the groups of the layers' format only.
+    TORCH_CHECK(head.format != Format::INT4 || format == Format::INT4,
+                "an int4 head needs int4 layers");
+    TORCH_CHECK(!named.empty() && named.size() == windows.size(), "a window for every layer");
+    for (size_t i = 0; i < named.size(); ++i)
+      layers.push_back(layer_of(named[i], sizes, i, windows[i]));
+  }
+
+  void check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin,
+             const at::Tensor& pool, const std::optional<at::Tensor>& scales) const;
+  std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
+  at::Tensor embedded(const std::vector<int64_t>& ids,
+                      const std::optional<at::Tensor>& embedding) const;
+  void pick(Step& step, Walk& walk) const;
+  void finish(Step& step, Walk& walk) const;
+  static std::vector<int64_t> argmax_ids(const Step& step, int64_t threads);
+  void run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
+           const RopeArgs& rope) const;
+
+  // So few rows of `width` elements that one thread would do them all: then every thread does, for
+  // itself, and none waits.
+  static bool is_small(int64_t rows, int64_t width) { return rows <= grain(width); }
+
+  template <typename F>
+  void over_rows(Step& step, Walk& walk, int64_t width, F work) const {
+    const int64_t each = grain(width), parts = (walk.rows + each - 1) / each;
+    auto& next = step.counters[walk.stage++];
+    for (int64_t part; (part = next.fetch_add(1)) < parts;)
+      work(part * each, std::min(walk.rows, (part + 1) * each));
+    step.barrier.wait(walk.prefetch);
+  }
+
+  // What every thread does for itself, while the memory fetches the weight that comes next.
+  template <typename F>
+  static void by_row(Walk& walk, F work) {
+    for (int64_t row = 0; row < walk.rows; ++row) {
+      walk.prefetch.fetch(PREFETCH_LINES_A_ROW);
+      work(row);
+    }
+  }
+
+  // `from`: rows of a linear layer's inputs. What it multiplies is in `args` then.
+  void quantise(Step& step, Walk& walk, const Linear& layer, Inputs from, bool bf16,
+                LinearArgs& args) const {
+    Buffers& b = step.buffers;
+    const bool small = is_small(step.rows, layer.inputs);
+    const int64_t padded = layer.granules * granule_inputs(layer.format), stride = spread(padded);
+    const int64_t groups = layer.format == Format::INT4 ? padded / GROUP : 1,
+                  own = small ? walk.thread * step.rows : 0;
+    const QuantizeArgs to{
+        .x = from.rows,
+        .width = layer.inputs,
+        .x_stride = from.stride,
+        .is_bf16 = bf16,
+        .grouped = layer.format == Format::INT4,
+        .out = (int8_t*)b.bytes.data_ptr() + own * stride,
+        .padded = padded,
+        .stride = stride,
+        .scale = b.scales.data_ptr<float>() + own * groups,
+        .sum = b.sums.data_ptr<int32_t>() + own * groups,
+    };
+    if (small)
+      by_row(walk, [&](int64_t row) { KERNEL(quantize)(to, row, row + 1); });
+    else
+      over_rows(step, walk, layer.inputs,
+                [&](int64_t first, int64_t last) { KERNEL(quantize)(to, first, last); });
+    args.x = to.out, args.x_stride = stride / 4, args.row_scale = to.scale, args.row_sum = to.sum;
+  }
+
+  static LinearArgs linear_args(const Linear& layer, Inputs x) {
+    return {
+        .format = layer.format,
+        .x = x.rows,
+        .x_stride = x.stride / granule_inputs(layer.format),
+        .weight = (const char*)layer.weight.const_data_ptr(),
+        .granules = layer.granules,
+        .bias = data<float>(layer.bias),
+        .row_scale = nullptr,
+        .column_scale = data<float>(layer.scale),
+        .column_sum = data<int32_t>(layer.sum),
+        .row_sum = nullptr,
+        .out = nullptr,
+        .width = layer.width,
+        .out_stride = 0,
+        .out_bf16 = false,
+        .gated = layer.gated,
+    };
+  }
+
+  // `then`: the next one, of whose weight this many bytes are prefetched. The caller waits.
+  void linear(Step& step, Walk& walk, const Linear& layer, Inputs x, at::Tensor& out,
+              const Linear* then, int64_t bytes = PREFETCH_BYTES) const {
+    LinearArgs args = linear_args(layer, x);
+    args.out = out.data_ptr(), args.out_stride = out.stride(0), args.out_bf16 = is_bf16(out);
+    multiply(step, walk, layer, x, args);
+    walk.prefetch = then == nullptr
+                        ? Prefetch{}
+                        : beginning(*then, walk.rows, walk.thread, step.barrier.threads(), bytes);
+  }
+
+  void multiply(Step& step, Walk& walk, const Linear& layer, Inputs x, LinearArgs& args) const {
+    if (layer.format >= Format::INT8) quantise(step, walk, layer, x, is_bf16(step.hidden), args);
+    const int64_t threads = step.barrier.threads();
+    multiply_share(args, LinearShare(args, walk.rows, layer.panels, threads),
+                   &step.progress[walk.shared++ * threads], walk.thread);
+  }
+
+  // Of a thread's share, `bytes` at most.
+  static Prefetch beginning(const Linear& layer, int64_t rows, int64_t thread, int64_t threads,
+                            int64_t bytes) {
+    LinearArgs args{};
+    args.weight = (const char*)layer.weight.const_data_ptr();
+    args.granules = layer.granules;
+    const LinearShare share(args, rows, layer.panels, threads);
+    return {share.beginning(args, thread), std::min(bytes, share.bytes_of(args, thread))};
+  }
+
+  void* residual_of(const Step& step, const Walk& walk) const {
+    const bool is_own = walk.thread > 0 && is_small(step.rows, hidden);
+    return is_own
+               ? (char*)step.buffers.residual.data_ptr() + (walk.thread - 1) * step.hidden.nbytes()
+               : step.hidden.data_ptr();
+  }
+
+  // The norm of `hidden` and what was added; where rows are few, of a copy that is the thread's
+  // own.
+  Inputs norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
+    Buffers& b = step.buffers;
+    const bool small = is_small(step.rows, hidden);
+    const int64_t own = small ? walk.thread : 0, stride = b.normed.stride(0);
+    const NormArgs args{
+        .hidden = residual_of(step, walk),
+        .x = has_added ? b.added.const_data_ptr() : nullptr,
+        .weight = weight.const_data_ptr(),
+        .out = (char*)b.normed.data_ptr() + own * step.rows * stride * b.normed.itemsize(),
+        .width = hidden,
+        .out_stride = stride,
+        .eps = float(eps),
+        .is_bf16 = is_bf16(step.hidden),
+    };
+    if (small)
+      by_row(walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });
+    else
+      over_rows(step, walk, hidden,
+                [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
+    return {args.out, stride};
+  }
+};
+
+void Decoder::check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin,
+                    const at::Tensor& pool, const std::optional<at::Tensor>& scales) const {
+  TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
+  // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales
+  // of int8.
+  TORCH_CHECK(pool.dim() == 6 && pool.is_contiguous() && pool.size(0) == int64_t(layers.size()) &&
+              pool.size(4) == num_kv_heads && pool.size(5) == head_dim);
+  TORCH_CHECK(pool.scalar_type() == (scales ? at::kChar : hidden_rows.scalar_type()) &&
+              head_dim <= MAX_HEAD_DIM);
+  TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat &&
+                          scales->sizes() == pool.sizes().slice(0, 5)));
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(-1) == head_dim / 2 &&
+              cos.sizes() == sin.sizes());
+  TORCH_CHECK(is_bf16(cos) == is_bf16(hidden_rows));
+}
+
+std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::Tensor cos,
+                                                    at::Tensor sin, at::Tensor positions,
+                                                    at::Tensor slots, at::Tensor tables,
+                                                    at::Tensor query_start, at::Tensor context_lens,
+                                                    std::optional<at::Tensor> wanted, bool draws,
+                                                    at::Tensor pool,
+                                                    std::optional<at::Tensor> scales) const {
+  check(hidden_rows, cos, sin, pool, scales);
+  const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
+  TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && positions.is_contiguous() &&
+              positions.size(0) == T);
+  TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
+  const int64_t* rows = wanted ? wanted->const_data_ptr<int64_t>() : nullptr;
+  TORCH_CHECK(!wanted || wanted->is_contiguous());
+  for (int64_t i = 0; i < R && wanted; ++i)
+    TORCH_CHECK(rows[i] >= (i == 0 ? 0 : rows[i - 1] + 1) && rows[i] < T, "rows must ascend");
+  const auto [out, drawn] = compute({
+      .hidden = hidden_rows,
+      .cos = cos,
+      .sin = sin,
+      .pool = pool,
+      .scales = scales,
+      .rows = T,
+      .sequences = S,
+      .positions = positions.const_data_ptr<int64_t>(),
+      .slots = slots.const_data_ptr<int64_t>(),
+      .tables = tables.const_data_ptr<int32_t>(),
+      .table_stride = tables.stride(0),
+      .query_start = query_start.const_data_ptr<int32_t>(),
+      .context_lens = context_lens.const_data_ptr<int32_t>(),
+      .wanted = rows,
+      .num_wanted = R,
+      .draws = draws,
+  });
+  return {out, at::tensor(drawn, positions.options())};
+}
+
+std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) const {
+  const int64_t T = pass.rows, R = pass.num_wanted;
+  for (int64_t row = 0; row < T; ++row)
+    TORCH_CHECK(pass.positions[row] >= 0 && pass.positions[row] < pass.cos.size(0),
+                "no such position");
+  const at::Tensor& pool = pass.pool;
+  const bool bf16 = is_bf16(pass.hidden);
+  const int64_t most_threads = at::get_num_threads(), drawing = pass.draws ? most_threads : 0;
+  Step step{
+      .barrier = {},
+      .counters = std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
+      .progress = std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads),
+      .buffers = buffers(T, most_threads, pass.hidden.scalar_type()),
+      .hidden = pass.hidden,
+      .out = empty({R, hidden}, pass.hidden.scalar_type()),
+      .rows = T,
+      .wanted = pass.wanted,
+      .num_wanted = R,
+      .tasks = {},
+      .last_tasks = {},
+      .writes_alone = false,
+      .highest = empty({drawing, R, PANEL}, at::kFloat),
+      .highest_panel = empty({drawing, R, PANEL}, at::kInt),
+  };
+  Buffers& b = step.buffers;
+  std::vector<AttentionArgs> attention;
+  std::vector<RopeArgs> rope;
+  const int64_t part = pool.stride(1);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    char* keys = (char*)pool.data_ptr() + 2 * i * part * pool.element_size();
+    char* values = keys + part * pool.element_size();
+    float* key_scales =
+        pass.scales ? pass.scales->data_ptr<float>() + 2 * i * part / head_dim : nullptr;
+    float* value_scales = pass.scales ? key_scales + part / head_dim : nullptr;
+    attention.push_back({
+        .q = b.q.const_data_ptr(),
+        .out = b.attended.data_ptr(),
+        .keys = keys,
+        .values = values,
+        .key_scales = key_scales,
+        .value_scales = value_scales,
+        .block_tables = pass.tables,
+        .table_stride = pass.table_stride,
+        .query_start = pass.query_start,
+        .context_lens = pass.context_lens,
+        .q_stride = num_heads * head_dim,
+        .out_stride = b.attended.stride(0),
+        .head_dim = int(head_dim),
+        .num_heads = int(num_heads),
+        .num_kv_heads = int(num_kv_heads),
+        .block_size = int(pool.size(3)),
+        .window = layers[i].window,
+        .scale = float(1 / std::sqrt(double(head_dim))),
+        .is_bf16 = bf16,
+    });
+    rope.push_back({
+        .qkv = b.qkv.const_data_ptr(),
+        .qkv_stride = b.qkv.size(1),
+        .cos = pass.cos.const_data_ptr(),
+        .sin = pass.sin.const_data_ptr(),
+        .positions = pass.positions,
+        .q_norm = data<char>(layers[i].q_norm),
+        .k_norm = data<char>(layers[i].k_norm),
+        .q = b.q.data_ptr(),
+        .keys = keys,
+        .values = values,
+        .key_scales = key_scales,
+        .value_scales = value_scales,
+        .slots = pass.slots,
+        .num_heads = int(num_heads),
+        .num_kv_heads = int(num_kv_heads),
+        .head_dim = int(head_dim),
+        .eps = float(eps),
+        .is_bf16 = bf16,
+    });
+  }
+  step.tasks = attention_tasks(attention[0], pass.sequences, most_threads);
+  if (pass.wanted != nullptr) step.last_tasks = tasks_of(attention[0], step.tasks, pass.wanted, R);
+  step.writes_alone =
+      can_write_alone(attention[0], step.tasks, pass.slots, pass.sequences, pool.size(2));
+#pragma omp parallel num_threads(most_threads)
+  {
+#pragma omp single
+    step.barrier.set_threads(omp_get_num_threads());
+    Walk walk{omp_get_thread_num(), T};
+    if (void* own = residual_of(step, walk); own != pass.hidden.data_ptr())
+      std::memcpy(own, pass.hidden.const_data_ptr(), pass.hidden.nbytes());
+    for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
+    if (R > 0) finish(step, walk);
+  }
+  return {step.out, pass.draws ? argmax_ids(step, step.barrier.threads()) : std::vector<int64_t>{}};
+}
+
+std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
+                                     at::Tensor tables, std::optional<at::Tensor> embedding,
+                                     at::Tensor cos, at::Tensor sin, at::Tensor pool,
+                                     std::optional<at::Tensor> scales) const {
+  const int64_t S = ids.size(), block_size = pool.size(3);
+  TORCH_CHECK(int64_t(lengths.size()) == S && tables.dim() == 2 && tables.size(0) == S &&
+              tables.stride(1) == 1);
+  std::vector<int64_t> positions(S), slots(S);
+  std::vector<int32_t> starts(S + 1), context_lens(S);
+  const int32_t* table = tables.const_data_ptr<int32_t>();
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t at = lengths[s] - 1, block = at / block_size;
+    TORCH_CHECK(at >= 0 && block < tables.size(1), "a sequence is longer than its table");
+    positions[s] = at,
+    slots[s] = table[s * tables.stride(0) + block] * block_size + at % block_size,
+    context_lens[s] = lengths[s];
+  }
+  std::iota(starts.begin(), starts.end(), 0);
+  const at::Tensor hidden_rows = embedded(ids, embedding);
+  check(hidden_rows, cos, sin, pool, scales);
+  return compute({
+                     .hidden = hidden_rows,
+                     .cos = cos,
+                     .sin = sin,
+                     .pool = pool,
+                     .scales = scales,
+                     .rows = S,
+                     .sequences = S,
+                     .positions = positions.data(),
+                     .slots = slots.data(),
+                     .tables = table,
+                     .table_stride = tables.stride(0),
+                     .query_start = starts.data(),
+                     .context_lens = context_lens.data(),
+                     .wanted = nullptr,
+                     .num_wanted = S,
+                     .draws = true,
+                 })
+      .second;
+}
+
+at::Tensor Decoder::embedded(const std::vector<int64_t>& ids,
+                             const std::optional<at::Tensor>& embedding) const {
+  const int64_t count = ids.size();
+  if (!embedding)
+    return packed_rows(head.weight, ids.data(), count, hidden, head.width,
+                       head.format == Format::BF16);
+  TORCH_CHECK(embedding->is_contiguous() && embedding->dim() == 2 && embedding->size(1) == hidden &&
+              embedding->scalar_type() == final_norm.scalar_type());
+  at::Tensor out = empty({count, hidden}, embedding->scalar_type());
+  const int64_t size = hidden * out.itemsize();
+  for (int64_t row = 0; row < count; ++row) {
+    TORCH_CHECK_INDEX(ids[row] >= 0 && ids[row] < embedding->size(0), "index out of range in self");
+    std::memcpy((char*)out.data_ptr() + row * size,
+                (const char*)embedding->const_data_ptr() + ids[row] * size, size);
+  }
+  return out;
+}
+
+// What is left of the last layer is for the rows that are wanted: what attention gave them and
+// their residuals come to the front, each thread's share of the columns. After it all threads have
+// to meet.
+void Decoder::pick(Step& step, Walk& walk) const {
+  const auto move = [&](void* rows, int64_t stride, int64_t first, int64_t last) {
+    for (int64_t i = 0; i < step.num_wanted; ++i)
+      if (step.wanted[i] != i)
+        std::memcpy((char*)rows + i * stride + first, (char*)rows + step.wanted[i] * stride + first,
+                    last - first);
+  };
+  const int64_t threads = step.barrier.threads(), size = step.out.itemsize();
+  const auto share = [&](int64_t width, int64_t thread) { return width * thread / threads * size; };
+  const Inputs attended = inputs_of(step.buffers.attended);
+  const int64_t heads = num_heads * head_dim;
+  move(attended.rows, attended.stride * size, share(heads, walk.thread),
+       share(heads, walk.thread + 1));
+  if (is_small(step.rows, hidden))
+    move(residual_of(step, walk), hidden * size, 0, hidden * size);
+  else
+    move(residual_of(step, walk), hidden * size, share(hidden, walk.thread),
+         share(hidden, walk.thread + 1));
+  walk.rows = step.num_wanted;
+}
+
+// The final norm, and the head where tokens are drawn.
+void Decoder::finish(Step& step, Walk& walk) const {
+  const Inputs normed = norm(step, walk, final_norm, true);
+  const int64_t size = step.out.itemsize(),
+                last = walk.rows * (walk.thread + 1) / step.barrier.threads();
+  for (int64_t row = walk.rows * walk.thread / step.barrier.threads(); row < last; ++row)
+    std::memcpy((char*)step.out.data_ptr() + row * hidden * size,
+                (const char*)normed.rows + row * normed.stride * size, hidden * size);
+  if (step.highest.numel() == 0) return;
+  const int64_t own = walk.thread * walk.rows * PANEL;
+  float* highest = step.highest.data_ptr<float>() + own;
+  int32_t* panel = step.highest_panel.data_ptr<int32_t>() + own;
+  std::fill_n(highest, walk.rows * PANEL, -INFINITY);
+  std::fill_n(panel, walk.rows * PANEL, INT32_MAX);
+  LinearArgs args = linear_args(head, normed);
+  args.highest = highest, args.highest_panel = panel;
+  multiply(step, walk, head, normed, args);
+}
+
+// What the threads found, put together.
+std::vector<int64_t> Decoder::argmax_ids(const Step& step, int64_t threads) {
+  std::vector<int64_t> ids(step.num_wanted);
+  const float* found = step.highest.const_data_ptr<float>();
+  const int32_t* panel = step.highest_panel.const_data_ptr<int32_t>();
+  for (int64_t row = 0; row < step.num_wanted; ++row) {
+    float best = -INFINITY;
+    int64_t id = -1;
+    for (int64_t thread = 0; thread < threads && !std::isnan(best); ++thread)
+      for (int64_t column = 0; column < PANEL; ++column) {
+        const int64_t at = (thread * step.num_wanted + row) * PANEL + column,
+                      here = int64_t(panel[at]) * PANEL + column;
+        if (found[at] > best || (found[at] == best && here < id) || std::isnan(found[at]))
+          best = found[at], id = here;
+      }
+    ids[row] = std::isfinite(best) ? id : -1;
+  }
+  return ids;
+}
+
+void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
+                  const RopeArgs& rope) const {
+  const Layer& layer = layers[i];
+  Buffers& b = step.buffers;
+  const bool picks = step.wanted != nullptr && i + 1 == layers.size(),
+             writes_alone = step.writes_alone && !picks;
+  const std::vector<AttentionTask>& tasks = picks ? step.last_tasks : step.tasks;
+  linear(step, walk, layer.qkv, norm(step, walk, layer.input_norm, i > 0), b.qkv, &layer.output,
+         PREFETCH_DURING_ATTENTION);
+  const int64_t threads = step.barrier.threads();
+  if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
+  step.barrier.wait(walk.prefetch);
+  if (!writes_alone)
+    over_rows(step, walk, b.qkv.size(1), [&](int64_t first, int64_t last) {
+      KERNEL(rope)(rope, first, last, 0, int(num_kv_heads));
+    });
+  attend_share(attention, writes_alone ? &rope : nullptr, tasks,
+               &step.progress[walk.shared++ * threads], walk.prefetch, walk.thread, threads);
+  step.barrier.wait(walk.prefetch);
+  if (picks) {
+    pick(step, walk);
+    if (walk.rows == 0) return;
+    step.barrier.wait(walk.prefetch);
+  }
+  linear(step, walk, layer.output, inputs_of(b.attended), b.added, &layer.gated);
+  step.barrier.wait(walk.prefetch);
+  linear(step, walk, layer.gated, norm(step, walk, layer.post_attention_norm, true), b.inner,
+         &layer.down);
+  step.barrier.wait(walk.prefetch);
+  linear(step, walk, layer.down, inputs_of(b.inner), b.added,
+         i + 1 < layers.size()      ? &layers[i + 1].qkv
+         : step.highest.numel() > 0 ? &head
+                                    : nullptr);
+  step.barrier.wait(walk.prefetch);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(penstock, m) {
+  m.class_<Decoder>("Decoder")
+      .def(torch::init<const Sizes&, double, const std::vector<Tensors>&,
+                       const std::vector<int64_t>&, const Tensors&>())
+      .def("forward", &Decoder::forward)
+      .def("decode", &Decoder::decode);
+}
+
+}  // namespace penstock

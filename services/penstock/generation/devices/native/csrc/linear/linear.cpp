@@ -1,0 +1,380 @@
+// x times a packed weight. An output is one sum over the inputs in their order, whatever rows are
+// computed beside it: the result of a row never depends on the batch, nor on the number of threads.
+#include "linear/linear.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "util/abs_max.h"
+#include "util/vec.h"
+
+namespace penstock {
+namespace NS {
+
+// Vectors of a panel, and rows whose sums fit in the registers beside them.
+constexpr int V = PANEL / L;
+#ifdef __AVX512F__
+constexpr int TILE = 12;
+#else
+constexpr int TILE = 2;
+#endif
+
+int max_tile_rows() { return TILE; }
+
+static inline vi load_bits(const char* p) {
+  vi v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+static inline vi splat_bits(int32_t x) { return vi{} + x; }
+
+struct F32 {
+  typedef vf Sum;
+  static inline Sum dot(Sum sum, int32_t x, vi w) {
+    float f;
+    std::memcpy(&f, &x, 4);
+    return sum + splat(f) * (vf)w;
+  }
+};
+
+struct BF16 {
+  typedef vf Sum;
+  static inline Sum dot(Sum sum, int32_t x, vi w) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat_bits(x), (__m512bh)w);
+#else
+    vf low = (vf)splat_bits(x << 16), high = (vf)splat_bits(x & int32_t(0xFFFF0000));
+    sum += low * (vf)(w << 16);
+    return sum + high * (vf)(w & int32_t(0xFFFF0000));
+#endif
+  }
+};
+
+// Four products of bytes, `u` unsigned and `s` signed, added to each sum.
+static inline vi dot_bytes(vi sum, vi u, vi s) {
+#ifdef __AVX512VNNI__
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
+#else
+  // By way of 16 bits: the instruction for bytes saturates.
+  const __m256i even = _mm256_set1_epi32(0x00FF00FF);
+  __m256i u0 = _mm256_and_si256((__m256i)u, even), u1 = _mm256_srli_epi16((__m256i)u, 8);
+  __m256i s0 = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8),
+          s1 = _mm256_srai_epi16((__m256i)s, 8);
+  return sum + (vi)_mm256_madd_epi16(u0, s0) + (vi)_mm256_madd_epi16(u1, s1);
+#endif
+}
+
+struct INT8 {
+  typedef vi Sum;
+  static inline Sum dot(Sum sum, int32_t x, vi w) { return dot_bytes(sum, splat_bits(x), w); }
+};
+
+// Rows from which a weight is fetched by software, so many bytes ahead and into the second-level
+// cache. With fewer the hardware's own prefetch keeps up with the memory, and any other is in its
+// way; with more a granule takes so long that it falls behind.
+constexpr int FETCHING_ROWS = 6;
+constexpr int64_t FETCH_AHEAD = 8 << 10;
+
+static inline void fetch(const char* weight, int64_t bytes) {
+  // The last line first: in the order of the weight it disturbs the hardware's own prefetch.
+  for (int64_t i = bytes - 64; i >= 0; i -= 64) __builtin_prefetch(weight + FETCH_AHEAD + i, 0, 2);
+}
+
+// What a row of results fetches while the products stand still: further lines, or the memory would
+// have nothing to do.
+struct Beyond {
+  static constexpr int64_t BYTES = 4 * 64;
+  const char* weight;  // null: nothing
+
+  void fetch_next() {
+    if (weight == nullptr) return;
+    fetch(weight, BYTES);
+    weight += BYTES;
+  }
+};
+
+constexpr int UNROLL = 8;
+// Granules that are summed before the next rows have their turn: they stay in the second-level
+// cache. A multiple of an int4 group's, as UNROLL is.
+constexpr int64_t PART = 1024;
+
+// A part of the granules of a panel: what is summed before the next tile of rows has its turn.
+struct Part {
+  const char* w;
+  int64_t first, last;
+  bool is_last;
+  bool is_new;  // no tile has read it yet
+};
+
+template <class F, int M>
+static inline void add_up(const int32_t* x, int64_t stride, const Part& part,
+                          typename F::Sum (&sum)[M][V]) {
+  const int64_t granules = part.last - part.first, whole = granules / UNROLL * UNROLL;
+  auto granule = [&](int64_t g) __attribute__((always_inline)) {
+    vi w[V];
+    for (int v = 0; v < V; ++v) w[v] = load_bits(part.w + g * PANEL * 4 + v * 4 * L);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[m][v] = F::dot(sum[m][v], x[m * stride + g], w[v]);
+  };
+  for (int64_t g = 0; g < whole; g += UNROLL) {
+    if (M >= FETCHING_ROWS && part.is_new) fetch(part.w + g * PANEL * 4, UNROLL * PANEL * 4);
+#pragma GCC unroll 8
+    for (int u = 0; u < UNROLL; ++u) granule(g + u);
+  }
+  for (int64_t g = whole; g < granules; ++g) granule(g);
+}
+
+// Sums of a tile: 32-bit floats or integers, as its format has them, and the scaled result in their
+// place at the end.
+template <class F, int M>
+static void tile(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
+                 float (*block)[PANEL]) {
+  typedef typename F::Sum Sum;
+  const int32_t* x = (const int32_t*)a.x + row * a.x_stride + part.first;
+  Sum sum[M][V];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) sum[m][v] = part.first == 0 ? Sum{} : (Sum)load(&block[m][v * L]);
+  add_up<F, M>(x, a.x_stride, part, sum);
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < V; ++v) {
+      vf value = (vf)sum[m][v];
+      if constexpr (std::is_same_v<Sum, vi>)
+        if (part.is_last) {
+          // x is 128 too large.
+          vi offset = load_bits((const char*)(a.column_sum + panel * PANEL + v * L));
+          value = __builtin_convertvector(sum[m][v] - (offset << 7), vf);
+          value =
+              value * splat(a.row_scale[row + m]) * load(a.column_scale + panel * PANEL + v * L);
+        }
+      store_all(&block[m][v * L], value);
+    }
+}
+
+// int4: two granules' worth of inputs lie in one, the first in the low halves of its bytes. A group
+// is summed in integers.
+struct INT4 {};
+
+template <int M>
+static void tile_int4(const LinearArgs& a, int64_t row, int64_t panel, const Part& part,
+                      float (*block)[PANEL]) {
+  constexpr int STEPS = GROUP / 8;
+  const int64_t groups = a.granules / STEPS, first_group = part.first / STEPS,
+                last_group = part.last / STEPS;
+  const vi low = splat_bits(0x0F0F0F0F);
+  if (part.first == 0)
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v) store_all(&block[m][v * L], vf{});
+  for (int64_t group = first_group; group < last_group; ++group) {
+    if (M >= FETCHING_ROWS && part.is_new)
+      fetch(part.w + (group - first_group) * STEPS * PANEL * 4, STEPS * PANEL * 4);
+    vi sum[M][V];
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v)
+        sum[m][v] = splat_bits(-8 * a.row_sum[(row + m) * groups + group]);
+#pragma GCC unroll 4
+    for (int u = 0; u < STEPS; ++u) {
+      const int64_t g = group * STEPS + u;
+      vi first[V], second[V];
+      for (int v = 0; v < V; ++v) {
+        vi both = load_bits(part.w + (g - part.first) * PANEL * 4 + v * 4 * L);
+        first[v] = both & low;
+        second[v] = (vi)((vu)both >> 4) & low;
+      }
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) {
+        const int32_t* x = (const int32_t*)a.x + (row + m) * a.x_stride + 2 * g;
+        vi x0 = splat_bits(x[0]), x1 = splat_bits(x[1]);
+        for (int v = 0; v < V; ++v)
+          sum[m][v] = dot_bytes(dot_bytes(sum[m][v], first[v], x0), second[v], x1);
+      }
+    }
+    const float* scale = a.column_scale + (panel * groups + group) * PANEL;
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < V; ++v) {
+        vf value =
+            __builtin_convertvector(sum[m][v], vf) * splat(a.row_scale[(row + m) * groups + group]);
+        store_all(&block[m][v * L], load(&block[m][v * L]) + value * load(scale + v * L));
+      }
+  }
+}
+
+typedef void (*Tile)(const LinearArgs&, int64_t, int64_t, const Part&, float (*)[PANEL]);
+
+template <class F, int M>
+static Tile pick(int rows) {
+  if constexpr (M == 0)
+    return nullptr;
+  else {
+    if (rows < M) return pick<F, M - 1>(rows);
+    if constexpr (std::is_same_v<F, INT4>)
+      return tile_int4<M>;
+    else
+      return tile<F, M>;
+  }
+}
+static Tile pick(Format format, int rows) {
+  switch (format) {
+    case Format::F32:
+      return pick<F32, TILE>(rows);
+    case Format::BF16:
+      return pick<BF16, TILE>(rows);
+    case Format::INT8:
+      return pick<INT8, TILE>(rows);
+    default:
+      return pick<INT4, TILE>(rows);
+  }
+}
+
+// What a panel's sums become; `bias` and the widths are the same for all rows.
+template <typename T, bool GATED>
+static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows,
+                       int64_t panel, Beyond beyond) {
+  constexpr int COLUMNS = GATED ? PANEL / 2 : PANEL, N = COLUMNS / L;
+  const int64_t first = panel * COLUMNS;
+  const int count = int(std::min<int64_t>(COLUMNS, a.width - first));
+  vf bias[V] = {};
+  if (a.bias != nullptr)
+    for (int v = 0; v < V; ++v) bias[v] = load(a.bias + panel * PANEL + v * L);
+  T* out = (T*)a.out + row * a.out_stride + first;
+  for (int64_t r = 0; r < rows; ++r, out += a.out_stride) {
+    beyond.fetch_next();
+    vf value[V];
+    for (int v = 0; v < V; ++v) value[v] = load(block[r] + v * L) + bias[v];
+    if constexpr (GATED)
+      for (int v = 0; v < N; ++v)
+        value[v] = rounded(silu(rounded(value[v], out)), out) * rounded(value[v + N], out);
+    if (count == COLUMNS) {
+      for (int v = 0; v < N; ++v) store_all(out + v * L, value[v]);
+    } else {
+      float values[COLUMNS];
+      for (int v = 0; v < N; ++v) store_all(values + v * L, value[v]);
+      for (int c = 0; c < count; ++c) store(out + c, values[c]);
+    }
+  }
+}
+
+static constexpr auto COLUMN_NUMBERS = [] {
+  std::array<int32_t, PANEL> numbers{};
+  for (int i = 0; i < PANEL; ++i) numbers[i] = i;
+  return numbers;
+}();
+
+// Instead of store_rows, where only the highest output of a row is wanted.
+static void update_argmax(const LinearArgs& a, const float (*block)[PANEL], int64_t row,
+                          int64_t rows, int64_t panel, Beyond beyond) {
+  const vi width = vi{} + int32_t(std::min<int64_t>(PANEL, a.width - panel * PANEL)),
+           number = vi{} + int32_t(panel);
+  vf bias[V] = {};
+  if (a.bias != nullptr)
+    for (int v = 0; v < V; ++v) bias[v] = load(a.bias + panel * PANEL + v * L);
+  for (int64_t r = 0; r < rows; ++r) {
+    beyond.fetch_next();
+    for (int v = 0; v < V; ++v) {
+      const int64_t at = (row + r) * PANEL + v * L;
+      const vf value = load(block[r] + v * L) + bias[v], best = load(a.highest + at);
+      // Nearly always; what is not stored needs no place in the first-level cache, through which
+      // the weight has just gone.
+      if (all_less(value, best)) continue;
+      const vi column = load_bits((const char*)(COLUMN_NUMBERS.data() + v * L)),
+               first = load_bits((const char*)(a.highest_panel + at));
+      const vi is_better =
+          ((value > best) | ((value == best) & (number < first)) | (value != value)) &
+          (column < width);
+      store_all(a.highest + at, is_better ? value : best);
+      const vi chosen = is_better ? number : first;
+      std::memcpy(a.highest_panel + at, &chosen, sizeof(chosen));
+    }
+  }
+}
+
+// Rows that a tile should have: with fewer its sums are too few to hide how long a product takes.
+constexpr int64_t ENOUGH_ROWS = 5;
+
+// The first row of tile `t` of `tiles`. The first tile waits for the memory, which has the longer
+// for the weight the more rows it has: so it gets what the others, which find the weight in the
+// cache, can spare.
+static int64_t first_of(int64_t rows, int64_t t, int64_t tiles) {
+  if (t == 0 || tiles == 1) return rows * t / tiles;
+  const int64_t first =
+      std::max(rows / tiles, std::min<int64_t>(TILE, rows - ENOUGH_ROWS * (tiles - 1)));
+  return first + (rows - first) * (t - 1) / (tiles - 1);
+}
+
+void multiply(const LinearArgs& a, const LinearTask& task) {
+  const int64_t rows = task.last_row - task.first_row, tiles = (rows + TILE - 1) / TILE;
+  const int64_t parts = (a.granules + PART - 1) / PART;
+  alignas(64) float blocks[ROW_BLOCK][PANEL];
+  for (int64_t panel = task.first_panel; panel < task.last_panel; ++panel)
+    for (int64_t p = 0; p < parts; ++p) {
+      // Whole groups of int4, whole turns of the unrolled loop.
+      const int64_t from = a.granules * p / parts / UNROLL * UNROLL;
+      const int64_t to =
+          p + 1 < parts ? a.granules * (p + 1) / parts / UNROLL * UNROLL : a.granules;
+      Part part{
+          .w = a.weight + (panel * a.granules + from) * PANEL * 4,
+          .first = from,
+          .last = to,
+          .is_last = p + 1 == parts,
+          .is_new = true,
+      };
+      for (int64_t t = 0; t < tiles; ++t, part.is_new = false) {
+        const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
+        pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
+        if (!part.is_last) continue;
+        const bool fetches = part.is_new && last - first >= FETCHING_ROWS;
+        const Beyond beyond{fetches ? a.weight + (panel + 1) * a.granules * PANEL * 4 : nullptr};
+        if (a.highest != nullptr) {
+          update_argmax(a, blocks + first, task.first_row + first, last - first, panel, beyond);
+          continue;
+        }
+        const auto put = a.out_bf16
+                             ? (a.gated ? store_rows<bf16, true> : store_rows<bf16, false>)
+                             : (a.gated ? store_rows<float, true> : store_rows<float, false>);
+        put(a, blocks + first, task.first_row + first, last - first, panel, beyond);
+      }
+    }
+}
+
+// Of `n` values with one scale; returns the sum of what was stored.
+template <typename T>
+static int32_t quantize_run(const T* x, int64_t n, int32_t zero, int8_t* out, float* scale) {
+  const float most = abs_max(x, n);
+  *scale = most / 127.0f;
+  const float inverse = most > 0 && most <= 3e38f ? 127.0f / most : 0.0f;
+  int32_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t q = int32_t(std::nearbyintf(to_float(x[i]) * inverse));
+    sum += q;
+    out[i] = int8_t(q + zero);
+  }
+  return sum;
+}
+
+template <typename T>
+static void quantize_row(const QuantizeArgs& a, int64_t row) {
+  const T* x = (const T*)a.x + row * a.x_stride;
+  int8_t* out = a.out + row * a.stride;
+  if (!a.grouped) {
+    quantize_run(x, a.width, 128, out, a.scale + row);
+    std::memset(out + a.width, 128, a.padded - a.width);
+    return;
+  }
+  const int64_t groups = a.padded / GROUP;
+  std::memset(out + a.width, 0, a.padded - a.width);
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t first = g * GROUP, count = std::clamp<int64_t>(a.width - first, 0, GROUP);
+    a.sum[row * groups + g] =
+        quantize_run(x + first, count, 0, out + first, a.scale + row * groups + g);
+  }
+}
+
+void quantize(const QuantizeArgs& a, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row)
+    a.is_bf16 ? quantize_row<bf16>(a, row) : quantize_row<float>(a, row);
+}
+
+}  // namespace NS
+}  // namespace penstock

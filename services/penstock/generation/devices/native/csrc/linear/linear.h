@@ -1,0 +1,82 @@
+// Arguments of the linear layers. A weight is kept in panels of 32 outputs; within a panel the
+// inputs are granules of 4 bytes (2 bfloat16, 1 float32, 4 int8 or 8 int4), and a granule's 32
+// outputs lie side by side: (panels, granules, 32, 4 B).
+#pragma once
+#include <cstdint>
+
+namespace penstock {
+
+constexpr int PANEL = 32;
+// Inputs that share a scale in int4.
+constexpr int GROUP = 32;
+// Most rows of a task, which stay in the cache while the panels go by: whole tiles.
+constexpr int64_t ROW_BLOCK = 264;
+
+enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+
+struct LinearArgs {
+  Format format;
+  const void* x;     // (rows, x_stride) granules; int8: unsigned, 128 is 0; int4: signed
+  int64_t x_stride;  // in granules
+  const char* weight;
+  int64_t granules;           // of a row of the weight
+  const float* bias;          // (panels * 32) or null
+  const float* row_scale;     // int8: (rows); int4: (rows, groups)
+  const float* column_scale;  // int8: (panels * 32); int4: (panels, groups, 32)
+  const int32_t* column_sum;  // int8: (panels * 32)
+  const int32_t* row_sum;     // int4: (rows, groups)
+  void* out;                  // (rows, width)
+  int64_t width, out_stride;  // in elements
+  bool out_bf16;
+  bool gated;  // a panel is 16 gates and the 16 values that they gate: out is silu(gate) * value,
+               // half as wide
+  // Not null: nothing is written to `out`; (rows, PANEL) of the highest output in each column of
+  // the panels so far, NaN where there was one, and of the first panel that has it.
+  float* highest = nullptr;
+  int32_t* highest_panel = nullptr;
+};
+
+// Rows times panels of one thread.
+struct LinearTask {
+  int64_t first_row, last_row, first_panel, last_panel;
+};
+
+struct QuantizeArgs {
+  const void* x;  // (rows, width)
+  int64_t width, x_stride;
+  bool is_bf16;
+  bool grouped;  // int4's: signed, a scale and a sum for each group; else unsigned with 128 as 0, a
+                 // scale a row
+  int8_t* out;   // (rows, padded)
+  int64_t padded;  // a multiple of a granule, of a group where grouped
+  int64_t stride;
+  float* scale;
+  int32_t* sum;
+};
+
+// A packed weight, and what the rows are that it is made of.
+struct PackArgs {
+  Format format;
+  bool is_bf16;
+  int64_t inputs, granules;
+  char* weight;
+  float* scale;
+  int32_t* sum;
+};
+
+#define PENSTOCK_LINEAR_KERNELS                                                                    \
+  int max_tile_rows();                                                                             \
+  void multiply(const LinearArgs&, const LinearTask&);                                             \
+  void quantize(const QuantizeArgs&, int64_t first, int64_t last);                                 \
+  /* `count` dense rows to the columns from `column` on; false: int8 or int4, and a number is none \
+   * or infinite. */                                                                               \
+  bool pack(const PackArgs&, const void* rows, int count, int64_t panel, int column);
+namespace avx512 {
+PENSTOCK_LINEAR_KERNELS
+}
+namespace avx2 {
+PENSTOCK_LINEAR_KERNELS
+}
+#undef PENSTOCK_LINEAR_KERNELS
+
+}  // namespace penstock

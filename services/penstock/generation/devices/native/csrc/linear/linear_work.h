@@ -1,0 +1,76 @@
+// How the work of a linear layer is shared: by anybody's threads, each of which calls
+// `multiply_share`.
+#pragma once
+#include <algorithm>
+
+#include "linear/linear.h"
+#include "util/dispatch.h"
+#include "util/progress.h"
+
+namespace penstock {
+
+inline int64_t granule_inputs(Format format) {
+  return format == Format::F32 ? 1 : format == Format::BF16 ? 2 : format == Format::INT8 ? 4 : 8;
+}
+
+inline int64_t granules_of(Format format, int64_t inputs) {
+  const int64_t unit = format == Format::INT4 ? GROUP : granule_inputs(format);
+  return (inputs + unit - 1) / unit * unit / granule_inputs(format);
+}
+
+// Bytes from a row to the next where many are multiplied at once: an odd number of cache lines. A
+// power of two would put the rows of a tile on the same few lines of the first-level cache, which
+// then holds none of them.
+inline int64_t spread(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+// Rows that still fit on such lines.
+constexpr int64_t CROWD = 8;
+
+// Tasks are blocks of rows times runs of panels, and a thread's share is a run of tasks: it reads
+// the weight from end to end, as the hardware's prefetch likes it, and only then helps others.
+struct LinearShare {
+  // Small enough for all threads to end together.
+  static constexpr int64_t TASK_BYTES = 64 << 10;
+
+  int64_t rows, panels, threads, blocks, each, parts;
+
+  LinearShare(const LinearArgs& args, int64_t rows, int64_t panels, int64_t threads)
+      : rows(rows), panels(panels), threads(threads), blocks((rows + ROW_BLOCK - 1) / ROW_BLOCK) {
+    each = std::max<int64_t>(1, std::min<int64_t>((panels + threads - 1) / threads,
+                                                  TASK_BYTES / (args.granules * PANEL * 4)));
+    parts = (panels + each - 1) / each;
+  }
+
+  int64_t first_of(int64_t thread) const { return blocks * parts * thread / threads; }
+  LinearTask task(int64_t number) const {
+    const int64_t block = number / parts, part = number % parts;
+    return {
+        .first_row = rows * block / blocks,
+        .last_row = rows * (block + 1) / blocks,
+        .first_panel = part * each,
+        .last_panel = std::min(panels, (part + 1) * each),
+    };
+  }
+  // Of the weight that `thread` reads in its own share, where rows are one block.
+  int64_t bytes_of(const LinearArgs& args, int64_t thread) const {
+    const int64_t first = first_of(thread), end = first_of(thread + 1);
+    return first == end ? 0
+                        : std::max<int64_t>(0, task(end - 1).last_panel - task(first).first_panel) *
+                              args.granules * PANEL * 4;
+  }
+  // What `thread` will read first.
+  const char* beginning(const LinearArgs& args, int64_t thread) const {
+    return args.weight + task(first_of(thread)).first_panel * args.granules * PANEL * 4;
+  }
+};
+
+// One thread's part; `progress` is that of all threads.
+inline void multiply_share(const LinearArgs& args, const LinearShare& share, Progress* progress,
+                           int64_t thread) {
+  for (int64_t i = 0; i < share.threads; ++i) {
+    const int64_t owner = (thread + i) % share.threads, end = share.first_of(owner + 1);
+    for (int64_t task; (task = share.first_of(owner) + progress[owner].next.fetch_add(1)) < end;)
+      KERNEL(multiply)(args, share.task(task));
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,12 @@
+// What an embedding that shares its weight with the head looks up.
+#pragma once
+#include <ATen/ATen.h>
+
+namespace penstock {
+
+// (count, inputs): rows `ids` of a packed weight in bfloat16 or float32 with so many outputs.
+// IndexError for an id beyond them.
+at::Tensor packed_rows(const at::Tensor& weight, const int64_t* ids, int64_t count, int64_t inputs,
+                       int64_t outputs, bool bf16);
+
+}  // namespace penstock

@@ -1,0 +1,26 @@
+// Which build of the kernels this process uses: every ops_*.cpp calls them through KERNEL.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+namespace penstock {
+
+// Set once when the library is loaded, changed only by tests.
+extern bool wide;
+
+#define KERNEL(name) (wide ? avx512::name : avx2::name)
+
+inline bool is_bf16(const at::Tensor& x) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
+              "bfloat16 or float32, not ", x.dtype());
+  return x.scalar_type() == at::kBFloat16;
+}
+
+// Rows of `width` elements: about this many elements are worth another thread.
+constexpr int64_t GRAIN = 16384;
+inline int64_t grain(int64_t width) { return std::max<int64_t>(1, GRAIN / width); }
+
+}  // namespace penstock
