@@ -8,28 +8,22 @@ from __future__ import annotations
 
 from penstock.generation.sampling.processors.allowed_tokens import AllowedTokens, AllowedTrie
 from penstock.generation.sampling.processors.base import LogitsProcessor, Warper
-from penstock.generation.sampling.processors.cutoffs import EpsilonCutoff, EtaCutoff, TopNSigma
-from penstock.generation.sampling.processors.diversity import HammingDiversity
-from penstock.generation.sampling.processors.forced import ForcedBos, ForcedEos
-from penstock.generation.sampling.processors.invalid_values import RemoveInvalidValues
-from penstock.generation.sampling.processors.length_decay import ExponentialDecayLength
-from penstock.generation.sampling.processors.logit_bias import LogitBias
-from penstock.generation.sampling.processors.min_new_tokens import MinNewTokens
+from penstock.generation.sampling.processors.ends import ExponentialDecayLength, ForcedBos, ForcedEos, MinNewTokens
+from penstock.generation.sampling.processors.fixed_tokens import BeginSuppressTokens, LogitBias, SuppressTokens
 from penstock.generation.sampling.processors.min_p import MinP
 from penstock.generation.sampling.processors.ngrams import EncoderNoRepeatNgram, NoRepeatNgram
-from penstock.generation.sampling.processors.normalisation import Renormalize
+from penstock.generation.sampling.processors.numbers import RemoveInvalidValues, Renormalize
 from penstock.generation.sampling.processors.penalties import (
     EncoderRepetitionPenalty,
+    HammingDiversity,
     OpenAIPenalties,
     RepetitionPenalty,
 )
 from penstock.generation.sampling.processors.sequence_bias import BadWords, SequenceBias
-from penstock.generation.sampling.processors.suppression import BeginSuppressTokens, SuppressTokens
 from penstock.generation.sampling.processors.temperature import Temperature
-from penstock.generation.sampling.processors.top_h import TopH
 from penstock.generation.sampling.processors.top_k import TopK
 from penstock.generation.sampling.processors.top_p import TopP
-from penstock.generation.sampling.processors.typical import TypicalP
+from penstock.generation.sampling.processors.truncation import EpsilonCutoff, EtaCutoff, TopH, TopNSigma, TypicalP
 from penstock.generation.sampling.processors.watermark import Watermark
 
 # In the order they run.

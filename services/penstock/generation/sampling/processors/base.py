@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.sampling.ops.candidates import Candidates
     from penstock.generation.sampling.trackers import Tracker
 
 # What an option makes of a score stays within this. The sum of two such scores over the lowest temperature is finite

@@ -1,4 +1,4 @@
-"""Penalties on tokens that were seen before."""
+"""Penalties on tokens that were seen before, or chosen by other groups of beams."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
+    import numpy as np
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
@@ -127,3 +128,23 @@ def _places(
     places_E = np.concatenate([some.ids for some in tokens])
     places_E += (rows * vocab_size).repeat(lengths)
     return places_E, lengths
+
+
+class HammingDiversity(LogitsProcessor):
+    """transformers 4.41's HammingDiversityLogitsProcessor: a token loses the penalty once for every beam of an earlier
+    group that chose it at this position (`DrawSpec.taken_ids`)."""
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = [(row, state.sequence) for row, state in zip(rows, states, strict=True)]
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.mode.diversity_penalty > 0.0
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        for row, sequence in self._rows:
+            taken = sequence.draw.taken_ids
+            if taken:
+                index_E = torch.tensor(taken, dtype=torch.int64, device=scores_NV.device)
+                penalty = min(sequence.params.mode.diversity_penalty, LARGEST_SCORE)
+                scores_NV[row].index_add_(0, index_E, torch.full_like(index_E, penalty, dtype=torch.float32), alpha=-1)

@@ -1,8 +1,10 @@
-"""Scores that are log-probabilities."""
+"""Rows as numbers: logits that are none are replaced, scores become log-probabilities."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from penstock.generation.sampling.processors.base import LogitsProcessor
 
@@ -15,6 +17,22 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import RowState
+
+
+class RemoveInvalidValues(LogitsProcessor):
+    """transformers' InfNanRemoveLogitsProcessor: a NaN becomes 0, an infinity the largest number of its sign."""
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = rows
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.remove_invalid_values
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        for row in self._rows:
+            # None: the largest and the smallest number.
+            torch.nan_to_num_(scores_NV[row], nan=0.0, posinf=None, neginf=None)
 
 
 class Renormalize(LogitsProcessor):
