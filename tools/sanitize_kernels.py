@@ -83,7 +83,9 @@ def main() -> int:
             "LD_PRELOAD": runtime_libraries(compiler),
             "PENSTOCK_TEST_KERNELS_HOME": home,
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+        # --capture=sys: the sanitizer writes its report to the file descriptor, and then there is no pytest to show it.
+        options = ["-q", "-p", "no:cacheprovider", "--capture=sys", "-m", "not slow"]
+        command = [sys.executable, "-m", "pytest", *options, *tests]
         code = subprocess.run(command, cwd=ROOT, env=variables).returncode
     print(f"{(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     return code

@@ -343,7 +343,12 @@ template <typename T>
 static int32_t quantize_run(const T* x, int64_t n, int32_t zero, int8_t* out, float* scale) {
   const float most = abs_max(x, n);
   *scale = most / 127.0f;
-  const float inverse = most > 0 && most <= 3e38f ? 127.0f / most : 0.0f;
+  if (!(most > 0 && most <= 3e38f)) {
+    // Zeros, or a row that its scale makes NaN: a NaN is no integer.
+    std::memset(out, zero, n);
+    return 0;
+  }
+  const float inverse = 127.0f / most;
   int32_t sum = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int32_t q = int32_t(std::nearbyintf(to_float(x[i]) * inverse));

@@ -66,6 +66,9 @@ template <typename T>
 static bool quantize_int8(const T* row, int64_t n, int8_t* out, float& scale, int32_t& sum) {
   const float most = abs_max(row, n);
   scale = most / 127.0f;
+  sum = 0;
+  // Is refused; a NaN is no integer.
+  if (!(most <= FLT_MAX)) return false;
   const float inverse = most > 0 ? 127.0f / most : 0.0f;
   vi sums = {};
   int64_t i = 0;
@@ -75,10 +78,9 @@ static bool quantize_int8(const T* row, int64_t n, int8_t* out, float& scale, in
     const vb bytes = __builtin_convertvector(q, vb);
     std::memcpy(out + i, &bytes, sizeof(bytes));
   }
-  sum = 0;
   for (int l = 0; l < L; ++l) sum += sums[l];
   for (; i < n; ++i) sum += out[i] = int8_t(std::nearbyintf(to_float(row[i]) * inverse));
-  return most <= FLT_MAX;
+  return true;
 }
 
 // The largest of a group becomes -8 (as in GGML's q4_0), so that all 16 values are used; the scale
@@ -103,8 +105,11 @@ static bool quantize_int4(const T* row, int64_t n, int64_t groups, uint8_t* out,
     float group[GROUP] = {};
     for (int64_t i = 0; i < count; ++i) group[i] = to_float(row[first + i]);
     const float scale = int4_scale(group), inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    finite = finite && std::fabs(scale) <= FLT_MAX;
     scales[g * PANEL] = scale;
+    if (!(std::fabs(scale) <= FLT_MAX)) {
+      finite = false;
+      continue;
+    }
     uint8_t q[GROUP];
     for (int i = 0; i < GROUP; ++i) {
       const float whole = std::nearbyintf(group[i] * inverse) + 8.0f;
