@@ -10,7 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 TORCH := torch==2.13.0
 # Where the benchmarks keep checkpoints and other engines.
 PEERS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock
-TESTS ?= tests/unit tests/numerics tests/integration tests/e2e
+TESTS ?= tests benchmarks/tests
+# Tests run on so many workers, a file on one of them.
+WORKERS ?= $(shell nproc)
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 MARKS ?= not slow and not docker and not clients
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
@@ -22,7 +25,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow clients numerics sanitize soak lint types stubs docs bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients numerics sanitize soak lint types stubs docs bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -33,12 +36,15 @@ kernels: $(VENV)/.runtime  ## compile the optional C++ kernels (needs g++)
 demo: $(VENV)/.runtime  ## start the stack on the embedded model, stream one answer, show its timings
 	@$(BIN)/penstock demo
 
+quick: $(VENV)/.dev  ## while working: the unit tests that need no kernels, about a minute
+	@$(PYTEST) -m "$(MARKS) and not kernels" tests/unit
+
 test: $(VENV)/.dev  ## the tests, but those marked slow, docker or clients
-	@$(BIN)/python -m pytest -q -m "$(MARKS)" $(TESTS)
+	@$(PYTEST) -m "$(MARKS)" $(TESTS)
 
 numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native
 	@test "$(KERNELS)" != native || $(BIN)/penstock build-kernels
-	@PENSTOCK_KERNELS=$(KERNELS) $(BIN)/python -m pytest -q -m "$(MARKS)" tests/numerics
+	@PENSTOCK_KERNELS=$(KERNELS) $(PYTEST) -m "$(MARKS)" tests/numerics
 
 slow: $(VENV)/.dev  ## the tests marked slow
 	@$(BIN)/python -m pytest -q -m slow $(TESTS)

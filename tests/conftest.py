@@ -17,9 +17,18 @@ hypothesis.settings.load_profile("penstock")
 _WITH_COMPILATION_SECONDS = 900
 
 
+# Files whose services listen on the default ports: one after the other.
+_ON_DEFAULT_PORTS = {"test_readme.py", "test_app.py"}
+
+
+# Before xdist's own, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """More time for tests of the kernels."""
+    """Mark tests of the kernels, give them more time, and keep a file's tests, which share servers, on one worker."""
     for item in items:
         module = getattr(item, "module", None)
         if any(hasattr(module, name) for name in ("use_native", "use_instruction_set", "use_packing")):
+            item.add_marker(pytest.mark.kernels)
             item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
+        group = "default-ports" if item.path.name in _ON_DEFAULT_PORTS else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -22,13 +22,13 @@ from penstock.generation.devices.native import build
 ROOT = Path(__file__).resolve().parents[1]
 # All whose subject is what the kernels read and write.
 TESTS = (
-    "tests/unit/test_native_*.py",
-    "tests/unit/test_packed_layout.py",
-    "tests/numerics/test_fused_layers.py",
-    "tests/numerics/test_steady_decode.py",
-    "tests/numerics/test_wanted_rows.py",
-    "tests/numerics/test_shared_in_step.py",
-    "tests/numerics/test_int8_kv.py",
+    "tests/unit/generation/**/test_native_*.py",
+    "tests/unit/generation/weights/test_packed_layout.py",
+    "tests/numerics/models/test_fused_layers.py",
+    "tests/numerics/engine/test_steady_decode.py",
+    "tests/numerics/engine/test_wanted_rows.py",
+    "tests/numerics/engine/test_shared_in_step.py",
+    "tests/numerics/models/test_int8_kv.py",
 )
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +33,12 @@ def cache_home() -> Path:
 def _obstacle() -> str | None:
     """Why there are no kernels; None when they are loaded."""
     cache = cache_home() / "penstock"
+    cache.mkdir(parents=True, exist_ok=True)
     try:
-        build.build(cache)
+        # Workers of one run wait for the first to compile.
+        with (cache / "building.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            build.build(cache)
     except StartupError as error:
         return str(error)
     return None if library.load(cache) else "this CPU has no AVX2; last run recorded in docs/learn/testing.md"

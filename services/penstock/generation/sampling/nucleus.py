@@ -1,6 +1,6 @@
 """Warpers on the candidates of a row: what the warpers do on the whole vocabulary, for a few hundred tokens.
 
-tests/unit/test_sampling_sampler.py holds the two against each other.
+tests/unit/generation/sampling/test_sampler.py holds the two against each other.
 """
 
 from __future__ import annotations

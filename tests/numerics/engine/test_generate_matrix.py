@@ -29,7 +29,7 @@ from penstock.common.checkpoint import demo_folder
 from penstock.generation.startup.load import LoadedModel
 from transformers import AutoTokenizer, PreTrainedModel
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 # Scores that transformers' processors and ours make of the same logits.
 SCORE_TOLERANCE = 1e-5
 # The logits themselves, against transformers in float64: its own float32 is up to 1e-4 from that on the demo model.

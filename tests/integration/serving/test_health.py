@@ -16,7 +16,7 @@ from penstock.serving.channels import open_channel
 from penstock.serving.server import RunningServer
 
 BUF = Path(sys.executable).parent / "buf"
-PROTOS = Path(__file__).resolve().parents[2] / "protos"
+PROTOS = Path(__file__).resolve().parents[3] / "protos"
 
 
 async def test_health_is_not_serving_until_the_service_has_started() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROTOS = Path(__file__).resolve().parents[2] / "protos"
+PROTOS = Path(__file__).resolve().parents[3] / "protos"
 BUF = shutil.which("buf") or str(Path(sys.executable).parent / "buf")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-GENERATION = Path(__file__).resolve().parents[2] / "services" / "penstock" / "generation"
+GENERATION = Path(__file__).resolve().parents[4] / "services" / "penstock" / "generation"
 DECODING = GENERATION / "engine" / "decoding"
 # Makes the options of a mode of what a caller asked for.
 MAKER = GENERATION / "options" / "modes.py"

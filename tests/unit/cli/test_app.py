@@ -16,7 +16,7 @@ from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import role_arguments, tree_options
 from penstock.common.options import options_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-DEMO = Path(__file__).parents[2] / "services" / "penstock" / "assets" / "demo"
+DEMO = Path(__file__).parents[3] / "services" / "penstock" / "assets" / "demo"
 # Each ends inside a word, or where a longer token could stand.
 TEXTS = (
     "The capital of Fra", "What is the col", "My name is", "Count from one to t", "How many day", "Tell me a stor",

@@ -20,13 +20,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from rich.progress import Progress  # noqa: E402
+from rich.progress import Progress
 
-from benchmarks._guard_benches import Effort, Setting, engine_overhead  # noqa: E402
-from benchmarks._guard_plant import plant  # noqa: E402
-from benchmarks._guard_rounds import Guard, Limits  # noqa: E402
-from benchmarks._guard_trees import Tree, checked_out, choose_kernels, find_commit, instruction_set  # noqa: E402
-from benchmarks._guard_turns import HeldProcess, TurnFailed  # noqa: E402
+from benchmarks._guard_benches import Effort, Setting, engine_overhead
+from benchmarks._guard_plant import plant
+from benchmarks._guard_rounds import Guard, Limits
+from benchmarks._guard_trees import Tree, checked_out, choose_kernels, find_commit, instruction_set
+from benchmarks._guard_turns import HeldProcess, TurnFailed
 
 GUARD = ROOT / "benchmarks" / "guard.py"
 SETTING = Setting(Path("model"), 2)

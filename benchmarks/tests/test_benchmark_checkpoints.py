@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.engines import w8a8  # noqa: E402
-from benchmarks.engines.base import Settings, Unsupported  # noqa: E402
-from benchmarks.engines.vllm import Vllm  # noqa: E402
-from benchmarks.engines.w8a8 import convert, quantize  # noqa: E402
+from benchmarks.engines import w8a8
+from benchmarks.engines.base import Settings, Unsupported
+from benchmarks.engines.vllm import Vllm
+from benchmarks.engines.w8a8 import convert, quantize
 
 LAYERS = {
     f"model.layers.0.{name}.weight"

@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks._report import STDOUT, Table, save  # noqa: E402
-from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed  # noqa: E402
-from benchmarks.report import best_peer, markdown, ratio, read, rows_of  # noqa: E402
-from benchmarks.roofline import Machine, Model, ideal  # noqa: E402
-from benchmarks.workloads import parser, skipped  # noqa: E402
+from benchmarks._report import STDOUT, Table, save
+from benchmarks.cells import HEADLINES, WORKLOADS, Workload, figures, medians, tokens_needed
+from benchmarks.report import best_peer, markdown, ratio, read, rows_of
+from benchmarks.roofline import Machine, Model, ideal
+from benchmarks.workloads import parser, skipped
 
 MODEL = Model(body=1000, head=100, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=50)
 

@@ -25,7 +25,7 @@ from penstock.generation.options.warnings import _IDLE
 from penstock.v1 import config_pb2
 from transformers import GenerationConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
 MESSAGES: dict[str, Any] = {
     "config": config_pb2.GenerationConfig,

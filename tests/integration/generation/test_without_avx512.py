@@ -11,11 +11,11 @@ import pytest
 import torch
 from penstock.generation.host.cpu_features import Int8Product, int8_product, packing_obstacle
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 FILES = (
     "test_cpu_features.py",
     "test_mapped_embeddings.py",
-    "test_models_linear.py",
+    "test_linear.py",
     "test_native_linear.py",
     "test_quantization.py",
 )

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._guard_benches import (  # noqa: E402
+from benchmarks._guard_benches import (
     MODES,
     NAMES,
     WHOLE_RUN,
@@ -27,10 +27,10 @@ from benchmarks._guard_benches import (  # noqa: E402
     wire_times,
     workload_times,
 )
-from benchmarks._guard_ratios import Cell, interval, ratios  # noqa: E402
-from benchmarks._guard_report import conclusion  # noqa: E402
-from benchmarks._report import Table  # noqa: E402
-from benchmarks._wire_report import markdown  # noqa: E402
+from benchmarks._guard_ratios import Cell, interval, ratios
+from benchmarks._guard_report import conclusion
+from benchmarks._report import Table
+from benchmarks._wire_report import markdown
 
 SETTING = Setting(Path("model"), 2)
 

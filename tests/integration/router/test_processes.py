@@ -20,7 +20,7 @@ TOKENS, BEFORE = 200, 20
 IDS = list(count_up(TOKENS)(None))  # type: ignore[arg-type]
 WANT_IDS = config_pb2.OutputConfig(return_token_ids=True)
 BACKEND = (sys.executable, "-m", "factories.emitting_backend")
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 @contextmanager

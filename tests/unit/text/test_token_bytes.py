@@ -153,7 +153,7 @@ def test_the_byte_alphabet_is_the_librarys() -> None:
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-7b"])
 def test_real_tokenizers_decode_their_vectors(name: str) -> None:
-    default = Path(__file__).parents[2].parent / "shared" / "data"
+    default = Path(__file__).parents[3].parent / "shared" / "data"
     path = Path(os.environ.get("PENSTOCK_CONFORMANCE_DATA", default)) / "tokenizers" / name
     if not path.is_dir():
         pytest.skip(f"no real tokenizers at {path.parent}")

@@ -12,8 +12,8 @@ from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
 
-SUITE = Path(__file__).parents[1] / "data" / "json-schema-test-suite"
-PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "structured-output.md").read_text(encoding="utf-8")
+SUITE = Path(__file__).parents[3] / "data" / "json-schema-test-suite"
+PAGE = (Path(__file__).parents[4] / "docs" / "guide" / "structured-output.md").read_text(encoding="utf-8")
 # File -> (cases that are honoured, cases of schemas that are refused), as in the table of PAGE.
 HONOURED = {
     "draft2020-12": {
