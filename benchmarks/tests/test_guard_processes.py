@@ -55,12 +55,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 TALLY = """
-import pathlib, subprocess, sys
+import pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({pids!r}).write_text(f"{{__import__('os').getpid()}} {{child.pid}}")
 for number in range(3):
     print("turn", number)
     pathlib.Path({file!r}).write_text(str(number))
+    # Does nothing more by itself, however late it is held.
+    while not pathlib.Path({file!r} + f"-go-on-{{number}}").exists():
+        time.sleep(0.005)
 child.kill()
 child.wait()
 pathlib.Path({file!r}).write_text("end")
@@ -73,9 +76,11 @@ def test_a_process_and_its_children_are_held_between_turns(tmp_path: Path) -> No
     try:
         process.turn()
         family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
-        for _ in range(2):
+        for number in range(2):
             wait_for(lambda: all(one.status() == psutil.STATUS_STOPPED for one in family))
+            Path(f"{file}-go-on-{number}").touch()
             process.turn()
+        Path(f"{file}-go-on-2").touch()
         process.finish()
         assert file.read_text() == "end"
         assert not any(is_alive(one) for one in family)

@@ -73,7 +73,7 @@ tight = st.builds(
     max_running_sequences=st.integers(8, 12),
     max_batch_tokens=st.integers(12, 24),
     prefix_cache=st.booleans(),
-    watermark=st.just(0.0),
+    reserve_share=st.just(0.0),
 )
 seen: Counter[str] = Counter()
 
