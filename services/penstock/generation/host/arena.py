@@ -62,7 +62,7 @@ class Arena:
             return self._taken
 
     def take(self, num_bytes: int) -> memoryview | None:
-        # Bytes before `_taken` are handed out; `_touched` to `_end` are in memory; `_touching` to `_touched` is written.
+        """Hand out `num_bytes`, aligned for vectors, not zeroed; None when too little is left or it is closed."""
         with self._changed:
             first = -(-self._taken // ALIGNMENT) * ALIGNMENT
             last = first + num_bytes
