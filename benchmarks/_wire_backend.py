@@ -54,7 +54,7 @@ class Running:
     position: int = 0
 
 
-class Emitter:
+class SessionStepper:
     """Makes the messages of one Session."""
 
     def __init__(self, ids: list[int], received: memoryview, pace: Pace) -> None:
@@ -157,29 +157,29 @@ class Servicer:
 
     async def Session(self, commands: AsyncIterator[generation_pb2.SessionRequest], context: Any) -> None:
         pace = Pace.of(self._arguments)
-        emitter = Emitter(self._arguments.ids, self._received, pace)
-        reader = asyncio.ensure_future(_read(commands, emitter))
+        stepper = SessionStepper(self._arguments.ids, self._received, pace)
+        reader = asyncio.ensure_future(_read(commands, stepper))
         try:
             while True:
-                emitter.wakeup.clear()
-                message = emitter.step()
+                stepper.wakeup.clear()
+                message = stepper.step()
                 if message:
                     await context.write(message)
                     await asyncio.sleep(pace.step_seconds)
-                elif emitter.running:
+                elif stepper.running:
                     await asyncio.sleep(pace.poll_seconds)
                 else:
-                    await emitter.wakeup.wait()
+                    await stepper.wakeup.wait()
         finally:
             reader.cancel()
 
 
-async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], emitter: Emitter) -> None:
+async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], stepper: SessionStepper) -> None:
     async for command in commands:
         if command.HasField("submit"):
-            emitter.submit(command.submit, command.handle)
+            stepper.submit(command.submit, command.handle)
         else:
-            emitter.running.pop(command.abort.request_id, None)
+            stepper.running.pop(command.abort.request_id, None)
 
 
 def _add(server: grpc.aio.Server, servicer: Any) -> None:

@@ -126,7 +126,7 @@ class RecordedStrategy(DecodingStrategy):
         sequences = [self._made(one) for one in self._facts["sequences"]]
         for facts, sequence in zip(self._facts["sequences"], sequences, strict=True):
             if "guide" in facts:
-                sequence.guide = self._sequences[facts["guide"]]
+                sequence.unconditional = self._sequences[facts["guide"]]
         return sequences, []
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
@@ -238,7 +238,7 @@ class RecordedStrategy(DecodingStrategy):
             token_ids=[] if parent is None else parent.token_ids[:shared],
             num_prompt_tokens=facts["prompt"],
             family=facts["family"],
-            draw=DrawSpec(DrawKind.GUIDE) if "is_guide" in facts else DrawSpec(),
+            draw=DrawSpec(DrawKind.UNCONDITIONAL) if "is_guide" in facts else DrawSpec(),
             next_token_id=0 if "is_scored" in facts else None,
         )
         self._sequences[sequence.seq_id] = sequence
@@ -331,7 +331,7 @@ class StandIn:
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
         for entry in output.scheduled:
             for drawer in (*entry.sample, *(probe for _, probe in entry.probes)):
-                if drawer.draw.kind is not DrawKind.GUIDE:
+                if drawer.draw.kind is not DrawKind.UNCONDITIONAL:
                     sampled[drawer.seq_id] = token
             told = _prompt_rows(entry)
             if told:

@@ -69,14 +69,16 @@ class FakeRunner:
         self._write(output)
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
-        guides = {one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_guide(one)}
+        guides = {
+            one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_unconditional(one)
+        }
         for entry in output.scheduled:
             context = self._read(entry.sequence, entry.start + entry.num_tokens)
             for drawer in entry.sample:
                 assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
-                if is_guide(drawer):
+                if is_unconditional(drawer):
                     continue
-                guide = drawer.guide
+                guide = drawer.unconditional
                 assert guide is None or guide.seq_id in guides, "drawn without its guide"
                 beside = [] if guide is None else [-1, *guides[guide.seq_id]]
                 sampled[drawer.seq_id] = self.draw(drawer, [*context, *beside])
@@ -169,9 +171,9 @@ def prompt_targets(entry: ScheduledSequence) -> list[int]:
     return known[first + 1 : entry.start + entry.num_tokens + 1]
 
 
-def is_guide(sequence: Sequence) -> bool:
+def is_unconditional(sequence: Sequence) -> bool:
     """Whether only other sequences' draws need its row."""
-    return sequence.draw.kind is DrawKind.GUIDE
+    return sequence.draw.kind is DrawKind.UNCONDITIONAL
 
 
 def ranking(seed: int, context: Items[int], vocab_size: int) -> list[tuple[int, float]]:

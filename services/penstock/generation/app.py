@@ -1,4 +1,4 @@
-"""The generation process: loads one model, serves it, drains, and dies loudly when the engine does.
+"""The generation process: it loads one model, serves it, drains, and ends with an error when the engine fails.
 
 Order of start: servicers answer at once (loading), the model loads on a thread, the engine's thread starts, ready.
 Order of stop: new work is refused, live requests finish, sessions and watches end, the server stops, the engine's
@@ -38,16 +38,16 @@ from penstock.generation.startup.load import LoadedModel, load
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 # Time that streams get to send their INTERNAL before a broken process goes.
-FAREWELL_SECONDS = 1.0
+END_STREAMS_SECONDS = 1.0
 _log = get_logger("penstock.generation")
 
 
 class LoadingCancelled(Exception):
-    """The process is stopped while it loads; ends the loading thread."""
+    """Stop of the process while it loads; it ends the loading thread."""
 
 
 class GenerationApp:
-    """The generation service of one process (serving.server.Service)."""
+    """Generation service of one process (serving.server.Service)."""
 
     name = "generation"
     grpc_services: tuple[str, ...] = (
@@ -59,7 +59,7 @@ class GenerationApp:
     def __init__(
         self, config: GenerationServiceConfig, registry: CollectorRegistry, arena: Arena | None = None
     ) -> None:
-        """To be made on the event loop. `arena`: what `early.begin` returned, if it was called."""
+        """Make the service, on the event loop. `arena`: the result of `preload.begin`, if it was called."""
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._config = config
         self._arena = arena
@@ -71,10 +71,10 @@ class GenerationApp:
         self._trace: TraceFile | None = None
         self._compiler: GrammarCompiler | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._farewell: asyncio.Task[None] | None = None
+        self._failing: asyncio.Task[None] | None = None
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Drain and Resume turn health off and on."""
+        """Let Drain and Resume turn health off and on by `set_serving`."""
         self._lifecycle.set_serving = set_serving
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -87,10 +87,10 @@ class GenerationApp:
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(AdminServicer(lifecycle), server)
 
     async def start(self) -> None:
-        """Load and warm up. Raises StartupError."""
-        # Elsewhere than on the main thread, as in some tests, there are no signals.
+        """Load the model, warm up, and start the engine. Raises StartupError."""
+        # Off the main thread, as in some tests, there are no signals.
         with contextlib.suppress(ValueError, RuntimeError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._tell_state)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._log_state)
         try:
             loaded = await asyncio.to_thread(
                 load, self._config, self._lifecycle.model_name, self._progress, self._arena
@@ -109,15 +109,15 @@ class GenerationApp:
         _log.error("weights were written to", cause=str(error))
         self._fail(error)
 
-    def _tell_state(self) -> None:
-        """SIGUSR1."""
+    def _log_state(self) -> None:
+        """Log the state of the engine, on SIGUSR1."""
         if self._status is None:
             _log.info("the model is still loading", percent=self._lifecycle.percent_loaded)
         else:
             self._status.dump_soon()
 
     def _progress(self, percent: float) -> None:
-        """Called on the loading thread."""
+        """Store the progress. Called on the loading thread."""
         if self._cancelled.is_set():
             raise LoadingCancelled
         self._lifecycle.percent_loaded = percent
@@ -156,30 +156,30 @@ class GenerationApp:
         )
 
     def _engine_failed(self, error: BaseException) -> None:
-        """The step itself is broken."""
+        """End the process: the engine's step has raised."""
         _log.error("the engine has failed", exc_info=error)
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Every stream ends INTERNAL, and then the process."""
-        if self._farewell is not None:
+        """End every stream with INTERNAL, and then the process."""
+        if self._failing is not None:
             return
         self._lifecycle.state = ModelState.UNAVAILABLE
-        self._farewell = asyncio.create_task(self._say_farewell(error))
+        self._failing = asyncio.create_task(self._end_streams(error))
 
-    async def _say_farewell(self, error: BaseException) -> None:
+    async def _end_streams(self, error: BaseException) -> None:
         await self._lifecycle.set_serving(False)
         core = self._lifecycle.core
         if core is not None:
             core.hub.fail_all(Internal("the engine of this process has failed", reason="ENGINE_FAILED"))
             core.hub.close_streams()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(core.hub.wait_streams_closed(), FAREWELL_SECONDS)
+                await asyncio.wait_for(core.hub.wait_streams_closed(), END_STREAMS_SECONDS)
         if not self.failed.done():
             self.failed.set_result(error)
 
     async def drain(self) -> None:
-        """Refuse new work, wait for what is live, end the sessions."""
+        """Refuse new work, wait for live requests, end the sessions."""
         self._lifecycle.stopping = True
         self._lifecycle.start_drain()
         core = self._lifecycle.core
@@ -194,15 +194,15 @@ class GenerationApp:
         core.hub.close_streams()
 
     async def close(self) -> None:
-        """Stop the engine's thread; what is still live ends."""
+        """Stop the engine's thread; requests that are still live end."""
         self._cancelled.set()
         self._lifecycle.state = ModelState.UNAVAILABLE
         if self._watch is not None:
             self._watch.cancel()
         if self._status is not None:
             self._status.stop()
-        if self._farewell is not None:
-            await self._farewell
+        if self._failing is not None:
+            await self._failing
         if self._compiler is not None:
             await self._compiler.close()
         if self._engine_loop is not None:
@@ -211,7 +211,7 @@ class GenerationApp:
             await asyncio.to_thread(self._trace.close)
 
     def status_lines(self) -> list[str]:
-        """Model and pool."""
+        """Return lines on model and pool."""
         core = self._lifecycle.core
         return core.loaded.status_lines() if core is not None else []
 

@@ -1,4 +1,4 @@
-"""Configuration of the generation service. Light: the command line imports it for --help."""
+"""Configuration of the generation service. It is light, since the command line imports it for --help."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KV_CACHE_DTYPES = ("auto", "int8")
 
 
 def _bound(name: str, help: str, *, minimum: int = 0) -> Any:
-    """A bound of RequestLimits as an option."""
+    """Return a bound of RequestLimits as an option."""
     return option(getattr(RequestLimits, name), help, group=REQUESTS, minimum=minimum)
 
 
 def _batch_tokens(text: str) -> int | None:
-    """None for `auto`. Raises ValueError."""
+    """Parse a number of tokens; None for `auto`. Raises ValueError."""
     if text.strip().lower() == "auto":
         return None
     try:
@@ -287,7 +287,7 @@ class GenerationServiceConfig(ServerConfig):
     trace_bytes: int = option(256 << 20, "Where that file ends.", group=INSIDE, minimum=1024)
 
     def validate(self) -> None:
-        """Raises StartupError for options that do not go together."""
+        """Check the options together. Raises StartupError."""
         super().validate()
         for flag, value, allowed in (
             ("--kernels", self.kernels, KERNELS),
@@ -306,7 +306,7 @@ class GenerationServiceConfig(ServerConfig):
             )
 
     def grammar_limits(self) -> GrammarLimits:
-        """Bounds on constraints."""
+        """Return the limits on constraints."""
         return GrammarLimits(
             max_bytes=self.max_constraint_bytes,
             max_choices=self.max_constraint_choices,
@@ -319,7 +319,7 @@ class GenerationServiceConfig(ServerConfig):
         )
 
     def request_limits(self) -> RequestLimits:
-        """Bounds that requests are checked against."""
+        """Return the limits that requests are checked against."""
         given = {bound.name: getattr(self, bound.name) for bound in fields(RequestLimits) if hasattr(self, bound.name)}
         for name in ("max_return_sequences", "max_beams"):
             given[name] = min(given[name], self.max_running_sequences)

@@ -1,7 +1,7 @@
 """Prometheus metrics of the generation service; names as vLLM's where the meaning is the same.
 
-Labels come from closed sets: model_name is the one served model, finished_reason the FinishReason values. What the
-engine counts by itself is read when Prometheus scrapes; the rest is updated once per step or request, not per token.
+Labels come from closed sets: model_name is the one served model, finished_reason the FinishReason values. The engine's
+own counters are read when Prometheus scrapes; the rest is updated once per step or request, not per token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 
 
 class EngineFigures(NamedTuple):
-    """What the engine counts by itself, read at each scrape."""
+    """The engine's own counters, read at each scrape."""
 
     load: EngineLoad = EngineLoad()
     stats: EngineStats = EngineStats()
 
 
 class GenerationMetrics:
-    """Every metric of one process. Methods may be called from the event loop and the engine thread."""
+    """All metrics of one process. Methods may be called from the event loop and the engine thread."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = {"model_name": model_name}
@@ -72,11 +72,11 @@ class GenerationMetrics:
         }
 
     def read_engine(self, read: Callable[[], EngineFigures]) -> None:
-        """From now on take the engine's own figures from `read`, which must be callable from any thread."""
+        """Take the engine's own figures from `read`, which must be callable from any thread."""
         self._engine.read = read
 
     def step(self, sample: StepSample) -> None:
-        """One engine step."""
+        """Count one engine step."""
         self._step_tokens.observe(sample.num_tokens)
         self._step_sequences.observe(sample.num_sequences)
         self._stages["schedule"].observe(sample.schedule_seconds)
@@ -86,19 +86,19 @@ class GenerationMetrics:
             self._draft.observe(sample.draft_seconds)
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token."""
+        """Observe the time to a request's first token."""
         self._first_token.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """`count` sequences of a request got a further token, `seconds` after the one before."""
+        """Observe a further token of `count` sequences, `seconds` after the token before."""
         self._inter_token.observe(seconds, count)
 
     def slow_reader(self) -> None:
-        """A stream was cut off."""
+        """Count a stream that was cut off."""
         self._slow_readers.inc()
 
     def request_finished(self, request: Request, finished: FinishedOutput) -> None:
-        """A request's last word."""
+        """Count a request by its last word."""
         if request.purpose is not Purpose.GENERATE:
             self._items[request.purpose, finished.error is None].inc()
             self._prompt_length.observe(finished.prompt_tokens)
@@ -118,12 +118,12 @@ class GenerationMetrics:
         self._finished[FinishReason.ERROR if failed else finished.sequences[0].reason].inc()
 
     def request_failed(self) -> None:
-        """A request that the broken engine left without a last word."""
+        """Count a request that the broken engine left without a last word."""
         self._finished[FinishReason.ERROR].inc()
 
 
 class EngineCollector(Collector):
-    """Gauges and counters that are read from the engine when Prometheus scrapes."""
+    """Collector of gauges and counters that are read from the engine when Prometheus scrapes."""
 
     def __init__(self, labels: dict[str, str], registry: CollectorRegistry) -> None:
         self.read: Callable[[], EngineFigures] = EngineFigures
@@ -131,7 +131,7 @@ class EngineCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's figures as they are now."""
+        """Yield the engine's present figures."""
         load, stats = self.read()
         usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
         yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)

@@ -1,4 +1,4 @@
-"""`penstock pack`: from a checkpoint to a folder whose weights are mapped as they are. Blocking."""
+"""`penstock pack`: turns a checkpoint into a folder whose weights can be mapped as they are. Blocking."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from penstock.generation.weights.packed_layout import DTYPES, HEAD, PackedFacts,
 from penstock.generation.weights.packed_weights import PackedFile
 from penstock.generation.weights.tensor_names import EMBEDDING, NORM, layer_linears, layer_norms, layer_prefix
 
-# Between two reports.
+# Bytes between two reports.
 _PIECE_BYTES = 2**24
-# What is done, and how much of it: in bytes.
+# (task, bytes done, bytes in total)
 Progress = Callable[[str, int, int], None]
 
 
@@ -61,8 +61,8 @@ def pack(
 ) -> Packed:
     """Write the model of `folder`, packed as `dtype` and `quantization`, to the folder `output`.
 
-    Under its name a file is whole or not there; the weights come last. What was written is read back and compared. In
-    memory are embedding, head and one matrix of a layer. Raises StartupError naming what to change.
+    Under its name a file is complete or not there; the weights come last. The written file is read back and compared.
+    Embedding, head and one matrix of a layer are in memory at a time. Raises StartupError naming what to change.
     """
     if is_packed(folder):
         raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made of", flag="MODEL")
@@ -115,7 +115,7 @@ def _write(
     facts: PackedFacts,
     progress: Progress,
 ) -> None:
-    """All of the file, on the disk when this returns, and not in memory."""
+    """Write all of the file. When this returns it is on the disk, and not in memory."""
     head, table = weights.head_and_table()
     places = layout(config, weights.dtype, facts.quantization, has_table=table is not None)
     facts = replace(facts, source_sha256=json.dumps(dict.fromkeys(file_names(folder), "0" * 64)))
@@ -123,24 +123,24 @@ def _write(
     _check_space(path.parent, len(start) + size)
     with path.open("wb") as file, _source_digests(folder) as digests:
         file.write(start)
-        sink = _Sink(file, size, progress)
+        writer = _WeightWriter(file, size, progress)
         for name, tensor in _tensors(config, weights, head, table):
-            sink.write(bytes(places[name].begin - sink.position))
-            sink.write(tensor.contiguous().view(torch.uint8).numpy().data.cast("B"))
-        sink.write(bytes(size - sink.position))
-        facts = replace(facts, source_sha256=json.dumps(digests()), sha256=sink.digest.hexdigest())
+            writer.write(bytes(places[name].begin - writer.position))
+            writer.write(tensor.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        writer.write(bytes(size - writer.position))
+        facts = replace(facts, source_sha256=json.dumps(digests()), sha256=writer.digest.hexdigest())
         file.seek(0)
         file.write(header(places, facts))
         file.flush()
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
-            # Written in small pages. Whoever maps the file has it read again, in large ones.
+            # The page cache holds it in small pages. A later mapping reads it again, in large ones.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     populate(map_file(path))
 
 
-class _Sink:
-    """What comes behind the header."""
+class _WeightWriter:
+    """Writer of all that comes after the header, with its digest."""
 
     def __init__(self, file: BinaryIO, size: int, progress: Progress) -> None:
         self.position = 0
@@ -160,7 +160,7 @@ class _Sink:
 def _tensors(
     config: ModelConfig, weights: CheckpointWeights, head: Linear, table: Tensor | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """In the order of packed_layout.layout, each made when it is asked for."""
+    """Yield tensors by name, in the order of packed_layout.layout. Each is made when it is asked for."""
     yield from _parts(HEAD, head)
     if table is not None:
         yield EMBEDDING, table
@@ -181,9 +181,10 @@ def _parts(name: str, linear: Linear) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _source_digests(folder: Path) -> Iterator[Callable[[], dict[str, str]]]:
-    """SHA-256 of every file of the checkpoint's weights, reckoned by a thread; what is given waits for it.
+    """Compute SHA-256 of every file of the checkpoint's weights on a thread.
 
-    Nobody waits who leaves without asking. Raises StartupError when asked for a file that cannot be read.
+    Yields a function that waits for the digests by file name, and raises StartupError for a file that cannot be read.
+    Leaving without a call does not wait for them.
     """
     is_given_up = Event()
     with ThreadPoolExecutor(1, "digests") as beside:

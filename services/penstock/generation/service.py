@@ -1,4 +1,4 @@
-"""What the servicers stand on: whether there is a model yet, and one loaded model's engine with its live requests."""
+"""Base of the servicers: lifecycle of the model, and one loaded model's engine with its live requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.common.request_context import new_request_id
 from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.item_batch import ItemBatch
 from penstock.generation.engine.loop import EngineLoop
@@ -53,10 +53,10 @@ class ModelState(enum.Enum):
 
 
 class WatermarkCalls:
-    """DetectWatermark off the event loop: one call is computed, some others wait. Used from the event loop only."""
+    """DetectWatermark calls off the event loop: one is computed, some wait. Used from the event loop only."""
 
     def __init__(self, most: int) -> None:
-        """`most`: calls at once; more are refused."""
+        """`most`: most calls at once; more are refused."""
         self._most = most
         self._calls = 0
         self._turn = asyncio.Lock()
@@ -64,8 +64,10 @@ class WatermarkCalls:
     async def run(
         self, detector: WatermarkDetector, command: DetectWatermarkCommand, deadline: float | None
     ) -> WatermarkEvidence:
-        """Detect on another thread, which stops when the caller is gone. Raises ResourceExhausted, DeadlineExceeded and
-        TooFewTokens."""
+        """Detect on another thread, which stops when the caller is gone.
+
+        Raises ResourceExhausted, DeadlineExceeded and TooFewTokens.
+        """
         if self._calls >= self._most:
             raise ResourceExhausted(
                 "too many watermarks are being looked for",
@@ -94,7 +96,7 @@ class WatermarkCalls:
 
 
 class _CallerGone(Exception):
-    """Ends a detection that nobody waits for."""
+    """End of a detection whose caller is gone."""
 
 
 @dataclass(slots=True)
@@ -112,8 +114,8 @@ class GenerationCore:
     max_items: int
     watermark_calls: WatermarkCalls
 
-    def prepare(self, command: GenerateOptions, deadline: float | None) -> Emitter:
-        """Check a command and make the engine's request of it. Raises what `validate` and `resolve` raise.
+    def prepare(self, command: GenerateOptions, deadline: float | None) -> DeltaMaker:
+        """Check a command and make its request and events. Raises what `validate` and `resolve` raise.
 
         `deadline` is the call's, a time.monotonic() or None; a command's own timeout may be earlier.
         """
@@ -133,12 +135,12 @@ class GenerationCore:
             deadline=_earliest(deadline, arrival, command.timeout_seconds),
             attempt_epoch=command.attempt_epoch,
             warnings=resolved.warnings,
-            token_healing=self._healing(command) if resolved.params.token_healing else None,
+            token_healing=self._token_healing(command) if resolved.params.token_healing else None,
         )
-        return Emitter(request, loaded.served.name, resolved.stream_interval)
+        return DeltaMaker(request, loaded.served.name, resolved.stream_interval)
 
-    def _healing(self, command: GenerateOptions) -> TokenHealingOptions | None:
-        """None where the prompt has no other last token to have, or only one token."""
+    def _token_healing(self, command: GenerateOptions) -> TokenHealingOptions | None:
+        """Return None when the prompt's last token can become no other one, or is the only one."""
         prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
         if prefixes is None or len(prompt) < 2:
             return None
@@ -154,9 +156,9 @@ class GenerationCore:
         return replace(params, tensors=resolve_tensors(command.output, params, prompt_tokens, sizes, self.limits))
 
     async def constrain(self, request: Request, constraint: ConstraintSpec) -> None:
-        """Compile a request's constraint. Abort and deadline end the wait; raises what `GrammarCompiler.compile` does.
+        """Compile a request's constraint. Abort and deadline end the wait. Raises as `GrammarCompiler.compile`.
 
-        To be awaited between `prepare` and the submission of the request; the id is the request's from here on.
+        To be awaited between `prepare` and the submission of the request. The request's id is taken from here on.
         """
         remaining = None if request.deadline is None else request.deadline - time.monotonic()
         try:
@@ -169,13 +171,13 @@ class GenerationCore:
         request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
 
     async def score(self, command: ScoreCommand, deadline: float | None) -> list[ItemResult]:
-        """Run a Score to its end. Raises what `check_score` raises, and the first error of an item."""
+        """Run a Score to its end. Raises what `check_score` raises, or the first error of an item."""
         check_score(command, self.loaded.served, self.limits)
         requests = score_requests(command, time.monotonic(), deadline)
         return await ItemBatch(self.hub, requests, "items", self.max_items, followers(command.items)).run()
 
     async def embed(self, command: EmbedCommand, deadline: float | None) -> list[ItemResult]:
-        """Run an Embed to its end. Raises what `check_embed` raises, and the first error of an input."""
+        """Run an Embed to its end. Raises what `check_embed` raises, or the first error of an input."""
         check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
         requests = embed_requests(command, time.monotonic(), deadline)
         return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
@@ -204,29 +206,29 @@ def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> 
 
 
 async def _ignore(_: bool) -> None:
-    """Health that nobody is bound to."""
+    """Ignore a change of health: no health service is bound."""
 
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Where the process stands. `core` is set once the model is loaded."""
+    """Lifecycle of the process. `core` is set once the model is loaded."""
 
     model_name: str
     state: ModelState = ModelState.LOADING
     percent_loaded: float = 0.0
     core: GenerationCore | None = None
-    # The process itself is going: this drain has no way back.
+    # True: the process itself is stopping, and this drain has no way back.
     stopping: bool = False
     set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
 
     def loaded(self) -> GenerationCore:
-        """The core. Raises Unavailable while the model loads or after it failed."""
+        """Return the core. Raises Unavailable while the model loads, and after it failed."""
         if self.core is None or self.state in (ModelState.LOADING, ModelState.UNAVAILABLE):
             raise self._unavailable()
         return self.core
 
     def accepting(self) -> GenerationCore:
-        """The core, for new work. Raises Unavailable also while draining."""
+        """Return the core for new work. Raises Unavailable also while draining."""
         if self.state is ModelState.DRAINING:
             raise Unavailable("this process is draining: send new work elsewhere", reason="DRAINING")
         return self.loaded()
@@ -239,7 +241,7 @@ class Lifecycle:
         return Unavailable("the engine of this process has failed", reason="ENGINE_FAILED")
 
     def start_drain(self) -> None:
-        """Refuse new work from now on."""
+        """Begin to refuse new work."""
         if self.state is ModelState.READY:
             self.state = ModelState.DRAINING
             self._changed()

@@ -229,7 +229,7 @@ def test_a_row_that_is_not_a_number_fails_alone(models: Any) -> None:
     assert result.sampled[0].token_id >= 0
 
 
-@pytest.mark.parametrize("what", ["copies", "forks", "released", "probes", "sample", "draw", "guide", "start"])
+@pytest.mark.parametrize("what", ["copies", "forks", "released", "probes", "sample", "draw", "unconditional", "start"])
 def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str) -> None:
     run = Run(models("tied", "bfloat16", "none"), steady=True)
     run.add(0, [1, 2, 3])
@@ -248,8 +248,8 @@ def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str)
     entry = dataclasses.replace(entry, **changed.get(what, {}))
     if what == "draw":
         one.draw = DrawSpec(DrawKind.NOTHING)
-    if what == "guide":
-        one.guide = other
+    if what == "unconditional":
+        one.unconditional = other
     more: dict[str, Any] = {"copies": ((1, 2),), "forks": (Fork(0, 1, 2),), "released": (1,)}
     output = SchedulerOutput((entry,), **{name: more[name] for name in more if name == what})
     # Without a model: nothing is computed.

@@ -1,4 +1,4 @@
-"""What a sequence's last row is for, and what comes back. Plain data: no torch."""
+"""Purpose of a sequence's last row, and the result that comes back. Plain data: no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 
 class DrawKind(enum.Enum):
-    """What the sampler does with the row of a sequence whose tokens are all computed."""
+    """Use that the sampler makes of the last row of a sequence, once all its tokens are computed."""
 
     # One token, by the sequence's options.
     TOKEN = 1
-    # The highest processed scores; the strategy chooses.
+    # The highest processed scores come back; the strategy chooses among them.
     CANDIDATES = 2
-    # Its logits guide another sequence's draw; nothing comes back.
-    GUIDE = 3
-    # Nothing is drawn: the strategy is told that the tokens are computed (scoring).
+    # The row belongs to an unconditional branch: its logits guide another sequence's draw, and nothing comes back.
+    UNCONDITIONAL = 3
+    # Nothing is drawn; the strategy learns that the tokens are computed (scoring).
     NOTHING = 4
     # The mean of the final hidden states of all its tokens (embedding).
     EMBEDDING = 5
@@ -23,10 +23,10 @@ class DrawKind(enum.Enum):
 
 @dataclass(slots=True)
 class DrawSpec:
-    """Set by a sequence's strategy; the fields below `kind` are for CANDIDATES, but `taken_ids`."""
+    """Draw that a sequence's strategy asks for. All fields but `kind` and `taken_ids` are for CANDIDATES only."""
 
     kind: DrawKind = DrawKind.TOKEN
-    # How many of the highest come back; fewer when fewer have a finite score.
+    # Number of candidates that come back; fewer when fewer have a finite score.
     num_candidates: int = 0
     # Processors work on log_softmax(logits), not on logits (transformers' beam modes).
     log_softmax: bool = False
@@ -48,11 +48,11 @@ class Candidates:
     token_ids: tuple[int, ...]
     # Processed scores, fp32: log-probabilities where DrawSpec.log_softmax is set.
     scores: tuple[float, ...]
-    # What they are ranked by: the scores, or the scores with noise.
+    # Ranking keys: the scores, or the scores with noise.
     keys: tuple[float, ...]
     # Scores of DrawSpec.extra_ids, in order.
     extra_scores: tuple[float, ...] = ()
-    # log of the sum of exp(scores) over the whole row: turns scores into log-probabilities.
+    # log of the sum of exp(scores) over the whole row; it turns scores into log-probabilities.
     log_total: float = 0.0
     # 1 + the number of tokens with a higher score, of every candidate; empty unless SamplingParams.top_logprobs is set.
     ranks: tuple[int, ...] = ()

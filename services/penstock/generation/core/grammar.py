@@ -1,4 +1,4 @@
-"""What the engine needs of a grammar (structured output): states that tokens advance. No torch, no library names."""
+"""Interface of a grammar (structured output) to the engine: states that tokens advance. No torch, no library names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ class GrammarError(Exception):
 
 
 class GrammarState(Protocol):
-    """Where one sequence stands in its grammar. Advanced on the engine thread, read by the sampler's mask workers
-    while the engine thread waits for the step; never both at once."""
+    """Position of one sequence in its grammar.
+
+    The engine thread advances it. The sampler's mask workers read it while the engine thread waits for the step, so
+    the two never touch it at once.
+    """
 
     @property
     def is_done(self) -> bool:
@@ -21,13 +24,13 @@ class GrammarState(Protocol):
     def advance(self, token_id: int) -> bool:
         """Take one output token; False when the grammar does not allow it (the state is then unchanged).
 
-        An end-of-sequence id where the output is complete is allowed and changes nothing. Raises the PenstockError
-        that the request ends with when the state has failed (it outgrew its limits, or no token can follow).
+        An end-of-sequence id is allowed where the output is complete, and changes nothing. Raises the PenstockError
+        that ends the request when the state has failed (it outgrew its limits, or no token can follow).
         """
         ...
 
     def copy(self) -> GrammarState:
-        """For a sequence that goes on from the same tokens."""
+        """Return an independent state for a sequence that goes on from the same tokens."""
         ...
 
 
@@ -35,5 +38,5 @@ class Grammar(Protocol):
     """A compiled grammar: immutable, shared by requests."""
 
     def start(self, eos_token_ids: tuple[int, ...]) -> GrammarState:
-        """The state before the first output token of a request whose end-of-sequence ids are these."""
+        """Return the state before the first output token of a request with these end-of-sequence ids."""
         ...

@@ -15,7 +15,7 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding as transformers 5.x's `rope_parameters`. `rope_type` decides which of the others count."""
+    """Rotary embedding, as in transformers 5.x's `rope_parameters`. `rope_type` decides which other fields count."""
 
     rope_type: str
     theta: float
@@ -25,7 +25,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    # What cos and sin are multiplied by.
+    # Factor on cos and sin.
     attention_factor: float = 1.0
     truncate: bool = True
 
@@ -35,7 +35,7 @@ class ModelConfig:
     """Everything the decoder, the KV pool and GetModelInfo need to know of a checkpoint."""
 
     model_type: str
-    # As in config.json's `architectures`, such as Qwen2ForCausalLM.
+    # First of config.json's `architectures`, such as Qwen2ForCausalLM.
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -52,17 +52,17 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    # One per layer: how many positions a row sees, itself included; None: all.
+    # One entry per layer: number of positions that a row sees, itself included; None: all.
     sliding_windows: tuple[int | None, ...]
-    # generation_config.json's where it names some, else config.json's.
+    # From generation_config.json where it names some, else from config.json.
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
-    # The checkpoint's, as config.json says: "float32", "bfloat16", "float16", or None when it does not.
+    # Number format that config.json names: "float32", "bfloat16", "float16"; None: it names none.
     checkpoint_dtype: str | None
-    # What weights, activations and KV are computed in; set by the loader.
+    # Number format of weights, activations and KV in this process; set by the loader.
     dtype: str = ""
-    # Distinct parameters, tied ones once; set by the loader.
+    # Number of distinct parameters, tied ones counted once; set by the loader.
     num_parameters: int = 0
 
 
@@ -75,47 +75,47 @@ class ConfigReader:
         self.prefix = prefix
 
     def error(self, field: str, problem: str) -> StartupError:
-        """`config.json in <folder>: <field> <problem>`."""
+        """Return a StartupError that reads `config.json in <folder>: <field> <problem>`."""
         return StartupError(f"{self.source}: {self.prefix}{field} {problem}", flag="MODEL")
 
     def has(self, field: str) -> bool:
-        """Present and not null."""
+        """True when `field` is present and not null."""
         return self.values.get(field) is not None
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`; no default: required."""
+        """Read a whole number of at least `minimum`. Without a default the field is required."""
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(field, f"must be a whole number of at least {minimum}, found {value!r}")
         return value
 
     def optional_integer(self, field: str, *, minimum: int = 0) -> int | None:
-        """None when absent or null."""
+        """Read a whole number of at least `minimum`; None when absent or null."""
         return self.integer(field, minimum=minimum) if self.has(field) else None
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A number above 0; no default: required."""
+        """Read a number above 0. Without a default the field is required."""
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.error(field, f"must be a number above 0, found {value!r}")
         return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:
-        """true or false."""
+        """Read true or false."""
         value = self._get(field, default)
         if not isinstance(value, bool):
             raise self.error(field, f"must be true or false, found {value!r}")
         return value
 
     def text(self, field: str, default: str | None = None) -> str:
-        """A string; no default: required."""
+        """Read a string. Without a default the field is required."""
         value = self._get(field, default)
         if not isinstance(value, str):
             raise self.error(field, f"must be a string, found {value!r}")
         return value
 
     def mapping(self, field: str) -> ConfigReader | None:
-        """A nested object, or None when absent or null."""
+        """Return a reader of a nested object; None when absent or null."""
         if not self.has(field):
             return None
         value = self.values[field]
@@ -124,7 +124,7 @@ class ConfigReader:
         return ConfigReader(value, self.source, f"{self.prefix}{field}.")
 
     def token_ids(self, field: str) -> tuple[int, ...]:
-        """An id or a list of them, deduplicated in order; () when absent or null."""
+        """Read a token id or a list of them, without duplicates and in order; () when absent or null."""
         value = self.values.get(field)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in values):
@@ -141,7 +141,7 @@ class ConfigReader:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises StartupError naming the file when it is missing, unreadable or no object."""
+    """Read the JSON object in `path`. Raises StartupError naming the file: missing, unreadable, or not an object."""
     if not path.parent.is_dir():
         raise StartupError(f"{path.parent} is not a folder with a model", flag="MODEL")
     if not path.is_file():

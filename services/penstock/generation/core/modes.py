@@ -1,4 +1,4 @@
-"""Facts that a decoding mode tells every room, and the options that go beside a mode. Plain data: no torch."""
+"""Facts of a decoding mode that other rooms act on, and options that go beside a mode. Plain data: no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class GenerationMode(enum.Enum):
-    """What generate() does (transformers' GenerationMode; penstock.v1.GenerationMode has the same numbers)."""
+    """Decoding mode of generate() (transformers' GenerationMode; penstock.v1.GenerationMode has the same numbers)."""
 
     GREEDY_SEARCH = 1
     SAMPLE = 2
@@ -22,7 +22,7 @@ class GenerationMode(enum.Enum):
 
 
 class EarlyStopping(enum.Enum):
-    """When beam search may stop: see transformers' `early_stopping`."""
+    """Moment at which beam search may stop: see transformers' `early_stopping`."""
 
     FALSE = "false"
     TRUE = "true"
@@ -30,7 +30,7 @@ class EarlyStopping(enum.Enum):
 
 
 class AssistantSchedule(enum.Enum):
-    """How the number of drafted tokens changes within a request (transformers' num_assistant_tokens_schedule)."""
+    """Rule by which the number of drafted tokens changes within a request (num_assistant_tokens_schedule)."""
 
     CONSTANT = "constant"
     HEURISTIC = "heuristic"
@@ -38,53 +38,53 @@ class AssistantSchedule(enum.Enum):
 
 
 class Rescue(enum.Enum):
-    """Rows that get what a constraint allows in spite of the other options, when those have left none of it."""
+    """Rows that get the tokens a constraint allows in spite of the other options, when those have left none of them."""
 
-    # Every row of that kind.
+    # Every such row.
     EACH = 1
-    # Those of a request of which no sequence can go on.
+    # Such rows of a request only when none of its sequences can go on.
     TOGETHER = 2
-    # Every row that a grammar constrains; none that has allowed tokens only.
+    # Every such row that a grammar constrains; no row that has allowed tokens only.
     GRAMMAR_ONLY = 3
 
 
 class DecodingMode:
-    """Facts about the mode of a request that other rooms act on; those written here are greedy search's and sampling's.
+    """Facts about a request's mode that other rooms act on. The values here hold for greedy search and sampling.
 
-    Every other mode has a frozen dataclass derived from this one in engine/decoding/: its fields are its options, and
-    it sets anew the facts that differ. Outside that folder nobody asks which mode a request is in: facts tell what to
-    do.
+    Every other mode derives a frozen dataclass from this one in engine/decoding/. Its fields are the mode's options,
+    and it overrides the facts that differ. Outside that folder no code asks which mode a request is in: it reads these
+    facts.
     """
 
     __slots__ = ()
 
     # For the engine.
-    # Tokens are told as they are drawn; else all of them at the end.
+    # True: tokens are emitted as they are drawn. False: all of them at the end.
     streams: bool = True
     # First prompt token whose hidden state the mode needs; None: the last one alone.
     first_needed_row: int | None = None
-    # What a constraint lets one sequence draw depends on whether any other can go on, so all draw in one step.
+    # True: what a constraint lets one sequence draw depends on whether another can go on, so all draw in one step.
     shares_constraint: bool = False
     # For the runner.
-    # The final hidden states of every token are kept, to be compared with those of candidates.
+    # True: the final hidden states of every token are kept, to be compared with those of candidates.
     keeps_hidden_states: bool = False
-    # Layers whose logits the last one's are contrasted with, by the numbers of transformers' hidden_states: 0 is the
+    # Layers whose logits are contrasted with the last layer's, numbered as transformers' hidden_states: 0 is the
     # embedding.
     early_exits: tuple[int, ...] = ()
     # For the sampler.
-    # Warpers leave a token more than there are end-of-sequence ids, so that a sequence can go on.
+    # True: warpers leave one token more than there are end-of-sequence ids, so that a sequence can go on.
     keeps_more_than_ends: bool = False
-    # What a token loses for every other group that chose it (DrawSpec.taken_ids).
+    # Score that a token loses for every other group that chose it (DrawSpec.taken_ids).
     diversity_penalty: float = 0.0
     # For the options.
-    # An unconditional branch may go beside it.
+    # True: an unconditional branch may go beside it.
     may_be_guided: bool = True
     # Reason why tensors cannot be returned for each token; empty: they can.
     no_tensors: str = ""
 
     @property
     def rescue(self) -> Rescue:
-        """Rows that a constraint brings on in spite of the other options."""
+        """Rows that a constraint saves in spite of the other options."""
         return Rescue.EACH
 
     @property
@@ -94,12 +94,12 @@ class DecodingMode:
 
     @property
     def no_drafts(self) -> str:
-        """Reason why options of drafting that it does not use have no effect."""
+        """Reason why drafting options that this mode does not use have no effect."""
         return "there are no drafts, set config.assistant_model or config.prompt_lookup_num_tokens"
 
     @property
     def sizes(self) -> Mapping[str, float]:
-        """Options that decide what a request may take of pool and batch, for a trace that makes it again; no ids."""
+        """Options that decide a request's share of pool and batch, so that a trace can rebuild it; never token ids."""
         return {}
 
     @property
@@ -108,7 +108,7 @@ class DecodingMode:
         return type(self).__name__, self.sizes
 
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
-        """Name and number that transformers' get_generation_mode has for it."""
+        """Return the mode that transformers' get_generation_mode names."""
         return GenerationMode.SAMPLE if do_sample else GenerationMode.GREEDY_SEARCH
 
 
@@ -121,12 +121,12 @@ class GuidanceOptions:
 
     # 1: off.
     scale: float = 1.0
-    # What the unconditional branch starts from; transformers: the last prompt token when there is no negative prompt.
+    # Prompt of the unconditional branch. Empty: it starts from the last prompt token, as in transformers.
     negative_prompt_ids: tuple[int, ...] = ()
 
     @property
     def is_on(self) -> bool:
-        """Whether an unconditional branch goes beside every returned sequence."""
+        """True when every returned sequence has an unconditional branch."""
         return self.scale != 1.0
 
 
@@ -152,11 +152,11 @@ class TensorOutputs:
     logits: bool = False
     hidden_states: bool = False
     attentions: bool = False
-    # Scores and logits: so many of the highest with their ids; 0: the whole vocabulary.
+    # Number of the highest scores and logits that travel, with their ids; 0: the whole vocabulary.
     top_k: int = 0
-    # Output positions, from 0; empty: every one.
+    # Output positions, counted from 0; empty: every position.
     steps: frozenset[int] = frozenset()
 
     def wants(self, position: int) -> bool:
-        """Whether output position `position` is one of the chosen."""
+        """True when output position `position` is chosen."""
         return not self.steps or position in self.steps

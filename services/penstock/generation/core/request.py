@@ -1,4 +1,4 @@
-"""A request and what the engine says about it. Plain data: no torch, no proto."""
+"""A request, and the engine's reports on it. Plain data: no torch, no proto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended (penstock.v1.FinishReason)."""
+    """Reason why a sequence ended (penstock.v1.FinishReason)."""
 
     STOP_EOS = 1
     STOP_STRING = 2
@@ -30,7 +30,7 @@ class FinishReason(enum.Enum):
 
 
 class Purpose(enum.Enum):
-    """What a request is for."""
+    """Purpose of a request."""
 
     GENERATE = 1
     # Log-probabilities of its prompt's tokens from `first_needed_row` + 1 on.
@@ -41,11 +41,11 @@ class Purpose(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenHealingOptions:
-    """Token healing: what the prompt's last token may become."""
+    """Token healing: tokens that the prompt's last token may become."""
 
-    # Those that begin with its text; itself is one.
+    # Tokens that begin with its text, itself included.
     token_ids: frozenset[int]
-    # What such an id's text has beyond that of the prompt's last token.
+    # Text of such a token beyond the text of the prompt's last token.
     added_text: Callable[[int], str]
 
 
@@ -57,7 +57,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float
-    # Already emitted by an earlier attempt, per returned sequence; empty or one list per sequence.
+    # Ids that an earlier attempt emitted: one list per returned sequence, or empty.
     resumed_token_ids: list[list[int]] = field(default_factory=list)
     cache_salt: str = ""
     priority: int = 0
@@ -66,12 +66,12 @@ class Request:
     attempt_epoch: int = 0
     warnings: tuple[str, ...] = ()
     purpose: Purpose = Purpose.GENERATE
-    # Structured output: compiled; every returned sequence has a state of it.
+    # Structured output: the compiled grammar; every returned sequence has its own state.
     grammar: Grammar | None = None
-    # Token healing, where the prompt's last token has another to become; at least two prompt tokens then.
+    # Set when the prompt's last token can become another one; the prompt then has at least two tokens.
     token_healing: TokenHealingOptions | None = None
-    # First token whose row somebody wants to see (its hidden state, its logits): a cached prefix may be reused up to
-    # here. None: only the last row matters.
+    # First token whose row is needed (its hidden state, its logits): a cached prefix may be reused up to here. None:
+    # only the last row is needed.
     first_needed_row: int | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass(slots=True)
 class Logprob:
-    """One token at one position; natural log after the processors; rank 1 is the most likely."""
+    """Log-probability of one token at one position: natural log, after the processors. Rank 1 is the most likely."""
 
     token_id: int
     logprob: float
@@ -98,7 +98,7 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinish:
-    """How a returned sequence ended."""
+    """End of a returned sequence: reason, length and what it stopped at."""
 
     index: int
     reason: FinishReason
@@ -110,17 +110,17 @@ class SequenceFinish:
 
 @dataclass(frozen=True, slots=True)
 class StartedOutput:
-    """The request was scheduled and its prompt is computed; sent just before the first delta."""
+    """Notice that the request was scheduled and its prompt is computed; sent just before the first delta."""
 
     cached_tokens: int
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
-    # Token healing: what the prompt's last token became, and its text beyond that of the token it was.
+    # Token healing: the prompt's new last token, and its text beyond that of the token that was sent.
     healed: tuple[int, str] | None = None
 
 
 @dataclass(slots=True)
 class Emission:
-    """New ids of one returned sequence: made by a strategy, numbered by the report, and delivered as it is."""
+    """New ids of one returned sequence. A strategy makes it, the report numbers it, and it is delivered as it is."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -128,7 +128,7 @@ class Emission:
     finish: SequenceFinish | None = None
     # One entry per token, or none at all.
     tensors: tuple[StepTensors | None, ...] = ()
-    # Gapless from 0 over the request.
+    # Numbered over the request from 0, without gaps.
     seq: int = 0
 
 
@@ -145,7 +145,7 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class FinishedOutput:
-    """Last word on a request: exactly one of these per accepted request, always."""
+    """Last word on a request. Every accepted request gets exactly one."""
 
     sequences: tuple[SequenceFinish, ...]
     prompt_tokens: int
@@ -155,7 +155,7 @@ class FinishedOutput:
     last_seq: int | None
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
-    # Purpose.EMBED: (hidden size) fp32, little-endian.
+    # Purpose.EMBED: (hidden size), fp32, little-endian.
     embedding: bytes | None = None
     # Set when the request failed: the stream ends with this status.
     error: PenstockError | None = None
@@ -173,7 +173,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """What came of one item: the logprobs of Score, or an embedding in `finished`."""
+    """Result of one item: the logprobs of Score, or an embedding in `finished`."""
 
     logprobs: tuple[PositionLogprobs, ...]
     finished: FinishedOutput

@@ -1,4 +1,4 @@
-"""What one request asks of the sampler and of the stopping criteria, after defaults are resolved."""
+"""Options of one request for the sampler and the stopping criteria, after defaults are resolved."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TokenSequence = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Resolved options of one request. Names and meanings are transformers' GenerationConfig where it has them.
+    """Resolved options of one request. Names and meanings are GenerationConfig's (transformers) where it has them.
 
-    A value that switches its processor off is the default, so a processor is active iff its value differs from it.
+    The default of a field switches its processor off, so a processor is active iff its value differs from the default.
     """
 
     max_new_tokens: int
@@ -55,7 +55,7 @@ class SamplingParams:
     forced_eos_token_ids: tuple[int, ...] = ()
     # (start_index in output tokens, decay_factor)
     exponential_decay_length_penalty: tuple[int, float] | None = None
-    # None: every id; else only these.
+    # Ids that may be drawn; None: every id.
     allowed_token_ids: frozenset[int] | None = None
     # Every output is one of these sequences or a prefix of one; None: off.
     allowed_token_trie: tuple[TokenSequence, ...] | None = None
@@ -71,7 +71,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     include_stop_string_in_output: bool = False
     skip_special_tokens: bool = True
-    # None: no logprobs at all; 0: the chosen token's only; k: and the k most likely.
+    # None: no logprobs; 0: of the chosen token only; k: also of the k most likely.
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     # Seconds since first scheduled; None: no limit.
@@ -83,19 +83,20 @@ class SamplingParams:
 
     @property
     def limits_tokens(self) -> bool:
-        """Whether only certain tokens are allowed."""
+        """True when an option allows certain tokens only."""
         return self.allowed_token_ids is not None or self.allowed_token_trie is not None
 
     @property
     def generation_mode(self) -> GenerationMode:
-        """Name and number of the mode, for those who tell it."""
+        """Name and number of the mode, for reports."""
         return self.mode.generation_mode(do_sample=self.do_sample)
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of returned sequence `index`: index 0 keeps `seed`, so n requests with these seeds give what n>1 gives.
+    """Return the seed of returned sequence `index`.
 
-    The others are splitmix64 of (seed, index), cut to 63 bits (the public range of seeds).
+    Index 0 keeps `seed`; the others get splitmix64 of (seed, index), cut to 63 bits (the public range of seeds). So n
+    requests with these seeds give the same outputs as one request with n > 1.
     """
     if index == 0:
         return seed

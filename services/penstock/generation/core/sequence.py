@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class Sequence:
     """Tokens of one (possibly forked) sequence.
 
-    There is no prefill and no decode phase: `num_computed_tokens` of `token_ids` have their KV in the pool, the
-    scheduler hands out the rest under its budget, and a token is sampled when none is left.
+    There is no prefill phase and no decode phase. The first `num_computed_tokens` of `token_ids` have their KV in the
+    pool, the scheduler hands out the rest under its budget, and a token is drawn when none is left to compute.
     """
 
     # Unique in the process, never reused.
     seq_id: int
-    # Which returned sequence.
+    # Number of the returned sequence that it becomes.
     index: int
     params: SamplingParams
     # derive_seed(params.seed, index)
@@ -34,48 +34,48 @@ class Sequence:
     num_computed_tokens: int = 0
     # Ids of blocks in the pool; block i holds tokens [i * block_size, (i + 1) * block_size).
     block_table: list[int] = field(default_factory=list)
-    # Chained hashes of its leading full blocks, as far as anyone asked; kept when the blocks are given back.
+    # Chained hashes of its leading full blocks, made as they are needed; kept when the blocks are given back.
     block_hashes: list[bytes] = field(default_factory=list)
-    # What the sampler does with its row; its strategy changes it between steps.
+    # Use of its last row; its strategy changes it between steps.
     draw: DrawSpec = field(default_factory=DrawSpec)
-    # Where its output stands in the request's grammar.
+    # Position of its output in the request's grammar.
     grammar: GrammarState | None = None
     # Sequences of one family begin with the same prompt and share its blocks.
     family: int = 0
-    # Classifier-free guidance: the unconditional branch, whose logits guide this sequence's draw.
-    guide: Sequence | None = None
-    # Trailing tokens of token_ids that are only drafted. They are computed, and `probes` tell what is drawn after each;
-    # a sequence with drafts draws nothing itself.
+    # Classifier-free guidance: the unconditional branch, whose logits guide this sequence's draw; None: no guidance.
+    unconditional: Sequence | None = None
+    # Number of trailing tokens of token_ids that are only drafts. They are computed, and `probes` draw after each; a
+    # sequence with drafts draws nothing itself.
     num_draft_tokens: int = 0
     # (i, probe): the probe draws from the row of token i. A probe holds token_ids[: i + 1], has no blocks, is never
     # scheduled, and lives for one step.
     probes: list[tuple[int, Sequence]] = field(default_factory=list)
-    # Of a probe: whose rows it draws from.
+    # A probe's sequence, from whose rows it draws; None: this is no probe.
     origin: Sequence | None = None
-    # Rows from this one on tell log-probabilities of the prompt's next tokens; None: nobody asked, or all are known.
+    # First row that gives a log-probability of the prompt's next token; None: none is wanted, or all are known.
     first_logprob_row: int | None = None
-    # Scoring: the token after the last, whose log-probability is wanted though it is never computed itself.
+    # Scoring: the token after the last one. Its log-probability is wanted, but it is never computed itself.
     next_token_id: int | None = None
-    # Leading blocks that were offered to the prefix cache.
+    # Number of leading blocks that were offered to the prefix cache.
     num_cached_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far, drafts included."""
+        """Number of prompt and output tokens so far, drafts included."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far: the position that the next draw is counted by."""
+        """Number of output tokens so far, which is the position of the next draw."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """A copy of the output tokens so far."""
+        """Copy of the output tokens so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int) -> None:
-        """One more output token, which also advances the grammar.
+        """Append an output token and advance the grammar.
 
         Raises GrammarError when the grammar does not allow it, and what GrammarState.advance raises.
         """
@@ -84,15 +84,15 @@ class Sequence:
             raise GrammarError("a token was drawn that the grammar does not allow")
 
     def append_drafts(self, drafts: list[int], probes: list[tuple[int, Sequence]]) -> None:
-        """Let `drafts` follow for verification by `probes`; see the fields."""
+        """Append `drafts`, which `probes` verify; see the fields."""
         self.token_ids.extend(drafts)
         self.num_draft_tokens = len(drafts)
         self.probes = probes
 
     def take_back_drafts(self) -> list[int]:
-        """The drafts, which are no tokens any more; the probes are forgotten.
+        """Remove the drafts and their probes, and return the drafts.
 
-        What was computed of them still counts, for a caller who appends those that are right and then rolls back.
+        `num_computed_tokens` stays, for a caller that appends the accepted drafts again and then rolls back.
         """
         first = len(self.token_ids) - self.num_draft_tokens
         drafts = self.token_ids[first:]
@@ -102,9 +102,9 @@ class Sequence:
         return drafts
 
     def roll_back(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens: what drafting appended and verification refused is gone.
+        """Keep the first `num_tokens` tokens only: drafts that verification refused go.
 
-        The grammar is the strategy's to keep: drafts never advance it.
+        The grammar stays as it is: drafts never advance it.
         """
         del self.token_ids[num_tokens:]
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)

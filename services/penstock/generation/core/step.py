@@ -1,7 +1,7 @@
-"""What the scheduler tells the runner to do in one step, and what comes back. Plain data: no torch.
+"""One step as the scheduler hands it to the runner, and the runner's results. Plain data: no torch.
 
-What is made for every token is not frozen, here, in request.py and in decoding/: a frozen object takes five times as
-long to make. Nobody changes one all the same.
+Objects that are made for every token are not frozen, here, in request.py and in decoding/: a frozen dataclass takes
+five times as long to make. No code changes one all the same.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """Compute tokens [start, start + num_tokens) of `sequence`.
+    """Order to compute tokens [start, start + num_tokens) of `sequence`.
 
-    `sample` holds the sequences that draw from the last row's logits: none while a prompt is incomplete, the sequence
-    itself in general, and all n siblings when the shared prompt of an n>1 request completes. `probes` are (row, probe)
-    of a sequence with drafts: the probe draws from that row, counted from 0 within this entry.
+    `sample` holds the sequences that draw from the last row's logits: none while a prompt is incomplete, usually the
+    sequence itself, and all n siblings when the shared prompt of an n > 1 request is complete. `probes` are (row,
+    probe) of a sequence with drafts: the probe draws from that row, counted from 0 within this entry.
     """
 
     sequence: Sequence
@@ -35,12 +35,12 @@ class ScheduledSequence:
 
     @property
     def num_prompt_rows(self) -> int:
-        """Rows that are of the prompt."""
+        """Number of rows that belong to the prompt."""
         return max(min(self.start + self.num_tokens, self.sequence.num_prompt_tokens) - self.start, 0)
 
 
 class Fork(NamedTuple):
-    """`child` began as a copy of `parent`, whose first `num_tokens` tokens were computed: for what a runner keeps."""
+    """A sequence `child` that began as a copy of `parent`, whose first `num_tokens` tokens were computed."""
 
     parent: int
     child: int
@@ -49,37 +49,37 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `copies` are (source, destination) blocks to copy before the forward pass (copy-on-write)."""
+    """One step. `copies` are (source, destination) blocks that are copied before the forward pass (copy-on-write)."""
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[tuple[int, int], ...] = ()
-    # Since the last step, in order. Forks come before what is released: a parent may be gone.
+    # Forks since the last step, in order. They are carried out before releases: a parent may be released as well.
     forks: tuple[Fork, ...] = ()
-    # seq_ids gone since the last step (finished, preempted, aborted): the runner forgets what it kept for them.
+    # Sequences that ended or were preempted since the last step: the runner forgets what it kept for them.
     released: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the forward pass."""
+        """Number of rows of the forward pass."""
         return sum(entry.num_tokens for entry in self.scheduled)
 
 
 @dataclass(slots=True)
 class SampledToken:
-    """What a sequence's draw brought; `logprobs` when the request asked for them."""
+    """Result of a sequence's draw; `logprobs` is set when the request asked for them."""
 
     # -1 where no token is drawn (DrawKind other than TOKEN).
     token_id: int
-    # Natural log of its probability after the processors; None when nobody asked.
+    # Natural log of its probability after the processors; None: not asked for.
     logprob: float | None = None
     logprobs: PositionLogprobs | None = None
     # DrawKind.CANDIDATES.
     candidates: Candidates | None = None
     # DrawSpec.similarity.
     similarity: float | None = None
-    # DrawKind.EMBEDDING: (hidden size) fp32, little-endian.
+    # DrawKind.EMBEDDING: (hidden size), fp32, little-endian.
     embedding: bytes | None = None
-    # What SamplingParams.tensors asks of this position.
+    # Tensors that SamplingParams.tensors asks of this position.
     tensors: StepTensors | None = None
 
 
@@ -87,45 +87,45 @@ class SampledToken:
 class RunnerOutput:
     """Result of one step."""
 
-    # seq_id -> what was drawn, for every sequence in some `sample` or `probes` but guides.
+    # seq_id -> its draw, for every sequence in some `sample` or `probes` but unconditional branches.
     sampled: dict[int, SampledToken]
-    # seq_id -> logprobs of the prompt tokens whose predecessor was computed in this step, in order.
+    # seq_id -> logprobs of the prompt tokens whose predecessors were computed in this step, in order.
     prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]]
-    # seq_ids of some `sample` that have no token, since the model's output for them is not a number.
+    # Sequences of some `sample` that have no token because the model's output for them is not a number.
     failed: frozenset[int] = frozenset()
-    # seq_ids that have none since the request's own options leave no token to draw.
+    # Sequences that have no token because the request's own options leave none to draw.
     exhausted: frozenset[int] = frozenset()
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner."""
+    """Interface of a model runner to the engine."""
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run one step. Mutates only the KV pool and the runner's own buffers. Raises on a broken device."""
+        """Run one step. Changes only the KV pool and the runner's own buffers. Raises when the device is broken."""
         ...
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """Forget sequences, when no step follows that could say so; ids that it never saw are fine."""
+        """Forget sequences when no step follows that could release them; unknown ids are fine."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Propose at most `num_tokens` tokens that go on after `sequence.token_ids`."""
+    """Order to propose at most `num_tokens` tokens that follow `sequence.token_ids`."""
 
     sequence: Sequence
     num_tokens: int
-    # Stop at a token with less than this probability; 0: never.
+    # Drafting stops at a token with less than this probability; 0: never.
     confidence_threshold: float = 0.0
 
 
 class Drafter(Protocol):
-    """A draft model. Called by the engine between two steps; all requests of a step at once."""
+    """Interface of a draft model. The engine calls it between two steps, for all requests of a step at once."""
 
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """Draft tokens of each request; empty where there is no room or nothing to say. Never fails a request."""
+        """Return draft tokens for each request, empty where there is no room or no proposal. Never fails a request."""
         ...
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """Forget sequences; ids that it never saw are fine."""
+        """Forget sequences; unknown ids are fine."""
         ...

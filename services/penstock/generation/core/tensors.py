@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorData:
-    """Row-major, little-endian; `dtype` is torch's name without its prefix (float32, int64)."""
+    """One tensor as bytes: row-major, little-endian. `dtype` is torch's name without its prefix (float32, int64)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -16,15 +16,15 @@ class TensorData:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Of one output position; None: not asked for."""
+    """Tensors of one output position; None: not asked for."""
 
-    # (V) or, with top_k, (k): processed scores as transformers' output_scores has them, and their ids (k).
+    # (V), or (k) with top_k: processed scores, as transformers' output_scores; (k): their ids.
     scores: TensorData | None = None
     score_ids: TensorData | None = None
-    # (V) or (k): the model's own logits.
+    # (V), or (k) with top_k: the model's own logits; (k): their ids.
     logits: TensorData | None = None
     logit_ids: TensorData | None = None
-    # (layers + 1, hidden): as transformers' hidden_states, of the row that the token was drawn from.
+    # (layers + 1, hidden): the row that the token was drawn from, as transformers' hidden_states.
     hidden_states: TensorData | None = None
     # (layers, heads, context).
     attentions: TensorData | None = None

@@ -1,4 +1,4 @@
-"""Sizes of deltas: none, and no message of a session, may have more bytes than clients receive."""
+"""Sizes of deltas: no delta, and no message of a session, may have more bytes than clients receive."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 from penstock.generation.core.request import Emission
 from penstock.generation.core.tensors import StepTensors
 
-# Of one delta, and of the events of one message, together below the 4 MiB that clients receive by default.
+# Most bytes of one delta, and of the events of one message: below the 4 MiB that clients receive by default.
 MAX_DELTA_BYTES = 3 << 20
-# At most, on the wire: an id; the log-probability of one token with its id and rank.
+# Most bytes on the wire of an id, and of the log-probability of one token with its id and rank.
 _ID_BYTES, _LOGPROB_BYTES = 5, 21
 # A delta of so few tokens is never cut for its log-probabilities, which have at most 20 alternatives.
 _SMALL = 64
 
 
 def tensor_bytes(tensors: StepTensors | None) -> int:
-    """Of all the tensors of one position."""
+    """Return the bytes of all tensors of one position."""
     if tensors is None:
         return 0
     parts = (
@@ -32,7 +32,7 @@ def tensor_bytes(tensors: StepTensors | None) -> int:
 
 
 def num_bytes(delta: Emission) -> int:
-    """What `delta` takes on the wire, at most and but for a few bytes of framing."""
+    """Return the most bytes that `delta` takes on the wire, without a few bytes of framing."""
     size = _ID_BYTES * len(delta.token_ids)
     if delta.logprobs:
         size += sum(_LOGPROB_BYTES * (1 + len(position.top)) for position in delta.logprobs)
@@ -40,14 +40,14 @@ def num_bytes(delta: Emission) -> int:
 
 
 def with_tensors(delta: Emission) -> Emission:
-    """`delta` with an entry for every token."""
+    """Return `delta` with an entry of tensors for every token."""
     if len(delta.tensors) == len(delta.token_ids):
         return delta
     return replace(delta, tensors=(None,) * len(delta.token_ids))
 
 
 def split(delta: Emission) -> Iterator[Emission]:
-    """`delta` in parts of at least one token each that fit; the end of the sequence is the last one's."""
+    """Yield `delta` in parts that fit, of at least one token each. The end of the sequence is in the last part."""
     if not delta.tensors and len(delta.token_ids) <= _SMALL:
         yield delta
         return

@@ -1,4 +1,4 @@
-"""What the engine says about one request, as the events that travel, in order."""
+"""Events of one request that travel to its caller, made from the engine's outputs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, num_bytes,
 from penstock.generation.wire.convert import Event
 
 
-class Emitter:
-    """Events of one request, in order. With `stream_interval` > 1 deltas of a sequence are merged and renumbered; those
-    that fit no message are split."""
+class DeltaMaker:
+    """Maker of one request's events, in order.
+
+    With `stream_interval` > 1 deltas of a sequence are merged and renumbered. Deltas too large for a message are split.
+    """
 
     def __init__(self, request: Request, model: str, stream_interval: int) -> None:
         self.request = request
         self.model = model
-        # By which its session's caller knows it; 0: by its id alone.
+        # Number by which the session's caller knows the request; 0: by its id only.
         self.handle = 0
         has_tensors, in_one = request.params.tensors is not None, not request.params.mode.streams
         is_plain = stream_interval == 1 and not has_tensors and not in_one
         self._merger = None if is_plain else DeltaMerger(stream_interval, has_tensors)
 
     def plain_token(self, output: RequestOutput) -> Emission | None:
-        """The delta that an engine step's output is, where it is nothing but a token of sequence 0."""
+        """Return the delta of an engine step's output when it is only one token of sequence 0, else None."""
         if self._merger is not None or output.started is not None or output.finished is not None:
             return None
         if len(output.deltas) != 1:
@@ -34,7 +36,7 @@ class Emitter:
         return delta if is_plain else None
 
     def events(self, output: RequestOutput) -> Iterator[Event]:
-        """Events of one engine step."""
+        """Yield the events of one engine step."""
         if output.started is not None:
             yield output.started
         deltas, finished = output.deltas, output.finished
@@ -47,17 +49,17 @@ class Emitter:
 
 
 class DeltaMerger:
-    """Holds back deltas until `interval` tokens of a sequence are there, or it ends."""
+    """Merger that holds deltas back until `interval` tokens of a sequence are there, or it ends."""
 
     def __init__(self, interval: int, has_tensors: bool = False) -> None:
         self._interval = interval
         self._has_tensors = has_tensors
-        # Index of a sequence -> its held delta and the bytes of it.
+        # Index of a sequence -> its held delta and the delta's bytes.
         self._held: dict[int, tuple[Emission, int]] = {}
         self._next_seq = 0
 
     def merge(self, deltas: tuple[Emission, ...], *, flush: bool) -> tuple[Emission, ...]:
-        """Take a step's deltas and return those that are due; all of them when `flush`."""
+        """Take a step's deltas and return the due ones; all of them with `flush`."""
         due: list[Emission] = []
         for delta in self._parts(deltas):
             held, size = self._held.pop(delta.index, (None, 0))
@@ -76,7 +78,7 @@ class DeltaMerger:
         return tuple(due)
 
     def renumber(self, finished: FinishedOutput | None) -> FinishedOutput | None:
-        """`last_seq` in the merged numbering."""
+        """Return `finished` with `last_seq` in the merged numbering."""
         if finished is None:
             return None
         return replace(finished, last_seq=self._next_seq - 1 if self._next_seq else None)

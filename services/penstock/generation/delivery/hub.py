@@ -1,4 +1,4 @@
-"""Live requests of the process, and who hears about them. All of it runs on the event loop."""
+"""Live requests of the process, and the streams that get their outputs. All of it runs on the event loop."""
 
 from __future__ import annotations
 
@@ -17,81 +17,81 @@ T = TypeVar("T")
 
 
 class Submitter(Protocol):
-    """What the hub needs of the engine's loop; both calls return at once and are made from the event loop."""
+    """Interface of the engine's loop to the hub. Both calls return at once and are made from the event loop."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises a PenstockError when it cannot be taken."""
 
     def abort(self, request_ids: list[str], error: PenstockError | None = None, /) -> None:
-        """End requests on the next step, with `error` or as ABORTED; unknown ids are ignored."""
+        """End requests before the next step, with `error` or as ABORTED. Unknown ids are ignored."""
 
 
-class Sink(Protocol):
-    """A stream that wants the outputs of its requests."""
+class OutputStream(Protocol):
+    """Stream that takes the outputs of its requests."""
 
-    # Its reader takes requests elsewhere when the stream breaks.
+    # True: its reader moves its requests to another backend when the stream breaks.
     is_session: bool
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
-        """Take what one engine step produced for this stream's requests; False when its reader is cut off."""
+        """Take one engine step's outputs of this stream's requests. False: its reader is cut off."""
 
     def fail(self, request: Request, error: PenstockError) -> None:
-        """The engine is gone and will say nothing more about `request`."""
+        """End `request` with `error`: the engine has failed and gives no more outputs."""
 
     def half_close(self) -> None:
-        """End once nothing of it is live."""
+        """End once no request of the stream is live."""
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One accepted request; `sink` is None once its stream went away."""
+    """One accepted request; `stream` is None once its stream is detached."""
 
     request: Request
-    sink: Sink | None
+    stream: OutputStream | None
     last_token_at: float | None = None
 
 
 class OutputHub:
-    """Routes each step's outputs to the streams they belong to and keeps count of what is live."""
+    """Hub that routes each step's outputs to their streams and knows the live requests."""
 
     def __init__(self, submitter: Submitter, metrics: GenerationMetrics, step: Callable[[], int]) -> None:
-        """`step` tells the number of engine steps so far."""
+        """`step` returns the number of engine steps so far."""
         self._submitter = submitter
         self._metrics = metrics
         self._step = step
         self._live: dict[str, LiveRequest] = {}
-        # Work for requests that are not submitted yet.
+        # Request id -> work for a request that is not submitted yet.
         self._preparing: dict[str, asyncio.Task[Any]] = {}
         self._watchers: set[asyncio.Event] = set()
-        self._open: set[Sink] = set()
+        self._open: set[OutputStream] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
-        # The process is going: nothing waits for work any more.
+        # True: the process is stopping, and no stream or watch waits for work any more.
         self.closing = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_live(self) -> int:
-        """Accepted requests without their last word."""
+        """Number of accepted requests without their last word."""
         return len(self._live)
 
     @property
     def step(self) -> int:
-        """Engine steps so far."""
+        """Number of engine steps so far."""
         return self._step()
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Hand a request to the engine. Raises InvalidArgument for a live id, or what the engine's queue says."""
+    def submit(self, request: Request, stream: OutputStream) -> None:
+        """Hand a request to the engine. Raises InvalidArgument for a live id, and what `Submitter.submit` raises."""
         if self.is_taken(request.request_id):
             raise _taken()
         self._submitter.submit(request)
-        self._live[request.request_id] = LiveRequest(request, sink)
+        self._live[request.request_id] = LiveRequest(request, stream)
         self._idle.clear()
         self.notify()
 
     async def prepare(self, request_id: str, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` for a request before it is submitted: the id is taken meanwhile, and `abort` ends the work.
+        """Do `work` for a request before it is submitted. The id is taken meanwhile, and `abort` ends the work.
 
         Raises what `work` raises, Cancelled when it was aborted, InvalidArgument for an id that is taken.
         """
@@ -113,11 +113,11 @@ class OutputHub:
             self._settle()
 
     def is_taken(self, request_id: str) -> bool:
-        """Whether a request of this id is live or prepared."""
+        """True when a request of this id is live or prepared."""
         return request_id in self._live or request_id in self._preparing
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Abort those that are live or prepared and return their ids. Their streams still get the last word."""
+        """Abort the requests that are live or prepared, and return their ids. Their streams still get the last word."""
         ids = list(request_ids)
         live = [request_id for request_id in ids if request_id in self._live]
         if live:
@@ -130,37 +130,37 @@ class OutputHub:
         return live + prepared
 
     def end_streams_for_good(self) -> None:
-        """The process stops now. Sessions break and their requests move; who reads a stream of his own is told."""
+        """End requests when the process stops now. Those of sessions are left: the session breaks and they move."""
         for live in self._live.values():
-            if live.sink is None or live.sink.is_session:
+            if live.stream is None or live.stream.is_session:
                 continue
             kind = Unavailable if live.last_token_at is None else Aborted
             error = kind("the process stops and its grace is over", reason="DRAIN_GRACE_OVER")
             self._submitter.abort([live.request.request_id], error)
 
     def live_ids(self) -> list[str]:
-        """Ids of every request that is live or prepared."""
+        """Return the ids of all requests that are live or prepared."""
         return [*self._live, *self._preparing]
 
-    def attach(self, sink: Sink) -> None:
-        """A stream begins."""
-        self._open.add(sink)
+    def attach(self, stream: OutputStream) -> None:
+        """Register a stream."""
+        self._open.add(stream)
         self._all_closed.clear()
         if self.closing:
-            sink.half_close()
+            stream.half_close()
 
-    def detach(self, sink: Sink) -> None:
-        """A stream is over: whatever of it is still live has nobody to go to, and is aborted."""
-        self._release(sink)
-        self._open.discard(sink)
+    def detach(self, stream: OutputStream) -> None:
+        """Forget a stream that is over. Its live requests have no reader, and are aborted."""
+        self._release(stream)
+        self._open.discard(stream)
         if not self._open:
             self._all_closed.set()
 
     def close_streams(self) -> None:
-        """The process is going: end streams once they have nothing live, and load watches."""
+        """End load watches, and streams once they have no live request: the process is stopping."""
         self.closing = True
-        for sink in self._open:
-            sink.half_close()
+        for stream in self._open:
+            stream.half_close()
         self.notify()
 
     async def wait_streams_closed(self) -> None:
@@ -168,10 +168,10 @@ class OutputHub:
         await self._all_closed.wait()
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> None:
-        """One engine step's number and outputs, each stream's share in one call."""
+        """Deliver one engine step's outputs, each stream's share in one call."""
         now = time.monotonic()
-        shares: dict[Sink, list[RequestOutput]] = {}
-        # When the step before these tokens was -> tokens: in steady state one entry, observed once a step.
+        shares: dict[OutputStream, list[RequestOutput]] = {}
+        # Time of a sequence's token before -> number of tokens now: usually one entry, observed once a step.
         earlier: Counter[float] = Counter()
         for output in outputs:
             live = self._live.get(output.request.request_id)
@@ -180,32 +180,32 @@ class OutputHub:
             self._observe(live, output, now, earlier)
             if output.finished is not None:
                 del self._live[output.request.request_id]
-            if live.sink is not None:
-                shares.setdefault(live.sink, []).append(output)
+            if live.stream is not None:
+                shares.setdefault(live.stream, []).append(output)
         for token_at, count in earlier.items():
             self._metrics.next_tokens(now - token_at, count)
-        for sink, share in shares.items():
-            if not sink.deliver(step, share):
+        for stream, share in shares.items():
+            if not stream.deliver(step, share):
                 self._metrics.slow_reader()
-                self._release(sink)
+                self._release(stream)
         self._settle()
 
     def fail_all(self, error: PenstockError) -> None:
-        """The engine broke: every live request ends with `error`."""
+        """End every live request with `error`: the engine is broken."""
         stranded = list(self._live.values())
         self._live.clear()
         for live in stranded:
             self._metrics.request_failed()
-            if live.sink is not None:
-                live.sink.fail(live.request, error)
+            if live.stream is not None:
+                live.stream.fail(live.request, error)
         self._settle()
 
     async def wait_idle(self) -> None:
-        """Return when nothing is live or prepared."""
+        """Return when no request is live or prepared."""
         await self._idle.wait()
 
     def watch(self) -> asyncio.Event:
-        """An event that is set whenever the load may have changed; the watcher clears it. Give it back to `unwatch`."""
+        """Return an event that is set whenever the load may have changed. The watcher clears it; `unwatch` ends it."""
         event = asyncio.Event()
         self._watchers.add(event)
         return event
@@ -219,10 +219,10 @@ class OutputHub:
         for event in self._watchers:
             event.set()
 
-    def _release(self, sink: Sink) -> None:
-        orphans = [live for live in self._live.values() if live.sink is sink]
+    def _release(self, stream: OutputStream) -> None:
+        orphans = [live for live in self._live.values() if live.stream is stream]
         for live in orphans:
-            live.sink = None
+            live.stream = None
         self.abort([live.request.request_id for live in orphans])
 
     def _settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Several requests that are answered together: the items of one Score or Embed call."""
+"""Requests that are answered together: the items of one Score or Embed call."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Protocol
 
 from penstock.common.errors import Cancelled, InvalidArgument, PenstockError
 from penstock.generation.core.request import FinishedOutput, ItemResult, PositionLogprobs, Request, RequestOutput
-from penstock.generation.delivery.hub import Sink
+from penstock.generation.delivery.hub import OutputStream
 
 
 class Hub(Protocol):
-    """What is used of the OutputHub."""
+    """The part of OutputHub that is used here."""
 
-    def attach(self, sink: Sink) -> None:
-        """A stream begins."""
+    def attach(self, stream: OutputStream) -> None:
+        """Register a stream."""
 
-    def detach(self, sink: Sink) -> None:
-        """It is over: what is still live of it is aborted."""
+    def detach(self, stream: OutputStream) -> None:
+        """Forget a stream. Its live requests are aborted."""
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, stream: OutputStream) -> None:
         """Hand a request to the engine. Raises a PenstockError when it cannot be taken."""
 
 
 class ItemBatch:
-    """Sink of its items, used from the event loop.
+    """OutputStream of its items, used from the event loop.
 
-    At most `window` items are in the engine at a time, so that one call neither fills the queue nor holds up everybody
-    who comes after it; they are batched with all other requests. The first item that fails fails the call.
+    At most `window` items are in the engine at a time, so that one call neither fills the queue nor holds up later
+    requests. They are batched with all other requests. The first item that fails fails the call.
     """
 
     is_session = False
@@ -52,7 +52,7 @@ class ItemBatch:
         self._done: asyncio.Future[list[ItemResult]] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> list[ItemResult]:
-        """Results in the order of the requests. Raises the first error of an item. Nothing of it goes on afterwards."""
+        """Return the results in the order of the requests. Raises the first error of an item; no item goes on then."""
         self._hub.attach(self)
         try:
             self._submit_ready()
@@ -61,7 +61,7 @@ class ItemBatch:
             self._hub.detach(self)
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
-        """Take what one engine step brought; submit what may follow."""
+        """Take one engine step's outputs, and submit items that may follow."""
         for output in outputs:
             index = self._index[output.request.request_id]
             if output.started is not None:
@@ -73,11 +73,11 @@ class ItemBatch:
         return True
 
     def fail(self, request: Request, error: PenstockError) -> None:
-        """The engine is gone."""
+        """End the call with `error`: the engine has failed."""
         self._end(error)
 
     def half_close(self) -> None:
-        """Nothing to do: it ends with its items."""
+        """Do nothing: the stream ends with its items."""
 
     def _finish(self, index: int, finished: FinishedOutput) -> None:
         if finished.error is not None:

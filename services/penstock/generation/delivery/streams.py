@@ -1,4 +1,4 @@
-"""The two kinds of stream that requests answer on: one request alone, and a session of many."""
+"""Streams that carry outputs to callers: one request alone, and a session of many."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Generic, TypeVar
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted
 from penstock.generation.core.request import Emission, FinishedOutput, Request, RequestOutput, StartedOutput
 from penstock.generation.delivery.delta_sizes import MAX_DELTA_BYTES, num_bytes
-from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.wire import convert
 
-# Started and Finished, about.
+# Estimated bytes of Started and of Finished.
 _SMALL_EVENT_BYTES = 256
 
 
 def _event_bytes(event: convert.Event) -> int:
-    """What it takes of a message; tensors, and a prompt's log-probabilities, have theirs to themselves."""
+    """Return the event's share of a message. Tensors, and a prompt's log-probabilities, fill one alone."""
     if isinstance(event, Emission):
         return MAX_DELTA_BYTES if event.tensors else num_bytes(event)
     is_large = isinstance(event, StartedOutput) and event.prompt_logprobs
@@ -26,127 +26,127 @@ def _event_bytes(event: convert.Event) -> int:
 
 
 class RequestStream:
-    """Sink of `Generate`: ends with Finished and then its status, which is the request's own."""
+    """OutputStream of `Generate`: ends with Finished and then its status, which is the request's own."""
 
     is_session = False
 
-    def __init__(self, emitter: Emitter, bound: int) -> None:
+    def __init__(self, maker: DeltaMaker, bound: int) -> None:
         """At most `bound` messages wait for the reader."""
-        self.outbox: Outbox[convert.GenerateResponse] = Outbox(bound)
-        self._emitter = emitter
+        self.buffer: DeltaBuffer[convert.GenerateResponse] = DeltaBuffer(bound)
+        self._maker = maker
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
-        """Send the request's events; the last word closes the stream."""
+        """Send the request's events. The last word closes the stream."""
         for output in outputs:
-            for event in self._emitter.events(output):
-                self.outbox.put(convert.to_response(output.request, self._emitter.model, event))
+            for event in self._maker.events(output):
+                self.buffer.put(convert.to_response(output.request, self._maker.model, event))
             if output.finished is not None:
-                self.outbox.close(output.finished.error)
-        return not self.outbox.overflowed
+                self.buffer.close(output.finished.error)
+        return not self.buffer.overflowed
 
     def fail(self, request: Request, error: PenstockError) -> None:
         """End with `error`."""
-        self.outbox.close(error)
+        self.buffer.close(error)
 
     def half_close(self) -> None:
-        """Nothing to do: it ends with its request."""
+        """Do nothing: the stream ends with its request."""
 
 
 class SessionStream:
-    """Sink of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""
+    """OutputStream of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""
 
     is_session = True
 
     def __init__(self, bound: int) -> None:
-        """At most `bound` messages wait for the reader; past that the session ends RESOURCE_EXHAUSTED."""
-        self.outbox: Outbox[convert.SessionResponse] = Outbox(bound)
-        self._emitters: dict[str, Emitter] = {}
-        # Requests on their way to the engine, by the work that takes them there.
-        self._preparing: dict[asyncio.Task[None], Emitter] = {}
+        """At most `bound` messages wait for the reader; beyond that the session ends RESOURCE_EXHAUSTED."""
+        self.buffer: DeltaBuffer[convert.SessionResponse] = DeltaBuffer(bound)
+        self._makers: dict[str, DeltaMaker] = {}
+        # Work that prepares a request for the engine -> the request's deltas.
+        self._preparing: dict[asyncio.Task[None], DeltaMaker] = {}
         self._half_closed = False
-        # Of the message being made.
+        # Bytes of the message being made.
         self._num_bytes = 0
 
-    def add(self, emitter: Emitter) -> None:
-        """A request of this session was accepted."""
-        self._emitters[emitter.request.request_id] = emitter
+    def add(self, maker: DeltaMaker) -> None:
+        """Register a request of this session that was accepted."""
+        self._makers[maker.request.request_id] = maker
 
-    def later(self, emitter: Emitter, work: Coroutine[Any, Any, None]) -> None:
-        """`work` ends with the request added or refused; the session lives at least as long."""
+    def later(self, maker: DeltaMaker, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work`, which ends with the request added or refused. The session lives at least as long."""
         task = asyncio.create_task(work)
-        self._preparing[task] = emitter
+        self._preparing[task] = maker
         task.add_done_callback(self._prepared)
 
     def give_up(self) -> None:
-        """The session is over: nothing is prepared for it any more."""
+        """End all work for requests that are being prepared: the session is over."""
         for task in self._preparing:
             task.cancel()
 
     def owns(self, request_id: str, attempt_epoch: int) -> bool:
-        """Whether this try of a request is live or prepared in this session."""
-        emitter = self._emitters.get(request_id)
-        if emitter is not None:
-            return emitter.request.attempt_epoch == attempt_epoch
-        requests = (emitter.request for emitter in self._preparing.values())
+        """True when this attempt of a request is live or prepared in this session."""
+        maker = self._makers.get(request_id)
+        if maker is not None:
+            return maker.request.attempt_epoch == attempt_epoch
+        requests = (maker.request for maker in self._preparing.values())
         return any(one.request_id == request_id and one.attempt_epoch == attempt_epoch for one in requests)
 
     def half_close(self) -> None:
-        """No more commands will come: the stream ends once its live requests have."""
+        """End the stream once its live requests have ended: no more commands will come."""
         self._half_closed = True
         self._settle()
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
-        """One message with every event, or more where they are more than 4 MiB hold."""
+        """Send one message with every event, or several where one would exceed 4 MiB."""
         message = convert.SessionResponse(step=step)
         tokens: list[tuple[int, Emission]] = []
         for output in outputs:
-            emitter = self._emitters[output.request.request_id]
-            delta = emitter.plain_token(output) if emitter.handle else None
+            maker = self._makers[output.request.request_id]
+            delta = maker.plain_token(output) if maker.handle else None
             if delta is None:
-                message = self._append(message, emitter, output)
+                message = self._append(message, maker, output)
             else:
-                tokens.append((emitter.handle, delta))
-        # A few bytes each: there is always room for those of every request that may run at once.
+                tokens.append((maker.handle, delta))
+        # They take a few bytes each: there is always room for one of every request that may run at once.
         convert.add_tokens(message, tokens)
         self._send(message)
         self._num_bytes = 0
         self._settle()
-        return not self.outbox.overflowed
+        return not self.buffer.overflowed
 
     def refuse(self, step: int, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
-        """A command could not be taken; the session goes on."""
+        """Refuse a command with `error`. The session goes on."""
         message = convert.SessionResponse(step=step)
         convert.add_error(message, request_id, attempt_epoch, error)
         self._send(message)
 
     def fail(self, request: Request, error: PenstockError) -> None:
-        """The engine is gone: so is the session."""
-        self._emitters.pop(request.request_id, None)
-        self.outbox.close(error)
+        """End the session with `error`: the engine has failed."""
+        self._makers.pop(request.request_id, None)
+        self.buffer.close(error)
 
     def _send(self, message: convert.SessionResponse) -> None:
         if message.events:
-            self.outbox.put(message)
+            self.buffer.put(message)
 
     def _append(
-        self, message: convert.SessionResponse, emitter: Emitter, output: RequestOutput
+        self, message: convert.SessionResponse, maker: DeltaMaker, output: RequestOutput
     ) -> convert.SessionResponse:
-        """The message that what follows goes into: another one where `message` is full."""
-        request, finished = emitter.request, output.finished
+        """Append a request's events. Return the message for further events: a new one where `message` is full."""
+        request, finished = maker.request, output.finished
         error = finished.error if finished is not None else None
-        for event in emitter.events(output):
-            # A failed request ends with its error alone, which the reader takes for the last word.
+        for event in maker.events(output):
+            # A failed request ends with its error alone, which is its last word to the reader.
             if error is None or not isinstance(event, FinishedOutput):
                 message = self._with_room(message, event)
-                convert.add_event(message, request, emitter.model, event)
+                convert.add_event(message, request, maker.model, event)
         if error is not None:
             convert.add_error(message, request.request_id, request.attempt_epoch, error)
         if finished is not None:
-            del self._emitters[request.request_id]
+            del self._makers[request.request_id]
         return message
 
     def _with_room(self, message: convert.SessionResponse, event: convert.Event) -> convert.SessionResponse:
-        """`message`, or a new one for an event that it has no room for."""
+        """Return `message`, or a new one when it has no room for the event."""
         more = _event_bytes(event)
         if message.events and self._num_bytes + more > MAX_DELTA_BYTES:
             self._send(message)
@@ -155,22 +155,22 @@ class SessionStream:
         return message
 
     def _settle(self) -> None:
-        if self._half_closed and not self._emitters and not self._preparing:
-            self.outbox.close()
+        if self._half_closed and not self._makers and not self._preparing:
+            self.buffer.close()
 
     def _prepared(self, task: asyncio.Task[None]) -> None:
         del self._preparing[task]
         if not task.cancelled() and task.exception() is not None:
-            # Not this request's doing: whatever it is ends the session, as a reader's failure does.
-            self.outbox.close(Internal("a request could not be prepared", reason="INTERNAL"))
+            # Such an error is not the request's fault. It ends the session, as a reader's failure does.
+            self.buffer.close(Internal("a request could not be prepared", reason="INTERNAL"))
         self._settle()
 
 
 M = TypeVar("M")
 
 
-class Outbox(Generic[M]):
-    """Messages that wait for a stream's reader. Past `bound` the reader is cut off and nothing more is kept."""
+class DeltaBuffer(Generic[M]):
+    """Messages that wait for a stream's reader. Beyond `bound` the reader is cut off and the buffer cleared."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -182,16 +182,16 @@ class Outbox(Generic[M]):
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """True when no more messages are taken."""
         return self._closed
 
     @property
     def overflowed(self) -> bool:
-        """Whether the reader was cut off."""
+        """True when the reader was cut off."""
         return self._overflowed
 
     def put(self, message: M) -> bool:
-        """Queue a message; False when the stream is closed, also by this very message being one too many."""
+        """Queue a message. False: the stream is closed, perhaps because this message is one too many."""
         if self._closed:
             return False
         if len(self._messages) >= self._bound:
@@ -206,7 +206,7 @@ class Outbox(Generic[M]):
         return True
 
     def close(self, error: PenstockError | None = None) -> None:
-        """End the stream after what is queued: with OK, or with `error`. The first call counts."""
+        """End the stream after the queued messages, with OK or with `error`. The first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
             self._wakeup.set()

@@ -1,4 +1,4 @@
-"""Capacity: requests that the engine could never run, found before it accepts them by its configuration alone."""
+"""Capacity checks: find a request that the engine could never run, before it is accepted."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def output_limit(config: EngineConfig, request: Request) -> int:
-    """Most new tokens of a sequence: the request's limit, cut where the context of it or of its guide ends."""
+    """Most new tokens of a sequence: the request's limit, cut where its or its unconditional branch's context ends."""
     longest = max(len(request.prompt_token_ids), len(request.params.guidance.negative_prompt_ids))
     return min(request.params.max_new_tokens, config.max_context_tokens - longest)
 
 
 def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) -> None:
-    """Refuse a request that would wait for ever. Its options, ids and lengths were checked by options/. Thread-safe.
+    """Refuse a request that would wait for ever. Its options, ids and lengths are checked already. Thread-safe.
 
-    Raises InvalidArgument for a priority out of bounds and for more sequences than run at once, ResourceExhausted
+    Raises InvalidArgument for a priority out of bounds or more sequences than run at once, and ResourceExhausted
     EXCEEDS_KV_POOL when an empty pool could not hold it to its longest end.
     """
     prompt_tokens, params = len(request.prompt_token_ids), request.params
     if request.purpose is not Purpose.GENERATE:
-        # What is given is computed, of a scored text all but the last token.
+        # The whole input is computed, but not the last token of a scored text.
         computed = prompt_tokens - (request.purpose is Purpose.SCORE)
         _check_pool(config, config.blocks_needed(computed, 1, 1), "shorten it")
         return
@@ -46,7 +46,7 @@ def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) 
 
 
 def most_output_tokens(config: EngineConfig, modes: ModeRegistry, params: SamplingParams, prompt_tokens: int) -> int:
-    """Most new tokens per sequence that context and pool allow (what an unset length means); may be 0."""
+    """Most new tokens per sequence that context and pool allow; an unset length means this. May be 0."""
     room = config.max_context_tokens - prompt_tokens
     # The need grows with the output: bisect for the longest that fits.
     return bisect_right(

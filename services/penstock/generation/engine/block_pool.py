@@ -1,4 +1,4 @@
-"""Which blocks of the KV pool are free, shared or kept as a reusable prefix. Accounting only: no tensors."""
+"""Accounting of the KV pool: blocks that are free, shared, or kept as a reusable prefix. No tensors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ _DOMAIN = b"penstock.prefix.v1\0"
 
 
 def root_hash(salt: str) -> bytes:
-    """Hash before the first block. Prefixes are shared only under an equal salt (one per tenant)."""
+    """Return the hash before the first block. Prefixes are shared only under an equal salt (one per tenant)."""
     return hashlib.sha256(_DOMAIN + salt.encode()).digest()
 
 
 def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Hash of one full block after `parent`: equal iff every token up to its end, and the salt, are equal."""
+    """Return the hash of one full block after `parent`: equal iff all tokens up to its end, and the salt, are equal."""
     return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
 
 
 class OutOfBlocks(Exception):
-    """`allocate` was called with no free block: the caller has not checked `num_free`."""
+    """Call of `allocate` without a free block: the caller did not check `num_free`."""
 
 
 class BlockPool:
     """Reference counts and prefix hashes of `num_blocks` blocks of `block_size` tokens.
 
     A block is in exactly one state: *used* (reference count above 0), *free*, or *evictable* (count 0, but a prefix
-    hit may bring it back; taken least recently used first when no free block is left). Every operation is O(1).
+    hit may bring it back). When no free block is left, the least recently used evictable block is taken. Every
+    operation is O(1) unless it says otherwise.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -42,25 +43,25 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can still hand out, evictable ones included."""
+        """Number of blocks that `allocate` can still hand out, evictable ones included."""
         return len(self._free) + len(self._evictable)
 
     @property
     def num_evictable(self) -> int:
-        """Unused blocks that hold a reusable prefix."""
+        """Number of unused blocks that hold a reusable prefix."""
         return len(self._evictable)
 
     @property
     def num_used(self) -> int:
-        """Blocks that some sequence holds."""
+        """Number of blocks that sequences hold."""
         return self.num_blocks - self.num_free
 
     def ref_count(self, block: int) -> int:
-        """How many block tables hold `block`."""
+        """Number of block tables that hold `block`."""
         return self._ref_counts[block]
 
     def allocate(self) -> int:
-        """A block with reference count 1 and no hash. Raises OutOfBlocks."""
+        """Take a block, with reference count 1 and no hash. Raises OutOfBlocks."""
         if self._free:
             block = self._free.pop()
         elif self._evictable:
@@ -74,17 +75,17 @@ class BlockPool:
 
     @property
     def num_references(self) -> int:
-        """Holders of all blocks. O(blocks)."""
+        """Sum of all reference counts. O(blocks)."""
         return sum(self._ref_counts)
 
     def acquire(self, block: int) -> None:
-        """One more holder of a used or evictable block."""
+        """Count one more holder of a used or evictable block."""
         if self._ref_counts[block] == 0:
             del self._evictable[block]
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less; the last one leaves it evictable when it is cached, free otherwise.
+        """Count one holder less. Without a holder a block is evictable when it is cached, and free otherwise.
 
         Release a sequence's blocks from the last to the first, so that the deepest prefix is evicted first.
         """
@@ -100,17 +101,17 @@ class BlockPool:
             self._evictable[block] = None
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block that holds this prefix, not acquired; None when there is none."""
+        """Return the block that holds this prefix, without acquiring it; None when there is none."""
         return self._cached.get(block_hash)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a used, full and computed block findable. A prefix that some block already holds stays there."""
+        """Make a used, full and computed block findable. A prefix that another block holds stays there."""
         if block_hash not in self._cached and self._hashes[block] is None:
             self._cached[block_hash] = block
             self._hashes[block] = block_hash
 
     def clear_cache(self) -> int:
-        """Forget every prefix that no sequence holds; how many blocks that were."""
+        """Forget every prefix that no sequence holds, and return the number of its blocks."""
         cleared = len(self._evictable)
         for block in self._evictable:
             self._forget(block)
@@ -119,7 +120,7 @@ class BlockPool:
         return cleared
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an invariant is broken. O(blocks): for tests and after a failure."""
+        """Raise AssertionError when an invariant is broken. O(blocks), for tests and after a failure."""
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & evictable, "a block is free and evictable"

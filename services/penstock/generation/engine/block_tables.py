@@ -1,4 +1,4 @@
-"""The sequences' side of the block pool: grow, fork, free and find prefixes."""
+"""Block tables of sequences: grow, fork, free, and take over blocks of a prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockTables:
-    """Keeps `Sequence.block_table` and the pool in step. Only ever called on the engine thread."""
+    """Keeper of every `Sequence.block_table`, in agreement with the pool. Engine thread only."""
 
     def __init__(self, pool: BlockPool, *, prefix_cache: bool) -> None:
         self.pool = pool
@@ -20,17 +20,17 @@ class BlockTables:
         self._block_size = pool.block_size
 
     def hash_blocks(self, sequence: Sequence, salt: str) -> None:
-        """Bring `block_hashes` to all full blocks without drafts: each token is hashed once in a sequence's life."""
+        """Complete `block_hashes` for all full blocks without drafts. Each token is hashed once per sequence."""
         self._extend_hashes(sequence, salt, (sequence.num_tokens - sequence.num_draft_tokens) // self._block_size)
 
     def blocks_to_admit(self, sequence: Sequence, prefix: list[int]) -> int:
-        """How far `num_free` sinks when `start` is called with this prefix."""
+        """Number of blocks by which `start` with this prefix lowers `num_free`."""
         revived = sum(self.pool.ref_count(block) == 0 for block in prefix)
         return -(-sequence.num_tokens // self._block_size) - len(prefix) + revived
 
     def start(self, starts: list[tuple[Sequence, list[int]]]) -> None:
-        """Give empty sequences their prefixes and room for all their tokens. `blocks_to_admit` of all must be free."""
-        # All prefixes first: room for one sequence may be made of what is cached and not held yet.
+        """Give empty sequences their prefixes and room for all tokens. The sum of `blocks_to_admit` must be free."""
+        # Acquire all prefixes first: room for one sequence may evict cached blocks that are not held yet.
         for sequence, prefix in starts:
             for block in prefix:
                 self.pool.acquire(block)
@@ -41,8 +41,11 @@ class BlockTables:
             self.extend(sequence, sequence.num_tokens)
 
     def take_over_blocks(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Let `blocks`, which hold its tokens or will before they are read, be those from the one of the next token to
-        compute (number `first`) on; its own go back, and what they held."""
+        """Put `blocks` into the table from place `first` on, the block of the next token to compute.
+
+        They hold the sequence's tokens, or will before they are read. The sequence's own blocks at these places go
+        back, with all that they held.
+        """
         table = sequence.block_table
         for index, block in enumerate(blocks, first):
             self.pool.acquire(block)
@@ -57,18 +60,18 @@ class BlockTables:
             sequence.num_cached_blocks = end
 
     def blocks_to_write(self, sequence: Sequence, end: int) -> int:
-        """Free blocks that `make_writable` up to token `end` will take."""
+        """Number of free blocks that `make_writable` up to token `end` takes."""
         return self.blocks_to_extend(sequence, end) + (self._shared_block(sequence) is not None)
 
     def blocks_to_extend(self, sequence: Sequence, end: int) -> int:
-        """Free blocks that `extend` up to token `end` will take."""
+        """Number of free blocks that `extend` up to token `end` takes."""
         return max(-(-end // self._block_size) - len(sequence.block_table), 0)
 
     def make_writable(self, sequence: Sequence, end: int) -> tuple[int, int] | None:
-        """Room for tokens up to `end` in blocks of its own; the (source, destination) copy that takes, if any.
+        """Make room for tokens up to `end` in blocks of its own. Return the (source, destination) to copy, if any.
 
-        Only the block of the first token to compute can be shared: what lies before it is never written again, and
-        a fork shares nothing that lies behind it.
+        Only the block of the first token to compute can be shared: blocks before it are never written again, and a
+        fork shares no block after it.
         """
         shared = self._shared_block(sequence)
         copy = None
@@ -82,13 +85,13 @@ class BlockTables:
         return copy
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Room for tokens up to `end` after `make_writable` of this step, since when others may share what it fills."""
+        """Make room up to token `end` after `make_writable` of this step; others may share its blocks since then."""
         table = sequence.block_table
         while len(table) * self._block_size < end:
             table.append(self.pool.allocate())
 
     def fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
-        """Let an empty child share what the parent has computed of its first `computed` tokens, the same in both."""
+        """Let an empty child share the blocks of the parent's first `computed` tokens, which are the same in both."""
         shared = parent.block_table[: -(-computed // self._block_size)]
         for block in shared:
             self.pool.acquire(block)
@@ -99,7 +102,7 @@ class BlockTables:
             child.block_hashes = parent.block_hashes[: computed // self._block_size]
 
     def free(self, sequence: Sequence) -> None:
-        """Give every block back; the sequence has nothing computed any more."""
+        """Give every block back. Nothing of the sequence is computed any more."""
         for block in reversed(sequence.block_table):
             self.pool.release(block)
         sequence.block_table.clear()
@@ -107,8 +110,10 @@ class BlockTables:
         sequence.num_cached_blocks = 0
 
     def computed(self, sequence: Sequence, salt: str) -> None:
-        """More tokens are in the pool: make the blocks they fill findable. Not those with drafts, which may be
-        overwritten when the drafts are refused."""
+        """Make the blocks that newly computed tokens fill findable.
+
+        Blocks with drafts are left out: they may be overwritten when the drafts are refused.
+        """
         first, last = sequence.num_cached_blocks, sequence.num_computed_tokens // self._block_size
         if first >= last or not self.prefix_cache:
             return
@@ -119,14 +124,14 @@ class BlockTables:
         sequence.num_cached_blocks = last
 
     def _shared_block(self, sequence: Sequence) -> int | None:
-        """Index of the block that the next computed token falls into, when others hold that block too."""
+        """Return the index of the next token's block when others hold that block too, else None."""
         index, offset = divmod(sequence.num_computed_tokens, self._block_size)
         if offset and self.pool.ref_count(sequence.block_table[index]) > 1:
             return index
         return None
 
     def _extend_hashes(self, sequence: Sequence, salt: str, num_blocks: int) -> None:
-        """Hash those of the first `num_blocks` blocks, all full, that are not hashed yet."""
+        """Hash the first `num_blocks` blocks, all full, as far as they are not hashed yet."""
         hashes = sequence.block_hashes
         parent = hashes[-1] if hashes else root_hash(salt)
         for index in range(len(hashes), num_blocks):

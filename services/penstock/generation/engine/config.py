@@ -19,26 +19,26 @@ class EngineConfig:
     # Rows of one forward pass. At least max_running_sequences, so that every decoding sequence moves each step.
     max_batch_tokens: int = 512
     max_running_sequences: int = 64
-    # Assisted generation: sequences that draw and draft tokens that are verified in one step together. Drafts fill a
-    # step up to here, so the more sequences there are, the fewer: rows are nearly free only while they are few.
+    # Assisted generation: most drawing rows and draft rows of one step together. Drafts fill a step up to this number,
+    # so they become fewer with more sequences: rows are nearly free only while they are few.
     max_draft_rows: int = 32
-    # Accepted, not yet running. Over it: RESOURCE_EXHAUSTED.
+    # Requests that are accepted and not running yet. Over it: RESOURCE_EXHAUSTED.
     max_queued_requests: int = 1024
-    # What a refused caller is told to wait.
+    # Time that a refused caller is told to wait.
     queue_full_retry_seconds: float = 1.0
     # Share of the pool that admission leaves free for running sequences to grow into.
     reserve_share: float = 0.01
-    # Share of a step's prefill budget that a prompt too long for it gets while others wait for theirs.
+    # Share of a step's prefill budget that a prompt too long for it gets while other prompts wait.
     long_prompt_share: float = 0.75
-    # One level of priority outruns this much waiting, so no level can starve another for ever.
+    # Waiting time that one level of priority outweighs, so that no level can starve another for ever.
     priority_seconds: float = 30.0
     # Largest priority, and smallest when negated: without a bound one request could outrun years of waiting.
     max_priority: int = 100
     prefix_cache: bool = True
-    # `Engine.dump`: requests of each queue, and sequences of each request, that are told one by one.
+    # `Engine.dump`: most requests of each queue, and sequences of each request, that are listed one by one.
     dump_groups: int = 64
     dump_sequences: int = 8
-    # Time that the engine's thread has to come to a dump between two steps.
+    # Time within which the engine's thread must reach a dump between two steps.
     dump_wait_seconds: float = 2.0
 
     def __post_init__(self) -> None:
@@ -63,11 +63,11 @@ class EngineConfig:
 
     @property
     def reserve_blocks(self) -> int:
-        """Blocks that admission leaves free."""
+        """Number of blocks that admission leaves free."""
         return int(self.reserve_share * self.num_blocks)
 
     def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
-        """Most blocks the request can ever hold: full prompt blocks once, the rest per sequence.
+        """Most blocks that a request can ever hold: full prompt blocks once, the rest per sequence.
 
         The last token of a sequence is never computed, so it needs no room.
         """

@@ -1,4 +1,4 @@
-"""Moments at which requests must end, without looking at every request in every step."""
+"""Times at which requests must end, found without a look at every request in every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Key = TypeVar("Key")
 
 
 class DeadlineQueue(Generic[Key]):
-    """Keys with a time each. `due` is O(1) until the earliest known time has come, then O(keys) once."""
+    """Keys with one time each. `due` is O(1) until the earliest known time has come, then O(keys) once."""
 
     def __init__(self) -> None:
         self._times: dict[Key, float] = {}
@@ -20,12 +20,12 @@ class DeadlineQueue(Generic[Key]):
         return len(self._times)
 
     def set(self, key: Key, time: float) -> None:
-        """`key` is due once `time` has passed."""
+        """Make `key` due once `time` has passed."""
         self._times[key] = time
         self._earliest = min(self._earliest, time)
 
     def discard(self, key: Key) -> None:
-        """`key` is no longer limited."""
+        """Remove the limit of `key`."""
         self._times.pop(key, None)
 
     def due(self, now: float) -> list[Key]:

@@ -1,4 +1,4 @@
-"""Small rules about drafts that strategies, engine and draft models share."""
+"""Rules about drafts that strategies, engine and draft models share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
-    """The drafts before the first id that would end the sequence: the row before it draws that id anyway."""
+    """Return the drafts before the first id that would end the sequence: the row before draws that id anyway."""
     for position, token_id in enumerate(drafts):
         if token_id in end_token_ids:
             return drafts[:position]
@@ -22,7 +22,7 @@ def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
 
 
 def share_room(requests: Sequence[DraftRequest], room: int) -> list[DraftRequest]:
-    """The requests cut so that together they ask for at most `room` tokens; those with no share are left out."""
+    """Cut requests so that together they ask for at most `room` tokens. Requests with no share are left out."""
     shared: list[DraftRequest] = []
     for position, request in enumerate(requests):
         tokens = min(request.num_tokens, max(room, 0) // (len(requests) - position))
@@ -33,9 +33,9 @@ def share_room(requests: Sequence[DraftRequest], room: int) -> list[DraftRequest
 
 
 def goes_on(state: GrammarState, token_id: int) -> bool:
-    """Advance a state that drafts are tried on; False when the grammar refuses the token or is complete with it.
+    """Advance a state on which drafts are tried. False: the grammar refuses the token or is complete with it.
 
-    What is wrong with the state itself is told to the request when it really takes the token.
+    An error of the state itself is raised to the request only when it really takes the token.
     """
     try:
         return state.advance(token_id) and not state.is_done

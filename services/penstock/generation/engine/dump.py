@@ -1,6 +1,6 @@
-"""The engine's state as plain data, for whoever looks for what is wrong: sizes and states, never a token or a text.
+"""The engine's state as plain data, for finding faults: sizes and states, never a token or a text.
 
-A dump changes nothing and steps nothing. It is bounded: of groups and sequences past a limit only the number is told.
+A dump changes nothing and runs no step. It is bounded: past a limit it gives only the number of groups and sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SequenceDump:
     """One sequence; lengths in tokens, drafts included."""
 
     number: int
-    # Of the returned sequence.
+    # Number of the returned sequence.
     index: int
     family: int
     tokens: int
@@ -36,9 +36,9 @@ class SequenceDump:
     computed_tokens: int
     blocks: int
     draft_tokens: int
-    # admission: its request is queued. leader: the prompt is computed by another sequence of its family. others: it
-    # has drawn, or may not be computed to its end yet, and its request's other sequences are behind. step: nothing
-    # but the next step.
+    # admission: its request is queued. leader: another sequence of its family computes the prompt. others: it has
+    # drawn, or may not be computed to its end yet, and other sequences of its request are behind. step: only the next
+    # step.
     waits_for: str
 
 
@@ -47,11 +47,11 @@ class GroupDump:
     """One request. `request` is `request_key` of its id."""
 
     request: str
-    # waiting, running, gone.
+    # waiting, running or gone.
     state: str
     decoding: str
     priority: int
-    # Since its arrival, and since its first step (0: none yet).
+    # Seconds since its arrival, and since its first step (0: none yet).
     age_seconds: float
     running_seconds: float
     prompt_tokens: int
@@ -59,27 +59,27 @@ class GroupDump:
     # Most sequences that it will have at once.
     width: int
     sequences: tuple[SequenceDump, ...]
-    # Sequences that are left out.
+    # Number of sequences that are left out.
     more_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolDump:
-    """The KV pool, in blocks. `free` are those that hold no reusable prefix."""
+    """The KV pool, in blocks. `free` blocks hold no reusable prefix."""
 
     total: int
     used: int
     free: int
     evictable: int
-    # What admission leaves free.
+    # Blocks that admission leaves free.
     reserve: int
-    # Holders of used blocks: above `used` by what is shared.
+    # Holders of used blocks, each counted: more than `used` where blocks are shared.
     references: int
 
 
 @dataclass(frozen=True, slots=True)
 class RowsDump:
-    """Rows that one request computed in a step: those of its prompts, of drafts, and the others."""
+    """Rows that one request computed in a step: of prompts, of drafts, and of decoding."""
 
     request: str
     sequences: int
@@ -90,12 +90,12 @@ class RowsDump:
 
 @dataclass(frozen=True, slots=True)
 class StepDump:
-    """The step that was put together last: after a failure the one that broke."""
+    """The step that was scheduled last: after a failure the step that broke."""
 
     number: int
     rows: int
     rows_left: int
-    # Why nothing more is in it; see `HeldBack`.
+    # Reason why it holds no more; see `HeldBack`.
     ended_by: str
     groups: tuple[RowsDump, ...]
     more_groups: int
@@ -105,7 +105,7 @@ class StepDump:
 
 @dataclass(frozen=True, slots=True)
 class EngineDump:
-    """Everything. `stack` is that of the engine's thread, innermost last, when the state was read from outside it."""
+    """State of the engine. `stack`: of its thread, innermost last, set when the state was read from another thread."""
 
     config: dict[str, float]
     counters: dict[str, int]
@@ -118,20 +118,20 @@ class EngineDump:
     stack: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, for logs and messages."""
+        """Return plain dicts, lists and numbers, for logs and messages."""
         return asdict(self)
 
 
 def request_key(request_id: str) -> str:
-    """Stand-in for a request's id, which callers choose: the first 12 hex digits of its SHA-256."""
+    """Return a stand-in for a request's id, which callers choose: the first 12 hex digits of its SHA-256."""
     return hashlib.sha256(request_id.encode()).hexdigest()[:12]
 
 
 def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, now: float) -> EngineDump:
-    """The state between two steps, or after the one that broke. O(blocks).
+    """Return the state between two steps, or after a step that broke. O(blocks).
 
-    Queues are copied before they are read, so that another thread may try; it gets RuntimeError, KeyError or
-    IndexError when the engine moves meanwhile.
+    Queues are copied before they are read, so that another thread may call this. It gets RuntimeError, KeyError or
+    IndexError when the engine changes them meanwhile.
     """
     pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
     return EngineDump(

@@ -44,11 +44,11 @@ _log = get_logger(__name__)
 
 
 class Engine:
-    """Runs requests on one KV pool. Every accepted request gets exactly one FinishedOutput, whatever happens.
+    """Engine over one KV pool. Every accepted request gets exactly one FinishedOutput, whatever happens.
 
-    Only `check` may be called from other threads. A request that fails by itself (its strategy raises) ends alone
-    with INTERNAL; an exception of the runner or of the scheduler leaves `step` as it is, the engine is unusable then,
-    and `fail_all` gives every live request its end.
+    Only `check` may be called from other threads. A request whose strategy raises ends alone with INTERNAL. An
+    exception of the runner or the scheduler leaves `step`: the engine is unusable then, and `fail_all` ends every live
+    request.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         trace: TraceFile | None = None,
     ) -> None:
-        """`stop_text` None: no request may have stop strings. `clock` is that of Request's times."""
+        """`stop_text` None: no request may have stop strings. `clock` gives times comparable with those of Request."""
         self.config = config
         self.stats = EngineStats()
         self._runner = runner
@@ -75,28 +75,30 @@ class Engine:
         self._groups: dict[str, SequenceGroup] = {}
         self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
-        # Groups with events that the caller has not got yet, in the order of the events.
-        self._news: dict[SequenceGroup, None] = {}
+        # Groups with outputs that the caller has not taken yet, in the order of their first one.
+        self._dirty: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
         self._seq_ids = itertools.count()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do or tell something."""
-        return self._scheduler.has_work or bool(self._news)
+        """True when `step` would compute or return something."""
+        return self._scheduler.has_work or bool(self._dirty)
 
     @property
     def num_waiting(self) -> int:
-        """Requests accepted and not running."""
+        """Number of requests that are accepted and not running."""
         return len(self._scheduler.waiting)
 
     def check(self, request: Request) -> None:
-        """Raise where `request` is too much for this engine; see `admission.check_capacity`. Safe on any thread."""
+        """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
         check_capacity(self.config, self._modes, request)
 
     def add(self, request: Request) -> None:
-        """Accept a request that `check` has let pass. Raises what its strategy finds wrong with its resumed ids, and
-        ValueError for the id of a live request."""
+        """Accept a request that `check` has let pass.
+
+        Raises ValueError for the id of a live request, and what its strategy raises for wrong resumed ids.
+        """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
         criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
@@ -116,9 +118,9 @@ class Engine:
             self._close(group)
 
     def abort(self, request_id: str, error: PenstockError | None = None) -> bool:
-        """End a request now: blocks free at once, FinishedOutput from the next `step`. False: not live.
+        """End a request now: its blocks are free at once, `step` returns its FinishedOutput. False: it is not live.
 
-        With `error` (other than Cancelled) its sequences end ERROR, else ABORTED.
+        Its sequences end ERROR with `error` (other than Cancelled), else ABORTED.
         """
         group = self._groups.get(request_id)
         if group is None:
@@ -127,7 +129,7 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """One forward pass at most, and what it and the calls before it brought, by request."""
+        """Run at most one forward pass. Return outputs by request, of this step and of the calls before it."""
         started = self._clock()
         self._end_overdue(started)
         output = self._scheduler.schedule()
@@ -151,31 +153,31 @@ class Engine:
                 self._trace.stepped(self._scheduler, self.stats, started, self._clock())
         if not self._scheduler.has_work:
             self._forget(self._scheduler.take_released())
-        return self._take_news()
+        return self._take_outputs()
 
     def fail_all(self, error: PenstockError | None = None) -> list[RequestOutput]:
-        """End every live request, and this engine's life.
+        """End every live request; the engine is not used any more.
 
-        Without `error` because the process stops: UNAVAILABLE where nothing was sent yet (safe to retry elsewhere),
-        ABORTED with last_seq where something was.
+        No `error`: the process stops. Then requests of which nothing was sent end UNAVAILABLE (safe to retry
+        elsewhere), others ABORTED with last_seq.
         """
         for group in self._groups.values():
             # The scheduler is left alone: it may be what is broken.
             group.report.finish(_finishes(group, FinishReason.ERROR), error or _stopping(group.report.next_seq))
-            self._news[group] = None
+            self._dirty[group] = None
         self.stats.requests_failed += len(self._groups)
         self.stats.requests_finished += len(self._groups)
         self._groups.clear()
-        return self._take_news()
+        return self._take_outputs()
 
     def clear_cache(self) -> int:
-        """Forget every prefix that no running request holds; how many blocks that were."""
+        """Forget every prefix that no running request holds, and return the number of its blocks."""
         if self._trace is not None:
             self._trace.cleared()
         return self._scheduler.pool.clear_cache()
 
     def load(self) -> EngineLoad:
-        """Where the engine stands. O(running)."""
+        """Return queue lengths and pool use. O(running requests)."""
         pool, waiting, running = self._scheduler.pool, self._scheduler.waiting, self._scheduler.running
         return EngineLoad(
             waiting_requests=len(waiting),
@@ -190,11 +192,11 @@ class Engine:
         )
 
     def dump(self) -> EngineDump:
-        """Everything about the engine but tokens and texts; see `dump_engine`."""
+        """Return the engine's state without tokens and texts; see `dump_engine`."""
         return dump_engine(self.config, self.stats, self._scheduler, self._clock())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the pool's accounting and the sequences disagree. O(blocks): for tests."""
+        """Raise AssertionError when the pool's accounting and the sequences disagree. O(blocks), for tests."""
         self._scheduler.check_integrity()
 
     def _end_overdue(self, now: float) -> None:
@@ -212,7 +214,7 @@ class Engine:
             self._close(group)
 
     def _limit_admitted(self) -> None:
-        """max_time counts from the first step of a request."""
+        """Start the max_time of newly admitted requests: it counts from a request's first step."""
         for group in self._scheduler.admitted:
             max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
             if max_time is not None and scheduled_at is not None:
@@ -240,15 +242,15 @@ class Engine:
             self._close(group)
 
     def _fail(self, group: SequenceGroup, error: Exception) -> None:
-        """One request's strategy raised: the others go on, and it gets its end."""
+        """End a request whose strategy raised. The others go on."""
         if not isinstance(error, PenstockError):
             _log.error("decoding strategy failed", request_id=group.request.request_id, exc_info=error)
             error = Internal("decoding failed", reason="DECODING_FAILED")
-        # A PenstockError is the request's own doing, such as a constraint that outgrows its limits.
+        # A PenstockError is the request's own fault, such as a constraint that outgrows its limits.
         self._cut_off(group, error)
 
     def _forget(self, seq_ids: tuple[int, ...]) -> None:
-        """No step follows for now: what runner and drafter keep of the last requests would stay until the next one."""
+        """Release sequences when no step follows: runner and drafter would keep their state until the next one."""
         if seq_ids:
             self._runner.release(seq_ids)
             if self._drafter is not None:
@@ -269,9 +271,9 @@ class Engine:
             report.healed = decision.healed
 
     def _draft(self, groups: Iterable[SequenceGroup]) -> bool:
-        """Let the draft model answer what the strategies that moved in this step ask of it, all at once.
+        """Run the draft model for all requests of the strategies that advanced in this step, at once.
 
-        No more than the next step will have rows for. False: nothing was asked.
+        Drafts are no more than the next step has rows for. False: no strategy asked.
         """
         if self._drafter is None:
             return False
@@ -302,7 +304,7 @@ class Engine:
 
     def _emit(self, group: SequenceGroup, emissions: list[Emission]) -> None:
         group.report.emit(emissions)
-        self._news[group] = None
+        self._dirty[group] = None
 
     def _cut_off(self, group: SequenceGroup, error: PenstockError | None) -> None:
         failed = error is not None and not isinstance(error, Cancelled)
@@ -312,20 +314,20 @@ class Engine:
     def _close(
         self, group: SequenceGroup, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None
     ) -> None:
-        """The one way out for a request."""
+        """End a request. No request ends in another way."""
         if self._trace is not None:
             self._trace.closed(group)
         self._scheduler.remove(group)
         self._deadlines.discard(group)
         self._max_times.discard(group)
         group.report.finish(unfinished, error)
-        self._news[group] = None
+        self._dirty[group] = None
         del self._groups[group.request.request_id]
         self.stats.requests_finished += 1
 
-    def _take_news(self) -> list[RequestOutput]:
-        outputs = [group.report.take() for group in self._news]
-        self._news.clear()
+    def _take_outputs(self) -> list[RequestOutput]:
+        outputs = [group.report.take() for group in self._dirty]
+        self._dirty.clear()
         return outputs
 
     def _record(

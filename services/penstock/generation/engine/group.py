@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupState(enum.Enum):
-    """Where a group stands with the scheduler."""
+    """State of a group in the scheduler."""
 
     WAITING = 1
     RUNNING = 2
@@ -26,13 +26,13 @@ class GroupState(enum.Enum):
 class SequenceGroup:
     """A request in the engine.
 
-    The sequences of a family begin with the same prompt. Until a family is forked only its leader is computed, and
-    exactly up to the end of the prompt; there every other sequence of it forks from the leader. A family of one is
-    always forked. Preemption takes a group back to this start, whatever its sequences have generated meanwhile, so
-    the prompt's blocks are shared again after it.
+    The sequences of a family begin with the same prompt. Until a family is forked only its leader is computed, exactly
+    up to the end of the prompt. There every other sequence of the family forks from the leader. A family of one is
+    always forked. Preemption takes a group back to this start, whatever its sequences have generated, so that they
+    share the prompt's blocks again.
 
-    Where some sequences guide others, or beams decide together what they may draw, all go in lockstep: nobody's last
-    row is computed before everybody's can be, so that a step which draws has the rows of all.
+    With guidance, and where beams decide together what they may draw, the sequences go in lockstep: no last row is
+    computed before all of them can be, so that a step which draws has the rows of all.
     """
 
     request: Request
@@ -51,14 +51,14 @@ class SequenceGroup:
         self.start_over()
 
     def restart(self) -> None:
-        """Back to the start: nothing computed, after a preemption."""
+        """Go back to the start after a preemption: nothing is computed."""
         replaced = self.strategy.restarted()
         if replaced is not None:
             self.sequences = replaced
         self.start_over()
 
     def start_over(self) -> None:
-        """Families wait for their leaders again.
+        """Make families wait for their leaders again.
 
         The leader is a shortest sequence, so one that draws at the prompt's end is always the leader itself.
         """
@@ -79,19 +79,19 @@ class SequenceGroup:
 
     @property
     def is_forked(self) -> bool:
-        """Whether nobody waits for a leader."""
+        """True when no sequence waits for a leader."""
         return not self._unforked
 
     @property
     def computable(self) -> list[Sequence]:
-        """Sequences that may be given tokens to compute."""
+        """Sequences of which tokens may be scheduled."""
         if not self._unforked:
             return self.sequences
         leaders = self.leaders
         return [one for one in self.sequences if one.family not in self._unforked or one in leaders]
 
     def fork_followers(self, leader: Sequence) -> list[Sequence]:
-        """Who forks from `leader` now that its prompt is computed; nobody a second time."""
+        """Return the sequences that fork from `leader` once its prompt is computed; none a second time."""
         if leader.family not in self._unforked or leader.num_computed_tokens != leader.num_prompt_tokens:
             return []
         self._unforked.discard(leader.family)
@@ -99,21 +99,21 @@ class SequenceGroup:
 
     @property
     def in_lockstep(self) -> bool:
-        """True: nobody's last row is computed before everybody's can be."""
+        """True when no last row is computed before all of them can be."""
         return self._in_lockstep
 
     @property
     def all_ready(self) -> bool:
-        """Whether every sequence that goes in lockstep may be computed to its end. O(sequences), where some do."""
+        """True when every sequence may be computed to its end. O(sequences) in lockstep, else O(1)."""
         return not self._in_lockstep or all(one.num_computed_tokens >= self.end(one) - 1 for one in self.computable)
 
     def target(self, sequence: Sequence, *, all_ready: bool) -> int:
-        """How far `sequence` may be computed now, given the group's `all_ready`."""
+        """Return the token up to which `sequence` may be computed now, given the group's `all_ready`."""
         end = sequence.num_prompt_tokens if sequence.family in self._unforked else len(sequence.token_ids)
         return end if all_ready or sequence.num_computed_tokens >= end else end - 1
 
     def drawing(self, sequence: Sequence, end: int) -> tuple[Sequence, ...]:
-        """Who draws from the last row when `sequence` is computed up to `end`: those with nothing after it."""
+        """Return the sequences that draw when `sequence` is computed up to `end`: those with no token after it."""
         if sequence.num_draft_tokens:
             return ()
         if sequence.family not in self._unforked:
@@ -124,12 +124,12 @@ class SequenceGroup:
 
     @property
     def pending_prompt_tokens(self) -> int:
-        """Prompt tokens not computed yet."""
+        """Number of prompt tokens that are not computed yet."""
         if len(self.sequences) == 1:
             (leader,) = self.sequences
             return max(leader.num_prompt_tokens - leader.num_computed_tokens, 0)
         return sum(max(leader.num_prompt_tokens - leader.num_computed_tokens, 0) for leader in self.leaders)
 
     def end(self, sequence: Sequence) -> int:
-        """Where `sequence` is to be computed to: its prompt's end while followers wait for it there."""
+        """Return the token up to which `sequence` is computed: its prompt's end while followers wait for it there."""
         return sequence.num_prompt_tokens if sequence.family in self._unforked else len(sequence.token_ids)

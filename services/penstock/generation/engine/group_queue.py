@@ -9,14 +9,14 @@ from penstock.generation.engine.group import SequenceGroup
 
 
 class GroupQueue:
-    """Sorted by `SequenceGroup.key`. Finding is O(log n); inserting and removing move memory, not objects.
+    """Groups sorted by `SequenceGroup.key`. Finding is O(log n); inserting and removing move memory, not objects.
 
-    Keys never change, so an order once true stays true: nobody who comes later with an equal priority passes.
+    Keys never change, so the order stays: no group that comes later with an equal priority passes an earlier one.
     """
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
-        # Of all groups here: prompt tokens, computed or not.
+        # Number of prompt tokens of all groups here, computed or not.
         self.prompt_tokens = 0
 
     def __len__(self) -> int:
@@ -27,11 +27,11 @@ class GroupQueue:
 
     @property
     def last(self) -> SequenceGroup:
-        """Who gives way first. Raises IndexError when empty."""
+        """Group that is preempted first. Raises IndexError when the queue is empty."""
         return self._groups[-1]
 
     def add(self, group: SequenceGroup) -> None:
-        """Put `group` in its place."""
+        """Insert `group` at its place."""
         insort(self._groups, group, key=lambda other: other.key)
         self.prompt_tokens += len(group.request.prompt_token_ids)
 

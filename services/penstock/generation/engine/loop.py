@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from penstock.generation.engine.engine import Engine
 
 _log = get_logger(__name__)
-# Looks from outside at an engine that may be moving.
+# Attempts to read an engine from outside while it may be running a step.
 _DUMP_ATTEMPTS = 5
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
 class EngineLoop:
-    """Steps the engine while it has work, and sleeps on a condition while it has none: it never polls.
+    """Thread that steps the engine while it has work, and sleeps on a condition while it has none: it never polls.
 
-    Who touches what: the engine belongs to the thread. Everybody else appends commands to the inbox under the
-    condition; they are carried out, in order, before the next step. The outputs of a step reach the event loop by
-    one `call_soon_threadsafe`.
+    The engine belongs to the thread. Other threads append commands to the inbox under the condition, and the thread
+    carries them out, in order, before the next step. The outputs of a step reach the event loop by one
+    `call_soon_threadsafe`.
 
-    A queued request needs no timer for its deadline: while anything is queued or running the engine steps, and every
-    step begins by ending what is overdue.
+    A queued request needs no timer for its deadline: while a request is queued or running the engine steps, and every
+    step first ends overdue requests.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class EngineLoop:
         *,
         nice: int = 0,
     ) -> None:
-        """`deliver` (engine steps so far, the last one's outputs) and `on_failure` run on `loop`.
+        """`deliver` (engine steps so far, outputs of the last one) and `on_failure` run on `loop`.
 
-        `nice` is added to the niceness of the thread, and of those that its kernels start (Linux only).
+        `nice` is added to the niceness of the thread, and of the threads that its kernels start (Linux only).
 
         After `on_failure` the engine is dead: every live request has had its FinishedOutput with INTERNAL, and the
         process should exit.
@@ -68,11 +68,11 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._live: set[str] = set()
         self._num_inbound = 0
-        # Accepted, but not yet in `_load`: on their way in, or added since the last step.
+        # Requests that are accepted but not in `_load` yet: in the inbox, or added since the last step.
         self._num_unseen = 0
         self._load = engine.load()
         self._stopping = False
-        # The thread's own: commands out of the inbox, and outputs of requests that failed on their way in.
+        # Used by the thread only: commands from the inbox, and outputs of requests that the engine refused.
         self._commands: deque[Callable[[], None]] = deque()
         self._refused: list[RequestOutput] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -82,7 +82,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Accept a request: from here on it gets exactly one FinishedOutput. Thread-safe, does not block.
+        """Accept a request, which then gets exactly one FinishedOutput. Thread-safe; does not block.
 
         Raises what `Engine.check` raises, InvalidArgument DUPLICATE_REQUEST_ID, ResourceExhausted QUEUE_FULL,
         Unavailable ENGINE_STOPPED.
@@ -103,7 +103,7 @@ class EngineLoop:
             self._post(lambda: self._add(request))
 
     def abort(self, request_ids: Iterable[str], error: PenstockError | None = None) -> None:
-        """End requests before the next step; ids that are not live are ignored. Thread-safe."""
+        """End requests before the next step. Ids that are not live are ignored. Thread-safe."""
         ids = tuple(request_ids)
         with self._condition:
             self._post(lambda: self._abort(ids, error))
@@ -111,7 +111,7 @@ class EngineLoop:
     def run_on_engine(self, call: Callable[[Engine], Result]) -> Future[Result]:
         """Run `call(engine)` on the engine's thread between two steps. Thread-safe.
 
-        The future gets its result or exception; Unavailable ENGINE_STOPPED when the engine stops first.
+        The future gets its result or exception, or Unavailable ENGINE_STOPPED when the engine stops first.
         """
         future: Future[Result] = Future()
         with self._condition:
@@ -122,11 +122,11 @@ class EngineLoop:
         return future
 
     async def dump(self, wait_seconds: float | None = None) -> EngineDump:
-        """The engine's state between two steps. To be awaited on the event loop.
+        """Return the engine's state between two steps. To be awaited on the event loop.
 
-        When its thread does not come to it within `wait_seconds` (None: the configuration's): the state as it looks
-        from outside, which a step may be changing, and the thread's stack. Raises what `dump_engine` raises when that
-        is so every time.
+        When the thread does not reach it within `wait_seconds` (None: the configuration's), the state is read from
+        outside, where a step may be changing it, and has the thread's stack. Raises what `dump_engine` raises when
+        every such attempt fails.
         """
         if wait_seconds is None:
             wait_seconds = self._engine.config.dump_wait_seconds
@@ -138,7 +138,7 @@ class EngineLoop:
 
     @property
     def load(self) -> EngineLoad:
-        """The engine after its last step, with what was accepted since counted as waiting. Thread-safe."""
+        """Load after the last step; requests that were accepted since count as waiting. Thread-safe."""
         with self._condition:
             load, unseen = self._load, self._num_unseen
         return load._replace(waiting_requests=load.waiting_requests + unseen) if unseen else load
@@ -163,14 +163,14 @@ class EngineLoop:
         return replace(self._engine.dump(), stack=stack)
 
     def _state_or_none(self) -> dict[str, Any] | None:
-        """For the log, of an engine that may be broken in any way: the requests' ends must follow all the same."""
+        """Return the state for the log, or None: a broken engine must not keep requests from getting their ends."""
         try:
             return self._engine.dump().as_dict()
         except Exception:
             return None
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Append a command; the condition is held. After the thread's end nobody carries it out."""
+        """Append a command. The condition is held. After the thread's end it is not carried out."""
         self._inbox.append(command)
         self._condition.notify()
 
@@ -179,7 +179,7 @@ class EngineLoop:
             raise Unavailable("the engine has stopped", reason="ENGINE_STOPPED")
 
     def _add(self, request: Request) -> None:
-        """On the thread. What goes wrong with one request only now still ends in its one FinishedOutput."""
+        """Add a request, on the thread. One that the engine refuses now still gets its FinishedOutput."""
         try:
             self._engine.add(request)
         except PenstockError as error:
@@ -198,13 +198,13 @@ class EngineLoop:
 
     def _run(self) -> None:
         if self._nice and sys.platform == "linux":
-            # There it is of a thread; OpenMP's threads are started by this one and inherit it.
+            # On Linux niceness belongs to a thread. OpenMP's threads are started by this one and inherit it.
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
         try:
             while self._wait_for_work():
                 self._publish(self._engine.step())
-        except Exception as failure:  # the thread's boundary: everybody is told, then the process ends
+        except Exception as failure:  # the thread's boundary: all requests end, then the process
             _log.exception("engine step failed", state=self._state_or_none())
             error = Internal("the engine failed", reason="ENGINE_FAILED")
             try:
@@ -215,7 +215,7 @@ class EngineLoop:
             self._end(None)
 
     def _wait_for_work(self) -> bool:
-        """Carry out the inbox; sleep while there is neither a command nor work. False: stop."""
+        """Carry out the commands of the inbox; sleep while there is no command and no work. False: stop."""
         with self._condition:
             while not (self._inbox or self._stopping or self._engine.has_work):
                 self._condition.wait()
@@ -226,7 +226,7 @@ class EngineLoop:
         return True
 
     def _take_inbox(self) -> None:
-        """The condition is held."""
+        """Move commands out of the inbox. The condition is held."""
         self._commands.extend(self._inbox)
         self._inbox.clear()
 
@@ -235,12 +235,12 @@ class EngineLoop:
             self._commands.popleft()()
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Forget who is finished, and hand a step's outputs to the event loop."""
+        """Forget finished requests, and hand a step's outputs to the event loop."""
         outputs += self._refused
         self._refused = []
         load = self._engine.load()
         finished = [output.request.request_id for output in outputs if output.finished is not None]
-        # At once for everybody else: who reads a last word may use its id again, who finds nobody live misses nothing.
+        # Under one lock: a reader of a last word may use its id again; a reader that finds no live id misses nothing.
         with self._condition:
             self._load, self._num_unseen = load, self._num_inbound
             self._live.difference_update(finished)
@@ -248,7 +248,7 @@ class EngineLoop:
                 self._call_soon(self._deliver, load.step, outputs)
 
     def _end(self, error: PenstockError | None) -> None:
-        """The thread's last act: every command and every live request gets its answer."""
+        """End the thread's work: every command and every live request gets its answer."""
         with self._condition:
             self._stopping = True
             self._take_inbox()
@@ -259,12 +259,12 @@ class EngineLoop:
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:
-            # Raised only when the event loop is closed: nobody is left to be told.
+            # Raised only when the event loop is closed: no reader is left.
             _log.warning("engine outputs after the event loop was closed", exc_info=True)
 
 
 def _fulfil(future: Future[Result], call: Callable[[Engine], Result], engine: Engine) -> None:
-    """Whatever `call` raises belongs to its caller, who waits for the future."""
+    """Run `call` into `future`. What it raises belongs to the caller, which waits for the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -1,4 +1,4 @@
-"""What the caller hears about one request: events in order, gapless numbers, one last word."""
+"""Report on one request to its caller: events in order, gapless numbers, one last word."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RequestReport:
-    """Collects a request's events until the engine takes them at the end of the step."""
+    """Collector of a request's events, which the engine takes at the end of a step."""
 
     def __init__(self, request: Request, clock: Callable[[], float], preset_events: Iterable[Emission] = ()) -> None:
         """`preset_events` are known from the start (a resumed sequence had ended) and sent with the first others."""
@@ -46,15 +46,15 @@ class RequestReport:
 
     @property
     def next_logprob_row(self) -> int | None:
-        """First row whose logits tell a prompt logprob that is not known yet; None: none is wanted any more."""
+        """First row whose logits give a prompt logprob that is not known yet; None: none is wanted any more."""
         if self.request.params.prompt_logprobs is None or self._started:
             return None
         return self._first_logprob_row + len(self._prompt_logprobs)
 
     @property
     def first_needed_row(self) -> int | None:
-        """First row that somebody still wants to see; None: only the last one matters."""
-        # What was scored before a preemption needs no row again.
+        """First row that is still needed; None: only the last one."""
+        # Rows that were scored before a preemption are not needed again.
         fixed = None if self.request.purpose is Purpose.SCORE else self.request.first_needed_row
         rows = [row for row in (self.next_logprob_row, fixed) if row is not None]
         return min(rows, default=None)
@@ -65,7 +65,7 @@ class RequestReport:
         return request.first_needed_row or 0 if request.purpose is Purpose.SCORE else 0
 
     def scheduled(self, cached_tokens: int) -> bool:
-        """Work on it begins; False when it had begun before."""
+        """Note that work on the request begins. False: it had begun before."""
         if self.scheduled_at is not None:
             return False
         self.scheduled_at = self._clock()
@@ -73,11 +73,11 @@ class RequestReport:
         return True
 
     def add_prompt_logprobs(self, logprobs: Iterable[PositionLogprobs]) -> None:
-        """Those of `next_logprob_row` and the rows after it."""
+        """Take the logprobs of `next_logprob_row` and of the rows after it."""
         self._prompt_logprobs.extend(logprobs)
 
     def emit(self, emissions: Iterable[Emission]) -> None:
-        """Number emissions and tell the caller of them; the first time, that the prompt is computed as well."""
+        """Number emissions and report them. The first time, report also that the prompt is computed."""
         if not self._started:
             self._started = True
             self._new_started = StartedOutput(self._cached_tokens, self._whole_prompt(), self.healed)
@@ -95,7 +95,7 @@ class RequestReport:
                 self._finishes[emission.index] = emission.finish
 
     def finish(self, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None) -> None:
-        """The last word. `unfinished` are the sequences that were cut off."""
+        """Report the last word. `unfinished` are the sequences that were cut off."""
         preset = (emission.finish for emission in self._preset_events if emission.finish is not None)
         self._finishes.update({finish.index: finish for finish in (*preset, *unfinished)})
         finishes = tuple(self._finishes[index] for index in sorted(self._finishes))
@@ -113,14 +113,14 @@ class RequestReport:
         )
 
     def take(self) -> RequestOutput:
-        """What happened since the last call."""
+        """Return all that was reported since the last call."""
         output = RequestOutput(self.request, self._new_started, tuple(self._new_deltas), self._finished)
         self._new_started = None
         self._new_deltas.clear()
         return output
 
     def _whole_prompt(self) -> tuple[PositionLogprobs, ...]:
-        """One entry per prompt token, or none: nobody asked, or max_time was over before the prompt was computed.
+        """Return one entry per prompt token; none when not asked for, or when max_time ended before the prompt did.
 
         Scoring: one entry per token of the continuation.
         """
@@ -144,7 +144,7 @@ class RequestReport:
 
 
 def refusal(request: Request, error: PenstockError) -> RequestOutput:
-    """The only word on a request that failed on its way into the engine."""
+    """Return the only word on a request that failed on its way into the engine."""
     report = RequestReport(request, lambda: request.arrival_time)
     report.finish((), error)
     return report.take()

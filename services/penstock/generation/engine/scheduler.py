@@ -1,4 +1,4 @@
-"""Hands out each step's tokens. No phases: every sequence has tokens and a number of computed ones."""
+"""Scheduler of each step's tokens. No phases: every sequence has tokens, and a number of computed ones."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from penstock.generation.engine.stats import EngineStats
 
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
-# With the token that the sequence may be computed up to in this step.
+# (group, sequence, token up to which the sequence may be computed in this step)
 Entries = list[tuple[SequenceGroup, "Sequence", int]]
 Starts = list[tuple["Sequence", list[int]]]
 
 
 class Scheduler:
-    """Decides who computes what; owns the queues and every block table. Engine thread only.
+    """Owner of the queues and of every block table; it decides what each sequence computes. Engine thread only.
 
-    Order within a step: decoding rows (those with drafts last), then prompts of running groups, then admission from
-    the waiting queue, then what budget is left for prompts that were given a share only; each in (priority, arrival)
-    order. Who would compute what an earlier one is computing waits for it (see SharedPrefixes). When blocks run out,
-    the last running group in that order is preempted: it gives back its blocks, keeps its tokens, and waits at its old
-    place. The first group never has to give way, and `Engine.check` let in only what fits an empty pool, so something
-    always progresses.
+    Order within a step: decoding rows (sequences with drafts last), then prompts of running groups, then admission
+    from the waiting queue, then the rest of the budget for prompts that got a share only; each in (priority, arrival)
+    order. A sequence that needs what an earlier one is computing waits for it (see SharedPrefixes). When blocks run
+    out, the last running group in that order is preempted: it gives back its blocks, keeps its tokens, and waits at
+    its old place. The first group is never preempted, and `Engine.check` lets in only what fits an empty pool, so some
+    group always progresses.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
@@ -43,7 +43,7 @@ class Scheduler:
         self.prefixes = SharedPrefixes(self.tables)
         self.waiting = GroupQueue()
         self.running = GroupQueue()
-        # Groups that the last `schedule` started for the first time, and those that had to give way in it.
+        # Groups that the last `schedule` started for the first time, and groups that it preempted.
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
         self._config = config
@@ -51,30 +51,30 @@ class Scheduler:
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self._plan = StepPlan(0)
-        # Prompts that this step computes a part of.
+        # Prompts of which this step computes a part.
         self._cut: Entries = []
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would schedule something."""
+        """True when `schedule` would schedule something."""
         return bool(len(self.waiting) or len(self.running))
 
     @property
     def plan(self) -> StepPlan:
-        """The step that `schedule` put together last."""
+        """Plan of the step that `schedule` put together last."""
         return self._plan
 
     @property
     def num_running_sequences(self) -> int:
-        """Sequences that running groups hold or will fork."""
+        """Number of sequences that running groups hold or will fork."""
         return sum(group.strategy.width for group in self.running)
 
     def add(self, group: SequenceGroup) -> None:
-        """A new group waits."""
+        """Queue a new group."""
         self.waiting.add(group)
 
     def remove(self, group: SequenceGroup) -> None:
-        """A group is over, wherever it stands: its blocks are free when this returns."""
+        """End a group in any state: its blocks are free when this returns."""
         if group.state is GroupState.GONE:
             return
         (self.running if group.state is GroupState.RUNNING else self.waiting).remove(group)
@@ -83,7 +83,7 @@ class Scheduler:
         group.sequences.clear()
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. Nothing is scheduled only when there is no work."""
+        """Put the next step together. It is empty only when there is no work."""
         self._plan = StepPlan(self._config.max_batch_tokens)
         self.prefixes.start_step()
         self.admitted.clear()
@@ -100,14 +100,14 @@ class Scheduler:
         return output
 
     def take_released(self) -> tuple[int, ...]:
-        """seq_ids gone since the last step, when no step follows that would tell."""
+        """Return seq_ids that are gone since the last step, when no step follows that would carry them."""
         released = tuple(self._released)
         self._forks.clear()
         self._released.clear()
         return released
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[Progress]:
-        """The step has run: count what is computed, fork what waited for a prompt; who drew which token.
+        """Count the computed tokens of a step, fork sequences that waited for a prompt, and return the draws.
 
         Sequences that failed are left out: a group with one of them has fewer tokens than drawers.
         """
@@ -131,7 +131,7 @@ class Scheduler:
         return list(progress.items())
 
     def apply(self, group: SequenceGroup, decision: Decision) -> None:
-        """Carry out what a strategy decided: forks first, then drops. A group with nothing left is over."""
+        """Carry out a strategy's decision: forks first, then drops. A group without sequences ends."""
         for parent, child in decision.forks:
             # A child with no token of its own computes its last one again: it has no row to draw from.
             self._fork(parent, child, min(parent.num_computed_tokens, child.num_tokens - 1))
@@ -147,7 +147,7 @@ class Scheduler:
             self.remove(group)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks): for tests."""
+        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks), for tests."""
         self.pool.check_integrity()
         held = Counter(
             block
@@ -161,12 +161,12 @@ class Scheduler:
 
     def _fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
         self.tables.fork(parent, child, computed)
-        # Who shares nothing has no blocks either, and would never be released.
+        # A child that shares nothing has no blocks either, and would never be released.
         if computed:
             self._forks.append(Fork(parent.seq_id, child.seq_id, computed))
 
     def _schedule_decoding(self) -> tuple[Entries, Entries]:
-        """Place every sequence that lacks one token; return those that lack more, and those that lack it and drafts."""
+        """Place sequences that lack one token. Return those that lack more, and those that lack one and drafts."""
         prompts: Entries = []
         drafting: Entries = []
         for group in tuple(self.running):
@@ -182,8 +182,11 @@ class Scheduler:
         return prompts, drafting
 
     def _schedule_drafts(self, drafting: Entries) -> None:
-        """Place the last token of each sequence, as if it had no drafts, and of the drafts an equal share of what
-        `max_draft_rows` and the budget leave. Nobody is preempted for a draft."""
+        """Place the last token of each sequence, as if it had no drafts, and some of its drafts.
+
+        Each gets an equal share of the rows that `max_draft_rows` and the budget leave. No group is preempted for a
+        draft.
+        """
         rows_left = min(self._config.max_draft_rows - self._plan.num_entries, self._plan.budget) - len(drafting)
         for position, (group, sequence, _) in enumerate(drafting):
             share = max(rows_left, 0) // (len(drafting) - position)
@@ -195,8 +198,10 @@ class Scheduler:
                 rows_left -= num_tokens - 1
 
     def _fill(self, prompts: Entries) -> None:
-        """Spend the budget that decoding leaves. What nobody else had a use for goes to prompts that were given a share
-        of it, and then to those who waited for them."""
+        """Spend the budget that decoding leaves.
+
+        What is left after admission goes to prompts that got a share only, then to prompts that waited for them.
+        """
         while True:
             prompts = self._schedule_prompts(prompts)
             if not self._plan.preempted:
@@ -205,12 +210,12 @@ class Scheduler:
                 return
 
     def _schedule_prompts(self, prompts: Entries) -> Entries:
-        """Place prompts of running groups; those that wait for what others compute are returned."""
+        """Place prompts of running groups. Return those that wait for blocks that another sequence computes."""
         deferred: Entries = []
         for position, (group, sequence, target) in enumerate(prompts, 1):
             if not self._plan.budget:
                 break
-            # Preempted meanwhile: nothing of it is computed any more.
+            # It was preempted meanwhile: nothing of it is computed any more.
             if group.state is not GroupState.RUNNING:
                 continue
             self.prefixes.take_over_blocks(group, sequence)
@@ -222,7 +227,7 @@ class Scheduler:
         return deferred
 
     def _place_prompt(self, group: SequenceGroup, sequence: Sequence, target: int, *, others: bool) -> None:
-        """Compute as much of a prompt as it may have now."""
+        """Schedule as much of a prompt as its share allows now."""
         remaining = target - sequence.num_computed_tokens
         num_tokens = self._chunk(remaining, others=others)
         if not num_tokens or not self._place(group, sequence, num_tokens):
@@ -232,22 +237,22 @@ class Scheduler:
             self.prefixes.plan(group, sequence, sequence.num_computed_tokens + num_tokens, is_cut=True)
 
     def _chunk(self, remaining: int, *, others: bool) -> int:
-        """Tokens of a prompt to compute now. One that takes several steps leaves others a share of each."""
+        """Return the number of prompt tokens to compute now. A prompt of several steps leaves others a share."""
         budget = self._plan.budget
         if remaining <= budget or not budget or not others:
             return min(remaining, budget)
         return max(1, int(budget * self._config.long_prompt_share))
 
     def _extend_cut(self) -> bool:
-        """Give the budget that is left to the prompts that were cut, in order; False when it helps none of them.
+        """Give the budget that is left to the prompts that were cut, in order. False: it helps none of them.
 
-        Nobody is preempted for it.
+        No group is preempted for it.
         """
         cut, self._cut = self._cut, []
         extended = False
         for group, sequence, target in cut:
             end = self._plan.end(sequence)
-            # Preempted meanwhile.
+            # It was preempted meanwhile.
             if end is None:
                 continue
             longer = min(target, end + self._plan.budget)
@@ -262,7 +267,7 @@ class Scheduler:
         return extended
 
     def _place(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> bool:
-        """Schedule `sequence`, preempting from the end of the order; False when its own group had to give way."""
+        """Schedule `sequence`, preempting from the end of the order. False: its own group was preempted."""
         if group.state is not GroupState.RUNNING:
             return False
         start = sequence.num_computed_tokens
@@ -274,7 +279,7 @@ class Scheduler:
                 return False
         copy = self.tables.make_writable(sequence, end)
         self._plan.add(group, sequence, start, num_tokens, group.drawing(sequence, end), copy)
-        # A row of output seldom fills a block that somebody else has a use for in this very step.
+        # A row of output seldom fills a block that another sequence could use in this very step.
         if num_tokens > 1 or end <= sequence.num_prompt_tokens:
             self.prefixes.plan(group, sequence, end, is_cut=False)
         return True
@@ -291,15 +296,15 @@ class Scheduler:
         self._stats.preemptions += 1
 
     def _admit(self) -> None:
-        """Start waiting groups in order; the first that does not fit stops it, so nobody is passed for ever.
+        """Start waiting groups in order. The first that does not fit ends admission, so no group is passed for ever.
 
-        Passed over in this step are those who wait for what others compute; the sequences that they will run count.
+        A group that waits for blocks that others compute is passed over in this step; its sequences count all the same.
         """
         width = self.num_running_sequences if len(self.waiting) else 0
         for group in tuple(self.waiting):
             width += group.strategy.width
             leaders = group.leaders
-            # Those that go in lockstep start in one step: if they draw in it, then all together.
+            # Sequences in lockstep start in one step: if they draw in it, they draw together.
             if not self._plan.budget or self._plan.budget < len(leaders):
                 self._plan.admission_stopped = HeldBack.BUDGET
                 return
@@ -319,12 +324,12 @@ class Scheduler:
                 )
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
-        """Move a waiting group to the running ones, on its leaders' prefixes; False: no room now."""
+        """Move a waiting group to the running ones, with its leaders' prefixes. False: there is no room now."""
         left = self.pool.num_free - sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
         if left < (self._config.reserve_blocks if len(self.running) else 0):
             return False
         self.tables.start(starts)
-        # Not a guide, whose prompt is another one.
+        # Family 0: an unconditional branch has another prompt.
         leader = next(one for one, _ in starts if one.family == 0)
         leader.first_logprob_row = group.report.next_logprob_row
         self.waiting.remove(group)

@@ -1,4 +1,4 @@
-"""What the engine counts. Plain attributes, written on the engine thread, read anywhere."""
+"""Counters of the engine. Plain attributes, written on the engine thread, read on any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_PENDING_STEPS = 4096
 
 
 class StepSample(NamedTuple):
-    """One step. Seconds of its parts; `execute` is the runner's."""
+    """Sizes of one step, and the seconds of its parts; `execute` is the runner's."""
 
     num_sequences: int
     num_tokens: int
@@ -23,20 +23,20 @@ class StepSample(NamedTuple):
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the start, for counters; and the steps since the last `drain_steps`, for histograms."""
+    """Totals since the start, for counters, and the steps since the last `drain_steps`, for histograms."""
 
     steps: int = 0
-    # Accepted with requests; computed are the rows of forward passes, recomputation included.
+    # Prompt tokens of accepted requests; rows of forward passes, recomputation included.
     prompt_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
-    # Prompt tokens that were looked up in, and found in, the prefix cache.
+    # Prompt tokens that were looked up in the prefix cache, and those that were found.
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     evictions: int = 0
     copy_on_write_blocks: int = 0
-    # Assisted generation: draft tokens that verification took and refused.
+    # Assisted generation: draft tokens that verification accepted and refused.
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
     requests_finished: int = 0
@@ -45,24 +45,24 @@ class EngineStats:
     _pending: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_PENDING_STEPS))
 
     def record(self, sample: StepSample) -> None:
-        """Count one step. When nobody drains, the oldest samples go."""
+        """Count one step. Without `drain_steps` the oldest samples go."""
         self.steps += 1
         self.computed_tokens += sample.num_tokens
         self.last_step = sample
         self._pending.append(sample)
 
     def counters(self) -> dict[str, int]:
-        """The totals by name."""
+        """Return the totals by name."""
         values = ((one.name, getattr(self, one.name)) for one in fields(self))
         return {name: value for name, value in values if isinstance(value, int)}
 
     def drain_steps(self) -> list[StepSample]:
-        """Steps since the last call, oldest first. Safe beside the engine thread, for one reader."""
+        """Return the steps since the last call, oldest first. Safe beside the engine thread, for one reader."""
         return [self._pending.popleft() for _ in range(len(self._pending))]
 
 
 class EngineLoad(NamedTuple):
-    """The engine between two steps (penstock.v1.Load)."""
+    """Load of the engine between two steps (penstock.v1.Load)."""
 
     waiting_requests: int = 0
     running_requests: int = 0

@@ -1,4 +1,4 @@
-"""Lines of the log about the process itself: one every so often on load and throughput, and its state when asked."""
+"""Log lines about the process itself: periodic ones on load and throughput, and the engine's state on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Totals(NamedTuple):
 
 
 class StatusLog:
-    """Used on the event loop: `start` once the engine runs, `stop` before it ends."""
+    """Writer of these lines. Used on the event loop: `start` once the engine runs, `stop` before it ends."""
 
     def __init__(self, loop: EngineLoop, stats: EngineStats, interval_seconds: float) -> None:
         """`interval_seconds` 0: no line."""
@@ -38,26 +38,26 @@ class StatusLog:
         self._stopped = False
 
     def start(self) -> None:
-        """Begin with the lines."""
+        """Begin with the periodic lines."""
         if self._interval:
             self._periodic = asyncio.create_task(self._run())
 
     def stop(self) -> None:
-        """No line and no dump from here on."""
+        """End lines and dumps."""
         self._stopped = True
         for task in (self._periodic, self._dumping):
             if task is not None:
                 task.cancel()
 
     def dump_soon(self) -> None:
-        """Put the engine's state into the log. One at a time: whoever asks twice meanwhile gets one record."""
+        """Log the engine's state soon. One dump runs at a time: calls meanwhile give one record."""
         if not self._stopped and (self._dumping is None or self._dumping.done()):
             self._dumping = asyncio.create_task(self._dump())
 
     async def _dump(self) -> None:
         try:
             dump = await self._loop.dump()
-        except Exception:  # of an engine that never held still; the process goes on
+        except Exception:  # the engine never held still; the process goes on
             _log.exception("engine state could not be read")
             return
         _log.info("engine state", state=dump.as_dict())
@@ -66,10 +66,10 @@ class StatusLog:
         before = self._totals()
         while True:
             await asyncio.sleep(self._interval)
-            before = self._tell(before)
+            before = self._report(before)
 
-    def _tell(self, before: _Totals) -> _Totals:
-        """One line, if anything runs, waits or moved since `before`."""
+    def _report(self, before: _Totals) -> _Totals:
+        """Log one line if a request runs or waits, or a counter changed since `before`."""
         now, load = self._totals(), self._loop.load
         if now[1:] == before[1:] and not (load.running_requests or load.waiting_requests):
             return now

@@ -1,4 +1,4 @@
-"""The step that is being put together."""
+"""Plan of the step that is being put together."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class HeldBack(enum.Enum):
-    """Reason that a step holds no more than it does."""
+    """Reason why a step holds no more than it does."""
 
     # Everything that could be computed is in it.
     NOTHING = "nothing"
     # Its rows are used up.
     BUDGET = "budget"
-    # As many sequences run as may.
+    # The greatest allowed number of sequences runs.
     SEQUENCES = "sequences"
-    # The pool has no room: a request waits for it, or gave way.
+    # The pool has no room: a request waits for it, or was preempted.
     BLOCKS = "blocks"
 
 
 class StepPlan:
-    """Entries of one step and the budget that is left. A preempted group's entries and copies can be taken out."""
+    """Entries of one step, and the budget that is left. Entries and copies of a preempted group can be taken out."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.preempted = False
-        # Why admission stopped.
+        # Reason why admission stopped.
         self.admission_stopped = HeldBack.NOTHING
         # groups[i] is the group of the i-th entry.
         self.groups: list[SequenceGroup] = []
@@ -40,7 +40,7 @@ class StepPlan:
 
     @property
     def held_back(self) -> HeldBack:
-        """Reason that nothing more is in it."""
+        """Reason why the step holds no more."""
         if self.preempted:
             return HeldBack.BLOCKS
         if self.admission_stopped is HeldBack.NOTHING and not self.budget:
@@ -49,12 +49,12 @@ class StepPlan:
 
     @property
     def entries(self) -> tuple[ScheduledSequence, ...]:
-        """What is scheduled so far; entry i is of groups[i]."""
+        """Entries that are scheduled so far; entry i belongs to groups[i]."""
         return tuple(self._entries)
 
     @property
     def num_entries(self) -> int:
-        """Sequences that are scheduled so far."""
+        """Number of sequences that are scheduled so far."""
         return len(self._entries)
 
     def add(
@@ -66,7 +66,7 @@ class StepPlan:
         sample: tuple[Sequence, ...],
         copy: tuple[int, int] | None,
     ) -> None:
-        """Schedule tokens [start, start + num_tokens) of `sequence`, after `copy`."""
+        """Schedule tokens [start, start + num_tokens) of `sequence`, to be computed after `copy`."""
         self.groups.append(group)
         self._entries.append(_entry(sequence, start, num_tokens, sample))
         self.budget -= num_tokens
@@ -74,12 +74,12 @@ class StepPlan:
             self._copies.append((group, copy))
 
     def end(self, sequence: Sequence) -> int | None:
-        """Up to which token `sequence` is computed in this step; None: not at all. O(entries)."""
+        """Return the token up to which this step computes `sequence`; None: not at all. O(entries)."""
         found = (entry.start + entry.num_tokens for entry in self._entries if entry.sequence is sequence)
         return next(found, None)
 
     def extend(self, sequence: Sequence, end: int, sample: tuple[Sequence, ...]) -> None:
-        """Schedule a sequence that is in the step already up to token `end`. O(entries)."""
+        """Schedule further tokens, up to `end`, of a sequence that is in the step already. O(entries)."""
         place = next(place for place, entry in enumerate(self._entries) if entry.sequence is sequence)
         entry = self._entries[place]
         self._entries[place] = _entry(sequence, entry.start, end - entry.start, sample)
@@ -88,7 +88,7 @@ class StepPlan:
     def remove(self, group: SequenceGroup) -> None:
         """Take back all that was planned for `group`.
 
-        Its copies go as well: their destinations are free again and may become another copy's.
+        Its copies go as well: their destinations are free again, and another copy may take them.
         """
         self.preempted = True
         kept = [(other, entry) for other, entry in zip(self.groups, self._entries, strict=True) if other is not group]
@@ -98,7 +98,7 @@ class StepPlan:
         self._copies = [(other, copy) for other, copy in self._copies if other is not group]
 
     def output(self, forks: tuple[Fork, ...], released: tuple[int, ...]) -> SchedulerOutput:
-        """What the runner is told."""
+        """Return the step as the runner gets it."""
         return SchedulerOutput(tuple(self._entries), tuple(copy for _, copy in self._copies), forks, released)
 
 

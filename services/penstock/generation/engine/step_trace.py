@@ -1,8 +1,8 @@
-"""Record of every step: what it scheduled and what came of it, enough to replay the schedule without a model.
+"""Record of every step: its schedule and its results, enough to replay the schedule without a model.
 
-Numbers stand for everything that callers chose. Requests and sequences are counted; a full block of tokens is a keyed
-hash of itself and all before it (and of the request's cache salt), with a key that is made for the trace and kept
-nowhere: equal blocks are seen to be equal, and nobody can try texts against them. docs/engine.md has the format.
+Numbers stand for everything that callers chose. Requests and sequences are counted. A full block of tokens becomes a
+keyed hash of itself, of all before it and of the request's cache salt. The key is made for the trace and kept nowhere:
+equal blocks show as equal, and no text can be tried against them. docs/learn/engine.md describes the format.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ if TYPE_CHECKING:
     from penstock.generation.engine.trace_file import TraceFile
 
 FORMAT = 1
-# 7 bytes: equal numbers of different blocks are not to be expected in a trace of any size.
+# 7 bytes: in a trace of any size no two different blocks are to be expected with equal numbers.
 _HASH_BYTES = 7
 Line = dict[str, Any]
 
 
 def row_of(group: int, entry: ScheduledSequence) -> list[Any]:
-    """[request, sequence, kind, first token, rows, blocks that the sequence holds]; kind p: prompt or what a
-    preemption lost, v: verifies drafts, d: decodes."""
+    """Return [request, sequence, kind, first token, rows, blocks that the sequence holds].
+
+    Kind p: prompt, or tokens that a preemption lost. v: verifies drafts. d: decodes.
+    """
     sequence = entry.sequence
     kind = "v" if entry.probes else "d" if entry.num_tokens == 1 and not entry.num_prompt_rows else "p"
     return [group, sequence.seq_id, kind, entry.start, entry.num_tokens, len(sequence.block_table)]
 
 
 class StepTrace:
-    """Told of everything by the engine, on its thread. Changes nothing of it. Silent once the file has ended."""
+    """Observer of the engine, on its thread. It changes nothing there, and is silent once the file has ended."""
 
     def __init__(self, config: EngineConfig, file: TraceFile, now: float) -> None:
-        """`now` is the engine's clock: times are told from here on."""
+        """`now` is the engine's clock: times in the trace count from it."""
         self._file = file
         self._began = now
         self._block_size = config.block_size
         self._key = secrets.token_bytes(32)
-        # seq_id -> hashes of its full blocks, and its tokens without drafts when it was last told of.
+        # seq_id -> hashes of its full blocks, and its number of tokens without drafts as last recorded.
         self._blocks: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
         self._widths: dict[int, int] = {}
-        # What happened since the last step, in order.
+        # Events since the last step, in order.
         self._events: list[Line] = []
-        # Of the step that is running: its line, where each sequence is computed to, and who has moved.
+        # The running step: its line, the token up to which it computes each sequence, and the groups that advanced.
         self._line: Line = {}
         self._ends: dict[int, int] = {}
         self._moved: dict[SequenceGroup, Line] = {}
@@ -66,7 +68,7 @@ class StepTrace:
         file.write({"penstock_trace": FORMAT, "version": __version__, "config": asdict(config)})
 
     def added(self, group: SequenceGroup) -> None:
-        """A request was accepted."""
+        """Record that a request was accepted."""
         if not self._file.is_open:
             return
         request, params, number = group.request, group.request.params, _number(group)
@@ -91,7 +93,7 @@ class StepTrace:
         self._events.append(facts)
 
     def closed(self, group: SequenceGroup) -> None:
-        """A request ends: by itself when nothing is left of it, else it is cut off."""
+        """Record that a request ends: by itself when it has no sequence left, else it is cut off."""
         number = _number(group)
         self._widths.pop(number, None)
         for sequence in group.sequences:
@@ -104,12 +106,12 @@ class StepTrace:
             self._events.append({"cut": number})
 
     def cleared(self) -> None:
-        """The prefix cache was cleared."""
+        """Record that the prefix cache was cleared."""
         if self._file.is_open:
             self._events.append({"clear": True})
 
     def scheduled(self, output: SchedulerOutput, scheduler: Scheduler) -> None:
-        """A step is put together and not run yet."""
+        """Record a step that is put together and not run yet."""
         if not self._file.is_open:
             return
         entries = list(zip(scheduler.plan.groups, output.scheduled, strict=True))
@@ -126,7 +128,7 @@ class StepTrace:
         self._moved = {}
 
     def advanced(self, group: SequenceGroup, drawers: Iterable[Sequence], decision: Decision) -> None:
-        """A request's draws have their effect; before blocks are forked and freed."""
+        """Record the effect of a request's draws, before blocks are forked and freed."""
         if not self._line:
             return
         number, width = _number(group), group.strategy.width
@@ -151,7 +153,7 @@ class StepTrace:
         self._moved[group] = outcome
 
     def stepped(self, scheduler: Scheduler, stats: EngineStats, started: float, ended: float) -> None:
-        """The step is over, drafts for the next one included."""
+        """Record the end of the step, including drafts for the next one."""
         line, self._line = self._line, {}
         if not line:
             return
@@ -174,7 +176,7 @@ class StepTrace:
         self._hits, self._evictions = stats.prefix_hit_tokens, pool.evictions
 
     def _new(self, group: SequenceGroup, sequence: Sequence, parent: Sequence | None = None) -> Line:
-        """All facts of a sequence that was not told of; of a fork's blocks only those that differ from its parent's."""
+        """Return all facts of a new sequence. Of a fork's blocks only those that differ from its parent's."""
         shared = 0
         if parent is not None:
             computed = min(parent.num_computed_tokens, sequence.num_tokens - 1)
@@ -190,18 +192,18 @@ class StepTrace:
             "shared": shared,
             "blocks": self._blocks[sequence.seq_id][shared:],
         }
-        if sequence.draw.kind is DrawKind.GUIDE:
+        if sequence.draw.kind is DrawKind.UNCONDITIONAL:
             facts["is_guide"] = True
-        if sequence.guide is not None:
-            facts["guide"] = sequence.guide.seq_id
+        if sequence.unconditional is not None:
+            facts["guide"] = sequence.unconditional.seq_id
         if sequence.next_token_id is not None:
             facts["is_scored"] = True
         return facts
 
     def _change(self, group: SequenceGroup, sequence: Sequence) -> int | list[int] | None:
-        """Change of a known sequence; None: none. The number alone: one token more, which fills no block.
+        """Return the change of a known sequence; None: no change. The number alone: one token more, filling no block.
 
-        Else [number, tokens, computed or -1 where that is all that was scheduled, hashes of blocks that are full now].
+        Else [number, tokens, computed or -1 where all that was scheduled is, hashes of blocks that are full now].
         """
         seq_id, tokens, before = sequence.seq_id, _settled(sequence), self._tokens[sequence.seq_id]
         end = self._ends.get(seq_id)
@@ -216,7 +218,7 @@ class StepTrace:
         return [seq_id, tokens, computed, *self._blocks[seq_id][known:]]
 
     def _restarted(self, group: SequenceGroup) -> list[Any]:
-        """[request, its sequences after the preemption]: known ones by number."""
+        """Return [request, its sequences after the preemption], known ones by number."""
         told: list[Any] = []
         for sequence in group.sequences:
             is_known = sequence.seq_id in self._tokens
@@ -224,7 +226,7 @@ class StepTrace:
         return [_number(group), told]
 
     def _hash(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Hash its full blocks, drafts left out, that are not hashed yet."""
+        """Hash its full blocks without drafts, as far as they are not hashed yet."""
         hashes = self._blocks.setdefault(sequence.seq_id, [])
         for index in range(len(hashes), _settled(sequence) // self._block_size):
             first = index * self._block_size
@@ -241,10 +243,10 @@ class StepTrace:
 
 
 def _number(group: SequenceGroup) -> int:
-    """A request's place in the order of arrivals."""
+    """Return a request's place in the order of arrivals."""
     return group.key[1]
 
 
 def _settled(sequence: Sequence) -> int:
-    """Tokens without drafts."""
+    """Return the number of tokens without drafts."""
     return sequence.num_tokens - sequence.num_draft_tokens

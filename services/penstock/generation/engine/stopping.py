@@ -1,4 +1,4 @@
-"""When a sequence ends. Text is matched as bytes, token by token, so a stop string may lie across any tokens."""
+"""Stopping criteria of sequences. Text is matched as bytes, token by token: a stop string may lie across tokens."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Aho-Corasick automaton over the UTF-8 of the stop strings. Immutable; a state is an int, 0 at the start.
+    """Aho-Corasick automaton over the UTF-8 of the stop strings. Immutable. A state is an int, 0 at the start.
 
-    A step costs O(bytes) amortised, whatever the number and length of the strings.
+    A scan costs O(bytes) amortised, whatever the number and length of the strings.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._goto: list[dict[int, int]] = [{}]
         self._fail = [0]
-        # Index of the longest string that ends in a state, -1 for none.
+        # State -> index of the longest string that ends in it, -1: none.
         self._match = [-1]
         for index, text in enumerate(strings):
             self._insert(index, text.encode())
         self._link()
 
     def scan(self, state: int, data: bytes) -> tuple[int, int]:
-        """Feed bytes. Returns the new state and the string that ended first (of several the longest), or -1."""
+        """Feed bytes. Return the new state and the string that ended first (of several the longest), or -1."""
         for byte in data:
             while state and byte not in self._goto[state]:
                 state = self._fail[state]
@@ -69,7 +69,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a sequence ends with its last token."""
+    """End of a sequence with its last token: the reason, and the id or string that caused it."""
 
     reason: FinishReason
     token_id: int | None = None
@@ -78,13 +78,13 @@ class Stop:
 
 @dataclass(slots=True)
 class StopState:
-    """What the criteria remember of one sequence's text; a fork takes a copy."""
+    """State of the criteria for one sequence's text; a fork takes a copy."""
 
     cursor: TextCursor | None
     state: int = 0
 
     def copy(self) -> StopState:
-        """For a sequence that goes on from the same text."""
+        """Return an independent state for a sequence that goes on from the same text."""
         return StopState(self.cursor.copy() if self.cursor is not None else None, self.state)
 
 
@@ -112,14 +112,14 @@ class StopCriteria:
         self._skip_special = params.skip_special_tokens
 
     def new_state(self) -> StopState:
-        """For a sequence with no output yet."""
+        """Return the state of a sequence with no output yet."""
         if self._automaton is None or self._table is None:
             return StopState(None)
         return StopState(TextCursor(self._table, skip_special=self._skip_special))
 
     @property
     def max_output_tokens(self) -> int:
-        """Most output tokens of a sequence: what `max_new_tokens` and the context leave."""
+        """Most output tokens of a sequence that `max_new_tokens` and the context allow."""
         return self._max_output_tokens
 
     @property
@@ -128,7 +128,7 @@ class StopCriteria:
         return len(self._eos)
 
     def check(self, sequence: Sequence, state: StopState) -> Stop | None:
-        """To be called once after each appended output token; O(length of the token)."""
+        """Check the last token. To be called once after each appended output token. O(length of the token)."""
         token_ids = sequence.token_ids
         stop = self._by_ids(sequence, len(token_ids) - 1, token_ids[-1])
         if stop is not None:
@@ -144,7 +144,7 @@ class StopCriteria:
         return None
 
     def check_candidate(self, sequence: Sequence, token_id: int, state: StopState) -> Stop | None:
-        """What `check` would say if `token_id` came next. Changes neither the sequence nor its states."""
+        """Return what `check` would return if `token_id` came next. Changes neither the sequence nor its states."""
         stop = self._by_ids(sequence, len(sequence.token_ids), token_id)
         if stop is not None:
             return stop
@@ -161,7 +161,7 @@ class StopCriteria:
         return None
 
     def _by_ids(self, sequence: Sequence, end: int, token_id: int) -> Stop | None:
-        """Whether `token_id`, coming after the first `end` tokens, ends the sequence as an id."""
+        """Return the end that `token_id` as an id brings after the first `end` tokens, if any."""
         if token_id in self._eos:
             return Stop(FinishReason.STOP_EOS, token_id=token_id)
         for ids in self._by_last_id.get(token_id, ()):

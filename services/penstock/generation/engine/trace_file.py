@@ -1,4 +1,4 @@
-"""A file of JSON lines that is written beside the engine: its thread hands over plain data and goes on."""
+"""File of JSON lines that is written beside the engine, whose thread hands over plain data and goes on."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import IO, Any
 
 from penstock.common.logging import get_logger
 
-# The engine's lines are written this often.
+# Time between two writes of the engine's lines.
 _INTERVAL_SECONDS = 0.2
-# Lines that wait for the disk; more end the trace, since one with a gap is of no use.
+# Most lines that wait for the disk; more end the trace, since a trace with a gap is of no use.
 _MAX_QUEUED_LINES = 10_000
 _log = get_logger(__name__)
 
 
 class TraceFile:
-    """Ends by itself, and is logged once, when it is full, cannot be written, or the disk is too slow.
+    """Trace on disk. It ends by itself, with one log line, when it is full, cannot be written, or the disk is too slow.
 
-    Whoever writes it keeps it locked: of two processes with one name the second writes nothing.
+    The writing process keeps it locked: of two processes with one file name the second writes nothing.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """`%p` in `path` is the process id. Never raises for a file: what is wrong with it is logged."""
+        """`%p` in `path` stands for the process id. Never raises for a file: its errors are logged."""
         self._path = Path(path.replace("%p", str(os.getpid()))).expanduser()
         self._left = max_bytes
         self._lines: deque[Any] = deque()
@@ -43,7 +43,7 @@ class TraceFile:
         self._thread.start()
 
     def write(self, line: Any) -> None:
-        """One line, which nobody changes any more. For one thread."""
+        """Queue one line, which must not change any more. To be called from one thread."""
         if not self.is_open:
             return
         if len(self._lines) >= _MAX_QUEUED_LINES:
@@ -53,14 +53,14 @@ class TraceFile:
         self._lines.append(line)
 
     def close(self) -> None:
-        """Write what is left. Blocks for as long as that takes."""
+        """Write the lines that are left. Blocks for as long as that takes."""
         self.is_open = False
         self._closing.set()
         if self._file is not None:
             self._thread.join()
 
     def _opened(self) -> IO[str]:
-        # Not truncated before it is known that nobody else writes it.
+        # Truncated only once it is known that no other process writes it.
         file = self._path.open("a", encoding="ascii")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

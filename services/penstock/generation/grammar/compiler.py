@@ -1,4 +1,4 @@
-"""From a constraint to a compiled grammar: off the event loop, within a budget, each source once."""
+"""Compiler of constraints into grammars: off the event loop, within a budget, each source once."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ TOO_COMPLEX = "CONSTRAINT_TOO_COMPLEX"
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """What is wrong with a source, remembered: it stays wrong."""
+    """Error of a source, kept in the cache: a wrong source stays wrong."""
 
     description: str
     reason: str = "INVALID_FIELD"
 
 
 class GrammarCompiler:
-    """Compiles for one model. All methods belong to one event loop; nothing is loaded before the first constraint."""
+    """Compiler for one model. All methods belong to one event loop. Nothing is loaded before the first constraint."""
 
     def __init__(self, folder: Path, vocab_size: int, limits: GrammarLimits, table: TokenBytes | None) -> None:
-        """`table`: the folder's; None: its tokenizer has none, and constraints are refused."""
+        """`table` belongs to the folder's tokenizer; None: the tokenizer has none, and constraints are refused."""
         self.limits = limits
         self._folder = folder
         self._vocab_size = vocab_size
@@ -45,15 +45,16 @@ class GrammarCompiler:
 
     @property
     def pids(self) -> list[int]:
-        """Of the trial processes."""
+        """Process ids of the trial processes."""
         return self._trials.pids
 
     async def compile(self, spec: ConstraintSpec) -> CompiledGrammar:
-        """The grammar of `spec`, from the cache where it was compiled before.
+        """Return the grammar of `spec`, from the cache where it was compiled before.
 
-        Callers of one source wait for one compilation, which goes on when they give up. Raises InvalidArgument naming
-        the field of the constraint (reason CONSTRAINT_TOO_LARGE or CONSTRAINT_TOO_COMPLEX where it is over a budget),
-        FailedPrecondition for a model whose tokenizer allows no constraints, ResourceExhausted when too many wait.
+        Callers with the same source wait for one compilation, which goes on when they give up. Raises InvalidArgument
+        naming the field of the constraint (reason CONSTRAINT_TOO_LARGE or CONSTRAINT_TOO_COMPLEX where it is over a
+        budget), FailedPrecondition for a model whose tokenizer allows no constraints, and ResourceExhausted when too
+        many constraints wait.
         """
         if self._table is None:
             raise FailedPrecondition(
@@ -74,7 +75,7 @@ class GrammarCompiler:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """End what is running, and the processes."""
+        """End running compilations and the processes."""
         for task in list(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -84,7 +85,7 @@ class GrammarCompiler:
     async def _compile(self, spec: ConstraintSpec, key: bytes) -> CompiledGrammar:
         kind = spec.kind or ConstraintKind.GRAMMAR
         request = {"kind": kind.value, "text": spec.text, "choices": spec.choices}
-        # Beside the first trial process, which reads its own.
+        # Loaded beside the start of the first trial process, which reads its own tokenizer.
         tokenizer = self._load_tokenizer()
         try:
             answer = await self._trials.try_constraint(request)
@@ -119,15 +120,15 @@ class GrammarCompiler:
 
     def _forget(self, key: bytes, task: asyncio.Task[CompiledGrammar]) -> None:
         del self._running[key]
-        # Its callers may all be gone.
+        # All its callers may be gone: mark the exception as seen.
         if not task.cancelled():
             task.exception()
 
 
 def _build(tokenizer: GrammarTokenizer, lark: str, field: str) -> CompiledGrammar:
-    """On a thread; the trial process has done the same before."""
+    """Compile, on a thread. The trial process has done the same before."""
     matcher = new_matcher(tokenizer, lark)
-    # The lexer's first states, which every output begins with.
+    # Computes the lexer's first states, with which every output begins.
     matcher.compute_bitmask()
     if matcher.is_error():
         raise RuntimeError("a grammar that compiled in the trial process did not compile here")

@@ -1,4 +1,4 @@
-"""Whether a JSON schema has a document at all that comes to an end: llguidance would write an endless one for ever."""
+"""Test of whether a JSON schema has a finite document: for one without, llguidance would write for ever."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from urllib.parse import unquote
 
 
 def has_finite_document(schema: dict[str, Any]) -> bool:
-    """False when every document would have to contain another one of its own kind.
+    """Return False when every document would have to contain another one of its own kind.
 
-    Looks at `$ref` within the document, `allOf`, `anyOf`, `oneOf`, required properties and the least items of arrays;
-    what it does not know it takes for finite.
+    Looks at `$ref` within the schema, `allOf`, `anyOf`, `oneOf`, required properties and the least items of arrays. All
+    other keywords count as finite.
     """
     return _Search(schema).ends(schema)
 
 
 class _Search:
-    """A depth-first search for a way out. A reference that leads to itself is none."""
+    """Depth-first search for a finite document. A reference that leads to itself has none."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -32,7 +32,7 @@ class _Search:
             return False
         if any(parts and not any(map(self.ends, parts)) for parts in (_list(schema, "anyOf"), _list(schema, "oneOf"))):
             return False
-        # Without a type any number would do.
+        # Without a type, a number is a document.
         match schema.get("type"):
             case "object" | ["object"]:
                 return all(self.ends(part) for part in _required(schema))
@@ -53,7 +53,7 @@ class _Search:
         return ends
 
     def _target(self, reference: str) -> Any:
-        """What a JSON pointer points at; None for what is no pointer, or leads nowhere."""
+        """Return the target of a JSON pointer; None for text that is no pointer, and for a pointer without a target."""
         found: Any = self._root
         for step in unquote(reference).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")

@@ -1,4 +1,4 @@
-"""What a request's Constraint says, as plain data, and the checks that need no compiler. No torch, no proto."""
+"""A request's Constraint as plain data, and the checks that need no compiler. No torch, no proto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.common.errors import InvalidArgument
 
 
 class ConstraintKind(enum.Enum):
-    """The fields of penstock.v1.Constraint; values are their names."""
+    """Fields of penstock.v1.Constraint; values are their names."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -23,28 +23,28 @@ class ConstraintKind(enum.Enum):
 class ConstraintSpec:
     """A Constraint as it was sent, unchecked."""
 
-    # None: the message was there and none of its fields.
+    # None: the message was sent with none of its fields set.
     kind: ConstraintKind | None
-    # JSON_SCHEMA, REGEX, GRAMMAR.
+    # Source of JSON_SCHEMA, REGEX and GRAMMAR.
     text: str = ""
-    # CHOICE.
+    # Values of CHOICE.
     choices: tuple[str, ...] = ()
     # JSON_OBJECT: the value of the field.
     enabled: bool = True
 
     @property
     def field(self) -> str:
-        """Where errors point."""
+        """Field that errors name."""
         return "constraint" if self.kind is None else f"constraint.{self.kind.value}"
 
     @property
     def num_bytes(self) -> int:
-        """UTF-8 bytes of its source."""
+        """Number of UTF-8 bytes of its source."""
         return len(self.text.encode()) + sum(len(choice.encode()) for choice in self.choices)
 
     @property
     def key(self) -> bytes:
-        """sha256 of its content: equal for equal constraints."""
+        """SHA-256 of its content, equal for equal constraints."""
         digest = hashlib.sha256(self.field.encode())
         for part in (self.text, *self.choices):
             data = part.encode()
@@ -54,10 +54,10 @@ class ConstraintSpec:
 
 
 def check_spec(spec: ConstraintSpec, *, max_bytes: int, max_choices: int) -> None:
-    """Raise InvalidArgument for what is wrong whatever the compiler says. O(size of the source)."""
+    """Raise InvalidArgument for errors that need no compiler to find. O(size of the source)."""
     if spec.kind is None:
         raise InvalidArgument("constraint", "must have one of its fields set")
-    # Before anything is done for each of them: a message has room for millions of empty ones.
+    # Checked before any work per choice: a message has room for millions of empty ones.
     if len(spec.choices) > max_choices:
         raise InvalidArgument(spec.field, f"must hold at most {max_choices} values", reason="CONSTRAINT_TOO_LARGE")
     if spec.num_bytes > max_bytes:

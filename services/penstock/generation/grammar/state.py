@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar (engine.grammar.GrammarState over an llguidance matcher)."""
+"""Position of one sequence in its grammar (core.grammar.GrammarState over an llguidance matcher)."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ _LIMITS = ("ParserTooComplex", "LexerTooComplex")
 
 
 class CompiledGrammar:
-    """A grammar at the start of an output (engine.grammar.Grammar)."""
+    """A grammar at the start of an output (core.grammar.Grammar)."""
 
     def __init__(
         self, matcher: LLMatcher, tokenizer: GrammarTokenizer, field: str, *, ends_itself: bool = False
     ) -> None:
-        """`matcher` is without error and never advanced; `field` is what errors name."""
+        """`matcher` is without error and never advanced. Errors name `field`."""
         self._field = field
         self._ends_itself = ends_itself
         self._matcher = matcher
         self._tokenizer = tokenizer
 
     def start(self, eos_token_ids: tuple[int, ...]) -> MatcherState:
-        """The state of an output that these ids end; none: only the grammar does."""
+        """Return the state of an output that these ids end; without ids only the grammar ends it."""
         eos = () if self._ends_itself else eos_token_ids
         return MatcherState(self._matcher.deep_copy(), self._tokenizer, eos, self._field)
 
     def ending_itself(self) -> CompiledGrammar:
-        """The same for a request that ignores end-of-sequence ids: they are text like any other, or not allowed."""
+        """Return the grammar for a request that ignores end-of-sequence ids: they are plain text, or not allowed."""
         return CompiledGrammar(self._matcher, self._tokenizer, self._field, ends_itself=True)
 
 
 class MatcherState:
-    """One output. An end-of-sequence id is allowed where the output is complete and nowhere else, even if the grammar
-    would take its text: it ends the sequence."""
+    """State of one output.
+
+    An end-of-sequence id is allowed where the output is complete and nowhere else, even if the grammar would take its
+    text: it ends the sequence.
+    """
 
     __slots__ = ("_eos", "_failure", "_field", "_tokenizer", "is_done", "matcher")
 
@@ -55,7 +58,7 @@ class MatcherState:
         self._failure: PenstockError | None = None
 
     def advance(self, token_id: int) -> bool:
-        """As in GrammarState. Raises the PenstockError that the request ends with when the matcher has failed."""
+        """See GrammarState. Raises the PenstockError that ends the request when the matcher has failed."""
         if self._failure is not None:
             raise self._failure
         if token_id in self._eos:
@@ -70,7 +73,7 @@ class MatcherState:
         return taken
 
     def copy(self) -> MatcherState:
-        """Independent of this one; shares what the lexer has computed."""
+        """Return an independent state that shares the lexer's computed states."""
         twin = MatcherState(self.matcher.deep_copy(), self._tokenizer, self._eos, self._field)
         twin._failure = self._failure
         return twin
@@ -85,7 +88,7 @@ class MatcherState:
         word, bit = divmod(self._tokenizer.vocab_size, 32)
         complete = False
         if int(row[word]) >> bit & 1:
-            # Also what llguidance answers once it has failed.
+            # This bit is also set once llguidance has failed.
             if self.matcher.is_error():
                 self._fail()
                 row.fill(0xFFFFFFFF)
@@ -117,18 +120,18 @@ class MatcherState:
 
 
 class MaskWorkers:
-    """Fills rows of a mask array (runner.grammar_masks.MaskFiller); the threads start with the first call."""
+    """Threads that fill rows of a mask array (runner.grammar_masks.MaskFiller). They start with the first call."""
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
-        # As llguidance writes a mask: the end of output included.
+        # llguidance's masks include the end of output.
         self.num_words = words_of(vocab_size + 1)
         self._num_threads = num_threads
         self._executor: LLExecutor | None = None
 
     def fill(self, states: Seq[GrammarState], words_RW: npt.NDArray[np.int32]) -> None:
-        """Row i gets the mask of state i; `words_RW` has `num_words` columns.
+        """Write the mask of state i into row i; `words_RW` has `num_words` columns.
 
-        Releases the GIL while it computes; no two calls at once. The states are this library's: there is no other.
+        Releases the GIL while it computes. No two calls may run at once. All states are MatcherStates.
         """
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)

@@ -1,7 +1,7 @@
-"""llguidance's view of a model's vocabulary: the bytes of every token, and which are control tokens.
+"""View of a model's vocabulary for llguidance: the bytes of every token, and the control tokens.
 
-The tokenizer gets one id more than the model has, the end of output: whether an output may end here is read from its
-bit, whatever the end-of-sequence ids of a request are, and a grammar may still name the model's own control tokens.
+The tokenizer gets one id more than the model has, the end of output. Its bit in a mask says whether the output may end,
+whatever the end-of-sequence ids of a request are, and a grammar may still name the model's own control tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock.text.token_bytes import TokenBytes
 
 
 class GrammarTokenizer:
-    """Immutable; shared by every grammar. Building it takes about a second for 150 000 tokens."""
+    """Tokenizer that all grammars share. Immutable. Building it takes about a second for 150 000 tokens."""
 
     def __init__(self, folder: Path, vocab_size: int, table: TokenBytes | None = None) -> None:
-        """`table`: the folder's own, where it is at hand.
+        """`table` is the folder's own, if it is loaded already.
 
         Raises UnsupportedTokenizer, or what reading a broken file raises.
         """
@@ -26,17 +26,17 @@ class GrammarTokenizer:
         vocabulary = _Vocabulary(folder, vocab_size, table or TokenBytes.from_folder(folder))
         wrapper = TokenizerWrapper(vocabulary)
         self.native = vocabulary.native = LLTokenizer(wrapper)
-        # It has its own copy by now, and keeps the wrapper for its `__call__`.
+        # LLTokenizer has its own copy now, and keeps the wrapper for its `__call__`.
         wrapper.tokens = vocabulary.tokens = []
 
 
 def words_of(vocab_size: int) -> int:
-    """32-bit words that hold a bit per id."""
+    """Return the number of 32-bit words that hold a bit per id."""
     return -(-vocab_size // 32)
 
 
 class _Vocabulary:
-    """What TokenizerWrapper asks for."""
+    """Vocabulary with the attributes that TokenizerWrapper reads."""
 
     bos_token_id = None
     native: LLTokenizer | None = None
@@ -44,7 +44,7 @@ class _Vocabulary:
     def __init__(self, folder: Path, vocab_size: int, table: TokenBytes) -> None:
         self.eos_token_id = vocab_size
         names = _control_tokens(folder / "tokenizer.json")
-        # Control tokens keep their names, by which a grammar refers to them; other text never matches them.
+        # Control tokens keep their names, by which a grammar refers to them. Other text never matches them.
         self.tokens = [
             names[token_id].encode() if token_id in names else table.bytes_of(token_id, skip_special=False)
             for token_id in range(vocab_size)
@@ -53,14 +53,14 @@ class _Vocabulary:
         self.special_token_ids = [*names, vocab_size]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Some ids of a text. llguidance asks where it forces a spelling, which our grammars tell it not to."""
+        """Return some ids of a text. llguidance asks where it forces a spelling, which our grammars switch off."""
         if self.native is None:
             return []
         return self.native.greedy_tokenize(text.decode() if isinstance(text, bytes) else text)
 
 
 def _control_tokens(path: Path) -> dict[int, str]:
-    """Added tokens that are no plain text: special ones, and those written like markup (`<think>`)."""
+    """Return added tokens that are no plain text: special tokens, and tokens written like markup (`<think>`)."""
     added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", ())
     return {entry["id"]: entry["content"] for entry in added if entry.get("special") or _is_markup(entry["content"])}
 

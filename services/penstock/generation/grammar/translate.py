@@ -1,7 +1,7 @@
-"""From a constraint to the Lark text that llguidance compiles. Runs on untrusted text: in the trial process only.
+"""Translation of a constraint into Lark text for llguidance. Runs on untrusted text, in the trial process only.
 
-Every text ends with `no_forcing`: llguidance would otherwise allow only the canonical spelling of text that the
-grammar leaves no choice about, and a draw would not be from the model's own distribution over what is allowed.
+Every text ends with `no_forcing`. Without it llguidance allows only the canonical spelling of text that the grammar
+leaves no choice about, and a draw would not be from the model's own distribution over the allowed tokens.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from penstock.generation.grammar.finite import has_finite_document
 from penstock.generation.grammar.spec import ConstraintKind
 
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# JSON allows any amount of white space anywhere, and models have been seen to go on with it for ever: enough for a
-# line break and deep indentation, unless the schema has its own "x-guidance".
+# JSON allows any amount of white space, and some models go on with it for ever. This is enough for a line break and
+# deep indentation. A schema may override it by its own "x-guidance".
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _GUIDANCE = "x-guidance"
 _CONTROL = re.compile("[\x7f-\x9f]")
 
 
 class Untranslatable(Exception):
-    """The text is not of its kind; the message is for the caller and holds none of it."""
+    """Text that is not of its kind. The message is for the caller and holds no part of the text."""
 
 
 def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...]) -> str:
-    """Raises Untranslatable."""
+    """Return the Lark text of a constraint. Raises Untranslatable."""
     match kind:
         case ConstraintKind.JSON_SCHEMA:
             return _json_schema(text) + OPTIONS
@@ -39,14 +39,14 @@ def to_lark(kind: ConstraintKind, text: str, choices: tuple[str, ...]) -> str:
             lark: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
             return lark + OPTIONS
         case ConstraintKind.CHOICE:
-            # One terminal: what is a prefix of another choice is told apart by its automaton.
+            # One terminal: its automaton tells a choice from another one that it is a prefix of.
             return "start: CHOICE\nCHOICE: " + " | ".join(_literal(choice) for choice in choices) + OPTIONS
         case ConstraintKind.GRAMMAR:
             return _grammar(text) + OPTIONS
 
 
 def _json_schema(text: str) -> str:
-    """One JSON object, so that nothing of it can be Lark."""
+    """Check that `text` is one JSON object, so that no part of it can be Lark, and wrap it."""
     try:
         schema: Any = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -56,7 +56,7 @@ def _json_schema(text: str) -> str:
     if not _ends(schema):
         raise Untranslatable("has no document that ends: it requires itself")
     if _GUIDANCE not in schema:
-        # As text: numbers stay as they are written, and the order of properties matters.
+        # Inserted as text: numbers stay as they are written, and the order of properties matters.
         settings = json.dumps({"whitespace_pattern": WHITESPACE})
         rest = text.lstrip()[1:]
         text = f'{{"{_GUIDANCE}": {settings}{", " if schema else ""}{rest}'
@@ -66,7 +66,7 @@ def _json_schema(text: str) -> str:
 def _ends(schema: dict[str, Any]) -> bool:
     try:
         return has_finite_document(schema)
-    except RecursionError:  # llguidance refuses what is nested so deeply
+    except RecursionError:  # llguidance refuses a schema that is nested so deeply
         return True
 
 
@@ -75,12 +75,12 @@ def _refuse_constant(_: str) -> None:
 
 
 def _literal(text: str) -> str:
-    """Lark's strings are JSON's, but for the control characters that only JSON takes as they are."""
+    """Quote a Lark string: as in JSON, but with escapes for control characters that only JSON takes as they are."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _grammar(text: str) -> str:
     try:
         return any_to_lark(text)
-    except Exception as error:  # the converter's own kind of error, and whatever else odd text makes it raise
+    except Exception as error:  # the converter's own kind of error, and any other that odd text causes
         raise Untranslatable(f"is neither Lark (no `start:` rule) nor GBNF: {error}") from None

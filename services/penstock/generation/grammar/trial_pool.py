@@ -1,4 +1,4 @@
-"""Killable processes that try constraints: one at a time each, started when first needed, replaced after a kill."""
+"""Pool of killable processes that try constraints, one at a time each. They start when first needed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _log = get_logger("penstock.generation.grammar")
 
 
 class OverLimit(Exception):
-    """A constraint took more time or memory than allowed; its process is gone."""
+    """A constraint that took more time or memory than allowed. Its process is gone."""
 
 
 class TrialPool:
-    """At most `compile_processes` processes. All methods belong to one event loop."""
+    """Pool of at most `compile_processes` processes. All methods belong to one event loop."""
 
     def __init__(self, settings: Mapping[str, Any], limits: GrammarLimits) -> None:
         """`settings`: the folder and vocab_size of the child's GrammarTokenizer."""
@@ -40,11 +40,11 @@ class TrialPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the live processes."""
+        """Process ids of the live processes."""
         return [process.pid for process in self._processes]
 
     async def try_constraint(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """The child's answer. Raises OverLimit, ResourceExhausted (queue) and Internal (no process starts)."""
+        """Return the child's answer. Raises OverLimit, ResourceExhausted (queue) and Internal (no process starts)."""
         if self._num_queued >= self._limits.max_queued:
             raise ResourceExhausted(
                 "too many constraints are waiting to be compiled", reason="QUEUE_FULL", retry_after_seconds=0.5
@@ -73,11 +73,11 @@ class TrialPool:
         except TimeoutError:
             raise OverLimit("time") from None
         except ChildEnded:
-            # Memory that the kernel or the allocator refused, or the stack; or the kernel's clock ran faster than ours.
+            # Memory was refused, the stack overflowed, or the kernel's clock ran faster than this process's.
             _log.warning("a constraint ended its trial process", status=process.returncode)
             raise OverLimit("time" if process.returncode == -signal.SIGXCPU else "memory") from None
         finally:
-            # An answer that nobody waits for would reach the next request.
+            # An answer without a reader would reach the next request.
             if answered:
                 self._idle.append(process)
             else:

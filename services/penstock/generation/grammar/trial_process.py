@@ -1,9 +1,9 @@
-"""Child process: compiles constraints within time and memory limits, to find out which can be compiled.
+"""Child process that compiles constraints within time and memory limits, to find out whether they compile.
 
-llguidance has limits of its own, but not on everything (a `multipleOf` of eight digits takes a minute, a large bounded
-repetition gigabytes), a native call cannot be interrupted, and a Rust stack overflow ends a process. So the first
-compilation of a source is done here, where it can be killed; what went well here is then done in the service, where
-it takes the same time and memory.
+llguidance has limits of its own, but not on everything: a `multipleOf` of eight digits takes a minute, a large bounded
+repetition gigabytes. A native call cannot be interrupted, and a Rust stack overflow ends a process. So the first
+compilation of a source is done here, where it can be killed. A source that compiled here is then compiled in the
+service, where it takes the same time and memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.tokenizer import GrammarTokenizer
 from penstock.generation.grammar.translate import Untranslatable, to_lark
 
-# Tokens of the walk that looks at the first masks.
+# Number of tokens of the walk that computes the first masks.
 _WALK = 4
 
 
 def answer_to(tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds: float) -> dict[str, str]:
-    """{lark} of a constraint that compiles, {refused} or {too_complex} with a message of one that does not."""
+    """Return {lark} of a constraint that compiles, else {refused} or {too_complex} with a message."""
     try:
         lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]))
     except Untranslatable as error:
@@ -40,9 +40,9 @@ def answer_to(tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds
 
 
 def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float) -> dict[str, str] | None:
-    """What is wrong with the first masks, on the path of the longest tokens; None: nothing."""
+    """Return the refusal of a matcher whose first masks, along some allowed tokens, are wrong or slow; None: none."""
     for _ in range(_WALK):
-        # Of the processor: on a busy machine a wait for it is not the constraint's fault.
+        # Processor time: on a busy machine a wait for the processor is not the constraint's fault.
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
@@ -79,7 +79,7 @@ def main() -> None:
             request = child_io.read(sys.stdin.buffer)
         except EOFError:
             return
-        # The parent's clock goes first: its answer says why.
+        # The parent's limit comes first: its answer gives the reason.
         limit_cpu(settings["cpu_seconds"] + 1)
         answers.write(child_io.pack(answer_to(tokenizer, request, settings["mask_seconds"])))
         answers.flush()

@@ -1,7 +1,7 @@
-"""What this CPU can do, and what the libraries may use of it: the only place that decides this.
+"""Features of this CPU, and those that the libraries may use. No other module decides this.
 
-oneDNN is asked by tiny products instead of by the CPU's flags. ONEDNN_MAX_CPU_ISA bounds it, its build does, and so
-does the implementation that it chooses; a product shows all of these. Every answer is found once in a process.
+oneDNN is tested by tiny products, not by the CPU's flags: ONEDNN_MAX_CPU_ISA bounds it, its build does, and so does the
+implementation that it chooses. A product shows all of these. Every answer is found once in a process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from penstock.common.environment import torch_cpu_capability
 
-# Of the products that are tried: oneDNN has other code for one row.
+# Rows of the products that are tried: oneDNN has other code for one row.
 _ROWS = (1, 16)
 _SIZE = 64
 _LARGEST = 127
@@ -23,15 +23,15 @@ class Int8Product(Enum):
     """oneDNN's product of unsigned by signed bytes."""
 
     EXACT = "exact"
-    # Neighbours' products are added in 16 bits (vpmaddubsw, where there is no VNNI): exact while the unsigned bytes are
-    # at most 127, wrong above.
+    # Products of neighbours are added in 16 bits (vpmaddubsw, where there is no VNNI): exact while the unsigned bytes
+    # are at most 127, wrong above.
     SATURATES = "exact up to 127, above its 16-bit sums saturate"
     MISSING = "missing"
 
 
 @functools.cache
 def packing_obstacle(dtype: torch.dtype) -> str | None:
-    """Why this torch and CPU cannot use oneDNN's packed weights of `dtype`; None when they can."""
+    """Reason why this torch and CPU cannot use oneDNN's packed weights of `dtype`; None when they can."""
     if not torch._C._has_mkldnn:
         return "this torch was built without oneDNN"
     weight = torch.eye(16, dtype=torch.float32).to(dtype)
@@ -45,7 +45,7 @@ def packing_obstacle(dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def int8_product() -> Int8Product:
-    """Of oneDNN, by products of the largest numbers."""
+    """Test oneDNN's int8 product by products of the largest numbers."""
     if not torch._C._has_mkldnn:
         return Int8Product.MISSING
     try:
@@ -57,7 +57,7 @@ def int8_product() -> Int8Product:
 
 
 def _is_exact(largest: int, zero: int) -> bool:
-    """Of unsigned bytes that are all `largest`, less `zero`, with weights that are all 127 or all -127."""
+    """True when products of unsigned bytes (`largest` less `zero`) with weights of 127 and -127 are exact."""
     weight = torch.full((_SIZE, _SIZE), _LARGEST, dtype=torch.int8)
     weight[1::2] = -_LARGEST
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
@@ -74,15 +74,15 @@ def _is_exact(largest: int, zero: int) -> bool:
 
 
 def native_bound() -> str | None:
-    """The instruction set that the C++ kernels must not go beyond; None: the CPU's own is the only bound.
+    """Return the instruction set that the C++ kernels must not go beyond; None: the CPU's own is the only bound.
 
-    ATEN_CPU_CAPABILITY, by which torch's own loops are kept from AVX-512, keeps the kernels from it as well.
+    ATEN_CPU_CAPABILITY keeps torch's own loops from AVX-512, and the kernels as well.
     """
     return "avx2" if torch_cpu_capability() in ("avx2", "default") else None
 
 
 def describe_onednn() -> str:
-    """For people: number formats that oneDNN packs, and how its int8 is."""
+    """Describe, for people, the number formats that oneDNN packs and its int8 product."""
     formats = (torch.float32, torch.bfloat16, torch.float16)
     packed = [str(dtype).removeprefix("torch.") for dtype in formats if packing_obstacle(dtype) is None]
     return f"packs {', '.join(packed) or 'nothing'}; int8 {int8_product().value}"

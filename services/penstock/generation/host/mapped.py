@@ -1,7 +1,7 @@
-"""Files that are used where the page cache has them, by all processes of a host together. No torch.
+"""Files that are used in place in the page cache, by all processes of a host together. No torch.
 
-Large pages are asked for: a weight is read from end to end in every step. Linux gives them where the file system has
-large folios (ext4 since 6.16, xfs), for what is read from the disk through such a mapping.
+The mapping asks for large pages, since every step reads a weight from end to end. Linux gives them where the file
+system has large folios (ext4 since 6.16, xfs), for data that is read from the disk through such a mapping.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# Brought into memory at a time: who waits hears of the progress, or is told to stop.
+# Bytes that are brought into memory at a time, between two reports of progress.
 PIECE_BYTES = 2**24
 # Linux 5.14; not in Python's mmap.
 _MADV_POPULATE_READ = 22
@@ -39,24 +39,27 @@ class _Buffer(ctypes.Structure):
 
 
 class MappedFile:
-    """All of a file in `memory`, and whether somebody wrote into it since.
+    """All of a file in `memory`, with a check of whether it was written to since.
 
-    One that becomes shorter under its mapping ends the process that reads it (SIGBUS), and what is written into it is
-    what the process reads: such files are replaced by renaming a new one over them, which they outlive until they end.
+    A file that becomes shorter under its mapping ends the process that reads it (SIGBUS), and the process reads
+    whatever is written into it. So such a file is replaced by renaming a new one over it: the mapping keeps the old
+    one.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, and ValueError where it is empty."""
+        """Map the file. Raises OSError, and ValueError when it is empty."""
         self.path = path
-        # Of the file itself, whatever the path leads to later.
+        # Descriptor of the file itself, whatever the path leads to later.
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._state = self._look()
         self.memory = _map(self._descriptor)
 
     def was_written(self) -> bool:
-        """Whether size or time of modification are others than before it was mapped. May wait for a network's file
-        system. Raises OSError where that cannot be told any more."""
+        """True when size or time of modification have changed since it was mapped.
+
+        May wait for a network file system. Raises OSError when the file cannot be looked at any more.
+        """
         return self._look() != self._state
 
     def _look(self) -> tuple[int, int]:
@@ -65,7 +68,7 @@ class MappedFile:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """All of the file, to be read only, for a moment. Raises OSError, and ValueError where it is empty."""
+    """Map all of a file, read-only, for a short use. Raises OSError, and ValueError when it is empty."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return _map(descriptor)
@@ -76,27 +79,30 @@ def map_file(path: Path) -> mmap.mmap:
 def _map(descriptor: int) -> mmap.mmap:
     memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Refused by kernels without large pages.
+        # Kernels without large pages refuse it.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def populate(memory: mmap.mmap, progress: Callable[[float], None] | None = None) -> None:
-    """Have every page of it in memory and in this process's tables, in order. `progress` gets percentages, 100 at the
-    end, and may raise to give up. Does nothing but report where the system has no such call."""
+    """Bring every page into memory and into this process's page tables, in order.
+
+    `progress` gets percentages, 100 at the end, and may raise to give up. Only reports where the system has no such
+    call.
+    """
     size = len(memory)
     for first in range(0, size, PIECE_BYTES):
         last = min(size, first + PIECE_BYTES)
         if sys.platform == "linux":
-            # Through ctypes, which lets go of the interpreter's lock; mmap.madvise() holds it while the disk is read.
+            # ctypes releases the interpreter's lock; mmap.madvise() would hold it while the disk is read.
             _libc().madvise(_address(memory) + first, last - first, _MADV_POPULATE_READ)
         if progress is not None:
             progress(100.0 * last / size)
 
 
 def populate_beside(path: Path) -> None:
-    """Begin to bring the file into memory, on a thread that nobody waits for. Never raises."""
+    """Begin to bring the file into memory, on a thread that is not joined. Never raises."""
 
     def work() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -113,7 +119,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _address(memory: mmap.mmap) -> int:
-    """Of its first byte; Python has no other way to it where it may not be written."""
+    """Return the address of its first byte; Python has no other way to it for read-only memory."""
     view = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(view), 0)
     try:
@@ -122,18 +128,18 @@ def _address(memory: mmap.mmap) -> int:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
 
 
-# What a descriptor of a network's file system says when another host removed the file.
+# Errors of a descriptor on a network file system when another host removed the file.
 _GONE = (errno.ESTALE, errno.ENOENT)
 
 
 class WeightsWritten(Exception):
-    """Nothing that the process computes can be trusted any more. The message says which file, and what to do."""
+    """Weights were written to: no result can be trusted any more. The message names the file and what to do."""
 
 
 async def weights_written(files: Sequence[MappedFile], seconds: float) -> WeightsWritten:
-    """Look at `files` now and every so many seconds; returns when somebody wrote into one, or it cannot be looked at.
+    """Look at `files` now and every `seconds`. Return once one was written to, or cannot be looked at.
 
-    Renaming another file over one, and removing it, are no such things: what is mapped stays.
+    Renaming another file over one, and removing it, do not count: the mapping keeps the old file.
     """
     while True:
         problem = await asyncio.to_thread(_problem, files)
@@ -143,7 +149,7 @@ async def weights_written(files: Sequence[MappedFile], seconds: float) -> Weight
 
 
 def _problem(files: Sequence[MappedFile]) -> str | None:
-    """Blocking: a network's file system may take its time."""
+    """Return the problem of the first file that has one, or None. Blocking: a network file system may be slow."""
     for file in files:
         try:
             if file.was_written():
@@ -152,7 +158,7 @@ def _problem(files: Sequence[MappedFile]) -> str | None:
                     "renaming a new one over them (or use --no-map-embeddings, where it is a checkpoint)"
                 )
         except OSError as error:
-            # Of anything else, such as a network that is away for a moment, the next look may know more.
+            # After any other error, such as a network that is away for a moment, the next look may succeed.
             if error.errno in _GONE:
                 return f"{file.path}, whose weights are in use, cannot be looked at any more ({error.strerror})"
     return None

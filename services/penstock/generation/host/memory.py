@@ -12,12 +12,12 @@ from penstock.common.errors import StartupError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-# Share of what is left after the weights that `auto` takes: the rest is for activations and the other processes.
+# Share of the memory left after the weights that `auto` takes; the rest is for activations and other processes.
 AUTO_FRACTION = 0.6
 
 
 def parse_memory(text: str, *, flag: str = "--kv-memory") -> int | None:
-    """Bytes of `2GiB`, `512MB`, `1073741824`; None for `auto`. Raises StartupError naming `flag`."""
+    """Parse `2GiB`, `512MB` or `1073741824` into bytes; None for `auto`. Raises StartupError naming `flag`."""
     if text.strip().lower() == "auto":
         return None
     match = _SIZE.fullmatch(text.strip())
@@ -27,7 +27,7 @@ def parse_memory(text: str, *, flag: str = "--kv-memory") -> int | None:
 
 
 def format_memory(num_bytes: int) -> str:
-    """`1.5 GiB`, for people."""
+    """Format bytes as `1.5 GiB`, for people."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.3g} {name}"
@@ -35,7 +35,7 @@ def format_memory(num_bytes: int) -> str:
 
 
 def format_weights(num_bytes: int, mapped_bytes: int) -> str:
-    """`1.5 GiB, 260 MiB of it mapped`, for people."""
+    """Format bytes as `1.5 GiB, 260 MiB of it mapped`, for people."""
     if mapped_bytes in (0, num_bytes):
         return f"{format_memory(num_bytes)}{' mapped' if mapped_bytes else ''}"
     return f"{format_memory(num_bytes)}, {format_memory(mapped_bytes)} of it mapped"
@@ -50,7 +50,7 @@ def kv_pool_blocks(
     max_context_tokens: int,
     max_blocks: int | None = None,
 ) -> int:
-    """Blocks that `memory` bytes hold; `memory` None (`auto`): AUTO_FRACTION of `available`, at most `max_blocks`.
+    """Return the blocks that `memory` bytes hold; None (`auto`): AUTO_FRACTION of `available`, at most `max_blocks`.
 
     Raises StartupError naming --kv-memory when not one block fits, or when `memory` is more than `available`.
     """
@@ -76,10 +76,10 @@ def kv_pool_blocks(
 
 
 def host_memory(root: Path = Path("/"), *, mapped: int = 0) -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or the tightest enclosing cgroup's where that is less.
+    """Return (total, available) bytes: the machine's, or the tightest enclosing cgroup's where that is less.
 
-    So many `mapped` bytes of files are to stay in memory, which the system counts as available as long as nobody else
-    needs it.
+    `mapped` bytes of files must stay in memory; the system counts them as available as long as no other process needs
+    the memory.
     """
     total, available = _meminfo(root / "proc/meminfo")
     available -= mapped
@@ -101,8 +101,10 @@ def _meminfo(path: Path) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path, mapped: int) -> list[tuple[int, int]]:
-    """(limit, used without reclaimable file pages but with `mapped` bytes of them) of every cgroup, v1 or v2, that
-    encloses this process."""
+    """Return (limit, used) of every cgroup, v1 or v2, that encloses this process.
+
+    `used` is without reclaimable file pages, but with `mapped` bytes of them.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -126,7 +128,7 @@ def _cgroup_limits(root: Path, mapped: int) -> list[tuple[int, int]]:
                 inactive, active = (
                     _stat(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active")
                 )
-                # Pages of the mapped files are on either list, and count once: as used already, if they are active.
+                # Pages of mapped files are active or inactive. Active ones are in `used` already and count once.
                 limits.append((limit, used - inactive + max(0, mapped - active)))
     return limits
 
@@ -147,6 +149,6 @@ def _stat(path: Path, name: str) -> int:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the operating system, which glibc does not where a block above it is in use."""
+    """Give freed memory back to the operating system; glibc keeps it where a block above it is in use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

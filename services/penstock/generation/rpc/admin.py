@@ -30,11 +30,11 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         self._lifecycle = lifecycle
 
     async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
-        """Where the process stands, also while it loads."""
+        """Return the load of the process, also while it loads the model."""
         return admin_pb2.GetLoadResponse(load=self._load())
 
     async def WatchLoad(self, request: admin_pb2.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
-        """A report at once, then on change, at most one an interval. Idle costs nothing: it waits for an event."""
+        """Send the load at once, then on change, at most once per interval. It waits for an event and never polls."""
         interval = _interval(request)
         async for load in self._changes(interval):
             await context.write(admin_pb2.WatchLoadResponse(load=load))
@@ -58,7 +58,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def GetPoolStats(
         self, request: admin_pb2.GetPoolStatsRequest, context: Context
     ) -> admin_pb2.GetPoolStatsResponse:
-        """Counters of the KV pool since the start."""
+        """Return counters of the KV pool since the start."""
         core = self._lifecycle.loaded()
         return convert.from_pool_stats(self._load(), core.stats)
 
@@ -79,7 +79,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)
 
     async def DumpState(self, request: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
-        """The engine's state, also when its thread hangs."""
+        """Return the engine's state, also when its thread hangs."""
         wait = request.wait_seconds if request.HasField("wait_seconds") else None
         # NaN fails every comparison.
         if wait is not None and not 0 <= wait <= MAX_DUMP_WAIT_SECONDS:
@@ -88,7 +88,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         return admin_pb2.DumpStateResponse(state=convert.from_dump(dump))
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        """Refuse new work and wait for what is live; past the grace it is aborted."""
+        """Refuse new work and wait for live requests. Once the grace is over they are aborted."""
         core = self._lifecycle.loaded()
         grace = request.grace_seconds if request.HasField("grace_seconds") else None
         if grace is not None and not (math.isfinite(grace) and grace >= 0):
@@ -125,7 +125,7 @@ def _interval(request: admin_pb2.WatchLoadRequest) -> float:
 
 
 def _warm_up(engine: Engine, loaded: LoadedModel) -> None:
-    """On the engine's thread. The warm-up writes into blocks, so none may be in use or cached."""
+    """Warm up, on the engine's thread. It writes into blocks of the pool, so none may be in use or cached."""
     if engine.has_work:
         raise FailedPrecondition("requests are live: warm up while there are none", reason="BUSY")
     engine.clear_cache()
@@ -133,7 +133,7 @@ def _warm_up(engine: Engine, loaded: LoadedModel) -> None:
 
 
 async def _finish(core: GenerationCore, grace: float | None) -> None:
-    """Wait for live requests; after `grace` seconds abort them and wait for their last word."""
+    """Wait for live requests. After `grace` seconds abort them and wait for their last words."""
     try:
         await asyncio.wait_for(core.hub.wait_idle(), grace)
     except TimeoutError:

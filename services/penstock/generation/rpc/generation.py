@@ -1,8 +1,8 @@
 """GenerationService: one request on a stream, or many on a session. Token ids in, token ids out.
 
-Handlers run on the event loop and never touch the engine's state: they hand requests to the hub and write what the hub
-routes back to them. A handler that ends for whatever reason (cancelled, deadline, reader gone) releases its stream,
-which aborts what is still live.
+Handlers run on the event loop and never touch the engine's state: they hand requests to the hub and write the outputs
+that the hub routes back to them. A handler that ends for any reason (cancelled, deadline, reader gone) detaches its
+stream, which aborts its live requests.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any
 import grpc
 
 from penstock.common.errors import InvalidArgument, PenstockError
-from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.streams import RequestStream, SessionStream
 from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.service import Lifecycle
-from penstock.generation.wire import convert
-from penstock.generation.wire import score_embed as convert_given
+from penstock.generation.wire import convert, score_embed
 from penstock.v1 import generation_pb2, generation_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def deadline_of(context: Context) -> float | None:
-    """The call's deadline as time.monotonic(); None when it has none."""
+    """Return the call's deadline as time.monotonic(); None when it has none."""
     remaining = context.time_remaining()
     return None if remaining is None else time.monotonic() + remaining
 
@@ -39,19 +38,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._lifecycle = lifecycle
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Started, deltas, Finished, status."""
+        """Send Started, deltas and Finished of one request, then its status."""
         core = self._lifecycle.accepting()
         command = convert.to_generate_options(request, core.limits)
-        emitter = core.prepare(command, deadline_of(context))
+        maker = core.prepare(command, deadline_of(context))
         if command.constraint is not None:
-            await core.constrain(emitter.request, command.constraint)
+            await core.constrain(maker.request, command.constraint)
             # It may have begun to drain meanwhile.
             self._lifecycle.accepting()
-        stream = RequestStream(emitter, core.max_pending_messages)
-        core.hub.submit(emitter.request, stream)
+        stream = RequestStream(maker, core.max_pending_messages)
+        core.hub.submit(maker.request, stream)
         core.hub.attach(stream)
         try:
-            async for message in stream.outbox:
+            async for message in stream.buffer:
                 await context.write(message)
         finally:
             core.hub.detach(stream)
@@ -59,15 +58,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[generation_pb2.SessionRequest], context: Context
     ) -> None:
-        """Commands in, one message per engine step out."""
+        """Read commands, and send one message per engine step."""
         core = self._lifecycle.loaded()
         session = SessionStream(core.max_pending_messages)
         reader = asyncio.create_task(self._read(request_iterator, session, deadline_of(context)))
         # A reader that fails ends the session; its exception is raised below.
-        reader.add_done_callback(lambda task: session.half_close() if _ended(task) else session.outbox.close())
+        reader.add_done_callback(lambda task: session.half_close() if _ended(task) else session.buffer.close())
         core.hub.attach(session)
         try:
-            async for message in session.outbox:
+            async for message in session.buffer:
                 await context.write(message)
             if reader.done():
                 await reader
@@ -99,22 +98,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
         command = convert.to_generate_options(message, core.limits)
-        emitter = core.prepare(command, deadline)
-        emitter.handle = handle
+        maker = core.prepare(command, deadline)
+        maker.handle = handle
         if command.constraint is not None:
             # The session's other commands do not wait for a compiler.
-            session.later(emitter, self._submit_constrained(emitter, command.constraint, session))
+            session.later(maker, self._submit_constrained(maker, command.constraint, session))
             return
-        core.hub.submit(emitter.request, session)
-        session.add(emitter)
+        core.hub.submit(maker.request, session)
+        session.add(maker)
 
-    async def _submit_constrained(self, emitter: Emitter, constraint: ConstraintSpec, session: SessionStream) -> None:
-        request = emitter.request
+    async def _submit_constrained(self, maker: DeltaMaker, constraint: ConstraintSpec, session: SessionStream) -> None:
+        request = maker.request
         try:
             await self._lifecycle.accepting().constrain(request, constraint)
             # It may have begun to drain meanwhile.
             self._lifecycle.accepting().hub.submit(request, session)
-            session.add(emitter)
+            session.add(maker)
         except PenstockError as error:
             session.refuse(self._step(), request.request_id, request.attempt_epoch, error)
 
@@ -129,29 +128,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return core.hub.step if core is not None else 0
 
     async def Score(self, request: generation_pb2.ScoreRequest, context: Context) -> generation_pb2.ScoreResponse:
-        """Log-probabilities of given continuations, batched with everything else."""
+        """Return log-probabilities of given continuations, batched with all other requests."""
         core = self._lifecycle.accepting()
-        command = convert_given.to_score(request, core.limits)
-        return convert_given.from_scores(await core.score(command, deadline_of(context)))
+        command = score_embed.to_score(request, core.limits)
+        return score_embed.from_scores(await core.score(command, deadline_of(context)))
 
     async def Embed(self, request: generation_pb2.EmbedRequest, context: Context) -> generation_pb2.EmbedResponse:
-        """Means of the final hidden states."""
+        """Return the means of the final hidden states."""
         core = self._lifecycle.accepting()
-        command = convert_given.to_embed(request, core.limits)
+        command = score_embed.to_embed(request, core.limits)
         results = await core.embed(command, deadline_of(context))
-        return convert_given.from_embeddings(results, normalize=command.normalize)
+        return score_embed.from_embeddings(results, normalize=command.normalize)
 
     async def DetectWatermark(
         self, request: generation_pb2.DetectWatermarkRequest, context: Context
     ) -> generation_pb2.DetectWatermarkResponse:
-        """Evidence of a watermark in given tokens."""
+        """Return the evidence of a watermark in given tokens."""
         core = self._lifecycle.accepting()
         command = convert.to_detect_watermark(request, core.limits)
         evidence = await core.detect_watermark(command, deadline_of(context))
         return generation_pb2.DetectWatermarkResponse(evidence=convert.from_evidence(evidence))
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
-        """End live requests of any stream; they finish with reason ABORTED."""
+        """End live requests of any stream. They finish with reason ABORTED."""
         hub = self._lifecycle.loaded().hub
         wanted = hub.live_ids() if request.all else request.request_ids
         return generation_pb2.AbortResponse(request_ids=hub.abort(wanted))

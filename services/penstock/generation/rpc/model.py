@@ -1,4 +1,4 @@
-"""ModelService: what model this is, on what, with which bounds."""
+"""ModelService: facts about the served model, its device and its limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
-        """Answers also while the model loads: then with its name, state and percentage only."""
+        """Return the facts; while the model loads only its name, state and percentage."""
         lifecycle = self._lifecycle
         check_model(request.model, lifecycle.model_name)
         response = model_pb2.GetModelInfoResponse(

@@ -1,8 +1,8 @@
-"""DoLa (Chuang et al. 2023): the last layer's distribution, contrasted with that of an earlier one.
+"""DoLa (Chuang et al. 2023): the last layer's distribution, contrasted with that of an earlier layer.
 
-As transformers 4.55.4, the last release that had it in the library: early exits go through the output head without the
-final norm; of the candidate layers the one whose distribution is farthest from the last one's (Jensen-Shannon) counts;
-tokens below a tenth of the highest probability are out.
+It follows transformers 4.55.4, the last release that had it in the library. Early exits go through the output head
+without the final norm. Of the candidate layers the one counts whose distribution is farthest from the last layer's
+(Jensen-Shannon). Tokens below a tenth of the highest probability are excluded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from penstock.generation.models.capture import HiddenCapture
 if TYPE_CHECKING:
     from penstock.generation.runner.draw_rows import DrawRows
 
-# A token stays in when its probability is at least this part of the highest one.
+# A token stays when its probability is at least this part of the highest one.
 _RELATIVE_TOP = 0.1
-# How far they come behind where a grammar may allow none but them: enough for a probability of 0, yet little enough for
-# fp32 to keep their order.
+# Distance by which excluded tokens come behind where a grammar may allow only them: enough for a probability of 0, and
+# small enough for fp32 to keep their order.
 _FAR = 1e3
-# Rows of early-exit logits that exist at a time, all candidate layers counted; each takes vocabulary x 4 bytes, thrice.
+# Most rows of early-exit logits at a time, over all candidate layers; each takes vocabulary x 4 bytes, thrice.
 _ROWS_AT_A_TIME = 64
 
 Logits = Callable[[Tensor], Tensor]
 
 
 class EarlyExits:
-    """The DoLa rows of one step: what is captured for them, and what becomes of their logits."""
+    """DoLa rows of one step: capture of their early exits, and contrast of their logits."""
 
     def __init__(self, draws: DrawRows, device: torch.device) -> None:
         """`draws` has DoLa rows."""
         self._device = device
-        # Rows with the same candidate layers are worked on together: (layers, numbers of the DoLa rows).
+        # Rows with the same candidate layers are computed together: layers -> numbers of the DoLa rows.
         self._groups: dict[tuple[int, ...], list[int]] = {}
         for number, row in enumerate(draws.dola):
             self._groups.setdefault(row.layers, []).append(number)
@@ -48,7 +48,7 @@ class EarlyExits:
         self.capture = HiddenCapture(rows_R, frozenset(layer for layers in self._groups for layer in layers))
 
     def contrast(self, logits_RV: Tensor, logits_of: Logits) -> None:
-        """Replace the rows of DoLa draws in place. `capture` is filled; `logits_of` is the model's output head."""
+        """Replace DoLa rows of `logits_RV` in place. `capture` is filled; `logits_of` is the model's output head."""
         for layers, numbers in self._groups.items():
             step = max(1, _ROWS_AT_A_TIME // len(layers))
             for begin in range(0, len(numbers), step):
@@ -62,9 +62,9 @@ class EarlyExits:
 
 
 def contrasted(final_RV: Tensor, early_LRV: Tensor, behind: list[int]) -> Tensor:
-    """(R, V) scores: log-probability of the last layer minus that of the candidate layer that differs most from it.
+    """Return (R, V) scores: the last layer's log-probability minus that of the candidate layer that differs most.
 
-    Unlikely tokens are out; in the rows `behind` they only come behind all others, by the last layer's order.
+    Unlikely tokens are excluded; in the rows `behind` they only come after all others, in the last layer's order.
     """
     final_RV = final_RV.log_softmax(-1)
     early_LRV = early_LRV.log_softmax(-1)
@@ -82,7 +82,7 @@ def contrasted(final_RV: Tensor, early_LRV: Tensor, behind: list[int]) -> Tensor
 
 
 def _divergence(final_RV: Tensor, early_LRV: Tensor) -> Tensor:
-    """(L, R): half the sum of the mean distances of both from their average, as `_dola_select_contrast` has it."""
+    """Return (L, R): half the sum of both mean distances from the average, as `_dola_select_contrast` does."""
     average_LRV = (final_RV.exp() + early_LRV.exp()).mul_(0.5)
     from_final = F.kl_div(final_RV.expand_as(early_LRV), average_LRV, reduction="none").mean(-1)
     from_early = F.kl_div(early_LRV, average_LRV, reduction="none").mean(-1)

@@ -1,4 +1,4 @@
-"""The draft model of assisted generation: a second model that runs ahead of the served one."""
+"""Drafter of assisted generation: a second model that runs ahead of the served one."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Shadow:
-    """What the draft model has of a sequence: a sequence of its own, with blocks of the draft pool."""
+    """The draft model's copy of a sequence, with blocks of the draft pool."""
 
     sequence: Sequence
-    # Its first tokens that are the original's for good; behind them are the last drafts.
+    # Number of its first tokens that are the original's; after them come the last drafts.
     num_settled: int = 0
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A request that is being filled."""
+    """A request that is being answered."""
 
     request: DraftRequest
     shadow: Sequence
-    # Drafts still to draw; none: it is finished.
+    # Number of drafts still to draw; 0: it is finished.
     num_left: int
 
     @property
     def num_missing(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
+        """Number of tokens to compute before the next one can be drawn."""
         return self.shadow.num_tokens - self.shadow.num_computed_tokens
 
 
 class ModelDrafter:
-    """The engine's Drafter over a runner of its own (model, sampler and pool). Used by the engine's thread.
+    """Drafter of the engine over a runner of its own (model, sampler and pool). Used by the engine's thread.
 
-    Drafts are drawn with the request's own options, penalties and grammar included, and with the uniforms that the
-    served model will draw with at the same positions: the closer the two distributions, the more often both draws
-    agree. Nothing but speed depends on that.
+    Drafts are drawn with the request's own options, penalties and grammar included, and with the same uniforms as the
+    served model's draws at these positions: the closer the two distributions, the more often both draws agree. Only
+    speed depends on that.
 
-    Between two calls the pool keeps what is computed of a sequence, so a call computes its new tokens only; refused
-    drafts are rolled back. When the pool is full, the sequences that were drafted for least recently are forgotten; a
-    sequence for which even that leaves no room gets no drafts.
+    Between two calls the pool keeps a sequence's computed tokens, so a call computes its new tokens only. Refused
+    drafts are rolled back. When the pool is full, the sequences with the oldest drafts are forgotten. A sequence for
+    which even that leaves no room gets no drafts.
     """
 
     def __init__(
@@ -66,24 +66,26 @@ class ModelDrafter:
         max_context_tokens: int,
         max_prefill_tokens: int,
     ) -> None:
-        """`max_context_tokens` are the draft model's. `max_prefill_tokens`: most rows of one call before its first
-        draft; a longer prompt takes several calls, which bring nothing but the last."""
+        """`max_context_tokens` is the draft model's. `max_prefill_tokens`: most rows of a call before its first draft.
+
+        A longer prompt takes several calls, of which only the last returns drafts.
+        """
         self._runner = runner
         self._max_context_tokens = max_context_tokens
         self._max_prefill_tokens = max_prefill_tokens
         self._tables = BlockTables(BlockPool(num_blocks, block_size), prefix_cache=False)
-        # By seq_id, the least recently used first.
+        # seq_id -> shadow, the least recently used first.
         self._shadows: OrderedDict[int, _Shadow] = OrderedDict()
-        # What the runner has to forget before its next step.
+        # Sequences that the runner must forget before its next step.
         self._released: list[int] = []
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of the draft pool that sequences hold."""
+        """Number of blocks of the draft pool that sequences hold."""
         return self._tables.pool.num_used
 
     def draft(self, requests: Seq[DraftRequest]) -> list[list[int]]:
-        """See engine.step.Drafter. As many forward passes as the longest request asks for tokens, over all requests."""
+        """See core.step.Drafter. Runs as many forward passes, over all requests, as the longest one asks for tokens."""
         for request in requests:
             self._follow(request)
         busy = {request.sequence.seq_id for request in requests}
@@ -98,7 +100,7 @@ class ModelDrafter:
         return [[] if draft is None else self._answer(draft.request) for draft in drafts]
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """See engine.step.Drafter."""
+        """See core.step.Drafter."""
         for seq_id in seq_ids:
             self._forget(seq_id)
 
@@ -107,13 +109,13 @@ class ModelDrafter:
         self.release(tuple(self._shadows))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks): for tests."""
+        """Raise AssertionError when the pool's accounting and the block tables disagree. O(blocks), for tests."""
         self._tables.pool.check_integrity()
         held = sum(len(shadow.sequence.block_table) for shadow in self._shadows.values())
         assert held == self._tables.pool.num_used, "blocks that no sequence holds"
 
     def _follow(self, request: DraftRequest) -> None:
-        """Bring the shadow to the original's tokens; what was computed of other tokens is void."""
+        """Bring the shadow to the original's tokens. Computed rows of other tokens are void."""
         original = request.sequence
         shadow = self._shadows.get(original.seq_id)
         if shadow is None:
@@ -127,14 +129,14 @@ class ModelDrafter:
             common += 1
         if common < own.num_computed_tokens:
             own.num_computed_tokens = common
-            # What its sampler counted holds refused tokens.
+            # The sampler's counts for it hold refused tokens.
             self._released.append(original.seq_id)
         own.token_ids[shadow.num_settled :] = original.token_ids[shadow.num_settled :]
         shadow.num_settled = original.num_tokens
         own.grammar = None if original.grammar is None else original.grammar.copy()
 
     def _start(self, request: DraftRequest, busy: set[int]) -> _Draft | None:
-        """Room for the drafts; None when there is none."""
+        """Make room for the drafts; None when there is none."""
         own = self._shadows[request.sequence.seq_id].sequence
         # The last draft is never computed.
         num_drafts = min(request.num_tokens, self._max_context_tokens - own.num_tokens + 1)
@@ -156,7 +158,7 @@ class ModelDrafter:
         return True
 
     def _catch_up(self, active: list[_Draft]) -> list[tuple[_Draft, int]]:
-        """Tokens of each to compute first, those with the fewest before the others."""
+        """Return the tokens of each draft to compute first; drafts with the fewest come first."""
         entries = []
         budget = self._max_prefill_tokens
         for draft in active:
@@ -167,7 +169,7 @@ class ModelDrafter:
         return entries
 
     def _run(self, entries: list[tuple[_Draft, int]]) -> None:
-        """One forward pass; who has computed all tokens draws one."""
+        """Run one forward pass. A sequence whose tokens are all computed draws one."""
         scheduled = []
         for draft, num_tokens in entries:
             own = draft.shadow
@@ -184,7 +186,7 @@ class ModelDrafter:
 
     @staticmethod
     def _take(draft: _Draft, drawn: SampledToken | None) -> None:
-        """Append a drawn token and decide whether another one follows; None: the model gave no number."""
+        """Append a drawn token and decide whether another one follows. None: the model's output is not a number."""
         own, params = draft.shadow, draft.shadow.params
         draft.num_left -= 1
         if drawn is None or (drawn.token_id in params.eos_token_ids and not params.ignore_eos):
@@ -194,7 +196,7 @@ class ModelDrafter:
             draft.num_left = 0
             return
         own.token_ids.append(drawn.token_id)
-        # As transformers' ConfidenceCriteria: the token itself still counts.
+        # The token itself still counts, as in transformers' ConfidenceCriteria.
         if drawn.logprob is not None and math.exp(drawn.logprob) < draft.request.confidence_threshold:
             draft.num_left = 0
 
@@ -222,7 +224,7 @@ def _new_shadow(request: DraftRequest) -> Sequence:
 
 
 def _draft_params(params: SamplingParams, confidence_threshold: float) -> SamplingParams:
-    """What the draws of the request depend on; of its outputs only the probability that a threshold is for."""
+    """Return the options that the request's draws depend on; of its outputs only the probability for a threshold."""
     return replace(
         params,
         top_logprobs=0 if confidence_threshold > 0.0 else None,

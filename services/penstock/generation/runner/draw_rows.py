@@ -1,4 +1,4 @@
-"""Which rows of a step's hidden states are drawn from and by whom, and which are wanted for something else."""
+"""Rows of a step's hidden states: the sequences that draw from them, and other uses of them."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ class DolaRow(NamedTuple):
 
 @dataclass(slots=True)
 class DrawRows:
-    """N drawers over distinct rows of the step; siblings that share a row are neighbours."""
+    """N drawers (sequences that draw) over distinct rows of a step; siblings that share a row are neighbours."""
 
-    # Row of the step's hidden states of each distinct row, ascending.
+    # Distinct rows that are drawn from: their places in the step's hidden states, ascending.
     rows: list[int] = field(default_factory=list)
-    # How many of `sequences` draw from each.
+    # Number of `sequences` that draw from each of `rows`.
     repeats: list[int] = field(default_factory=list)
-    # (N): who draws, guides included.
+    # (N): sequences that draw, unconditional branches included.
     sequences: list[Sequence] = field(default_factory=list)
-    # Those that want no logits.
+    # Sequences that are computed to the end and want no logits.
     without_logits: list[Sequence] = field(default_factory=list)
-    # Whose rows tell log-probabilities of the prompt.
+    # Entries whose rows give log-probabilities of the prompt.
     scored: list[EntryRows] = field(default_factory=list)
-    # Whose rows are summed for an embedding.
+    # Entries whose rows are summed for an embedding.
     pooled: list[EntryRows] = field(default_factory=list)
-    # Whose hidden states are kept, for contrastive search.
+    # Entries whose hidden states are kept, for contrastive search.
     remembered: list[EntryRows] = field(default_factory=list)
     # Rows that are contrasted with earlier layers.
     dola: list[DolaRow] = field(default_factory=list)
-    # Places in `sequences` of those whose tensors are wanted at this position.
+    # Places in `sequences` whose tensors are wanted at this position.
     tensors: list[int] = field(default_factory=list)
-    # Places in `sequences` of those with a guide.
+    # Places in `sequences` with an unconditional branch.
     guided: list[int] = field(default_factory=list)
-    # Those of `sequences` with a grammar.
+    # Sequences of `sequences` with a grammar.
     constrained: list[Sequence] = field(default_factory=list)
 
     @classmethod
     def of(cls, scheduled: Seq[ScheduledSequence], row_starts: list[int]) -> DrawRows:
-        """The draws of a step's entries; `row_starts` as in ModelInputs."""
+        """Find the draws of a step's entries; `row_starts` as in ModelInputs."""
         found = cls()
         for entry, first, end in zip(scheduled, row_starts, row_starts[1:], strict=False):
             for offset, probe in entry.probes:
@@ -73,32 +73,32 @@ class DrawRows:
 
     @property
     def row_of_drawer(self) -> list[int]:
-        """(N): each drawer's row."""
+        """(N): place of each drawer's row in the step's hidden states."""
         return self.for_drawers(self.rows)
 
     def for_drawers(self, values: list[int]) -> list[int]:
-        """(N): what each drawer's row has, of a value for each of `rows`."""
+        """Return (N): each drawer's value, from one value for each of `rows`."""
         if len(self.rows) == len(self.sequences):
             return values
         return [value for value, count in zip(values, self.repeats, strict=True) for _ in range(count)]
 
     def wants_all_of(self, num_rows: int) -> bool:
-        """Whether all rows of the step are wanted, and not those in `rows` alone."""
+        """True when all rows of the step are wanted, not only those in `rows`."""
         return len(self.rows) == num_rows or bool(self.scored or self.pooled or self.remembered)
 
     def _add(self, row: int, drawers: tuple[Sequence, ...]) -> None:
         if drawers[0].draw.kind in _WITHOUT_LOGITS:
             self.without_logits += drawers
             return
-        # Who draws from one row is of one request.
+        # All drawers of one row belong to one request.
         layers = drawers[0].params.mode.early_exits
         if layers:
             self.dola.append(DolaRow(len(self.rows), layers, drawers[0].grammar is not None))
-        if drawers[0].guide is not None:
+        if drawers[0].unconditional is not None:
             self.guided += range(len(self.sequences), len(self.sequences) + len(drawers))
-        if drawers[0].params.tensors is not None and drawers[0].draw.kind is not DrawKind.GUIDE:
+        if drawers[0].params.tensors is not None and drawers[0].draw.kind is not DrawKind.UNCONDITIONAL:
             self._add_tensors(drawers)
-        if drawers[0].grammar is not None and drawers[0].draw.kind is not DrawKind.GUIDE:
+        if drawers[0].grammar is not None and drawers[0].draw.kind is not DrawKind.UNCONDITIONAL:
             self.constrained += drawers
         self.rows.append(row)
         self.repeats.append(len(drawers))

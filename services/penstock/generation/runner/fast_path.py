@@ -1,6 +1,6 @@
-"""The fast path: steps in which the model itself finds the token of every row's highest logit, and no more is wanted.
+"""Fast path: steps in which the model itself finds the token of every row's highest logit, and no more is wanted.
 
-Nearly all steps of plain requests are of that kind. All that keeps a step off it stands here once, in FEATURES.
+Nearly all steps of plain requests are of that kind. FEATURES lists, once, all that keeps a step off it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Feature(NamedTuple):
-    """Something that a row may want beyond the token of its highest logit. Seen by one of the two fields."""
+    """Feature that a row may want beyond the token of its highest logit. One of the two last fields detects it."""
 
     name: str
-    # Field of DrawRows with the rows that want it in this step.
+    # Field of DrawRows that holds the rows wanting it in this step.
     rows: str = ""
-    # Of a row's sequence and plan; true in every step until the composition of the batch changes, or in none.
+    # (sequence, plan) of a row -> True when the row wants it. The answer holds until the batch's composition changes.
     is_wanted: Callable[[Sequence, RowPlan], bool] | None = None
 
 
@@ -48,21 +48,23 @@ _WANTED_BY_ROW = tuple(feature.is_wanted for feature in FEATURES if feature.is_w
 
 
 class FastPath:
-    """Tells whether a step is on it; what its rows want is found once for a composition of the batch."""
+    """Test of whether a step is on the fast path. The rows are examined once for a composition of the batch."""
 
     def __init__(self) -> None:
-        # The last batch, and whether its rows want the highest alone.
+        # The last batch, and whether its rows want their highest logits only.
         self._batch: SamplingBatch | None = None
         self._is_plain = False
 
     def takes(self, draws: DrawRows, num_results: int, sampler: Sampler) -> bool:
-        """Whether every one of the `num_results` rows that are computed to the end is drawn from, and nobody wants a
-        feature. Leaves the sampler's state as it is."""
+        """True when all `num_results` rows that are computed to the end are drawn from, and no row wants a feature.
+
+        Leaves the sampler's state as it is.
+        """
         if not 0 < len(draws.rows) == num_results or any(_WANTED_IN_STEP(draws)):
             return False
         sequences = draws.sequences
         if any(sequence.origin is not None for sequence in sequences):
-            # A batch with probes is built for one step: not to find that it is of no use.
+            # A batch with probes would be built for this one step only.
             return _are_plain((sequence, sampler.plan_of(sequence)) for sequence in sequences)
         batch = sampler.batch_of(sequences)
         if batch is not self._batch:
@@ -80,15 +82,17 @@ def _are_plain(rows: Iterable[tuple[Sequence, RowPlan]]) -> bool:
 
 
 def goes_on(scheduled: Seq[ScheduledSequence]) -> bool:
-    """Whether a step on the fast path, of these entries, may be followed by one that goes on from it: each is one row,
-    which its own sequence alone draws from, and whose later steps are on the fast path, too."""
+    """True when a step of these entries, on the fast path, may be followed by one that goes on from it.
+
+    Then each entry is one row, only its own sequence draws from it, and its later steps are on the fast path, too.
+    """
     return all(
         entry.num_tokens == 1
         and not entry.probes
         and len(entry.sample) == 1
         and entry.sample[0] is entry.sequence
         and entry.sequence.draw.kind is DrawKind.TOKEN
-        # Which may be wanted of later steps only.
+        # Tensors may be wanted of later steps only.
         and entry.sequence.params.tensors is None
         for entry in scheduled
     )

@@ -21,11 +21,11 @@ _FIRST_ROWS = 8
 
 
 class MaskFiller(Protocol):
-    """The grammar library's part."""
+    """Interface of the grammar library to the runner."""
 
     @property
     def num_words(self) -> int:
-        """Words of a row: at least ceil(vocabulary / 32)."""
+        """Number of words of a row: at least ceil(vocabulary / 32)."""
         ...
 
     def fill(self, states: Seq[GrammarState], words_RW: npt.NDArray[np.int32]) -> None:
@@ -34,9 +34,9 @@ class MaskFiller(Protocol):
 
 
 class GrammarMasks:
-    """Starts the masks of a step before its forward pass and hands them over after it. Used by one thread.
+    """Masks of a step, started before its forward pass and taken after it. Used by one thread.
 
-    Nothing is allocated and no thread started before the first sequence with a grammar.
+    No memory is allocated and no thread started before the first sequence with a grammar.
     """
 
     def __init__(self, filler: MaskFiller) -> None:
@@ -45,8 +45,10 @@ class GrammarMasks:
         self._words_RW: npt.NDArray[np.int32] | None = None
 
     def start(self, sequences: Seq[Sequence]) -> PendingMasks:
-        """Begin to compute the masks of `sequences`, at least one, each with a grammar. Their states must rest until
-        the masks are taken, and the masks are overwritten by the next start."""
+        """Begin to compute the masks of `sequences`, at least one, each with a grammar.
+
+        Their states must not change until the masks are taken. The next start overwrites the masks.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         states = [sequence.grammar for sequence in sequences if sequence.grammar is not None]
@@ -72,11 +74,11 @@ class PendingMasks:
         self._done = done
 
     def take(self) -> TokenMasks:
-        """Wait for them. Raises what the filler raised."""
+        """Wait for the masks and return them. Raises what the filler raised."""
         try:
             self._done.result()
         except Exception:
             raise
-        except BaseException as failure:  # a native library's panic is no Exception, and the engine must hear of it
+        except BaseException as failure:  # a native library's panic is no Exception, and the engine must get it
             raise RuntimeError("token masks could not be computed") from failure
         return self._masks

@@ -1,8 +1,8 @@
-"""Hidden states of every token of the sequences in contrastive search, and how alike they are.
+"""Hidden states of every token of the sequences in contrastive search, and their similarities.
 
-Memory: a row of hidden size x 4 bytes per computed token. Candidates share the rows of what they go on from, and every
-other sequence has KV blocks of its own (contrastive requests take no cached prefix), so there are never more rows than
-the pool has slots, plus one unfinished chunk a request.
+Memory: a row of hidden size x 4 bytes per computed token. Candidates share the rows of their common beginning, and
+every other sequence has KV blocks of its own (contrastive requests take no cached prefix). So there are never more
+rows than the pool has slots, plus one unfinished chunk per request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from penstock.generation.core.step import Fork
     from penstock.generation.runner.draw_rows import EntryRows
 
-# Rows that are allocated at a time; what is full never moves.
+# Rows that are allocated at a time; a full chunk never moves.
 CHUNK = 256
 
 
 class _Rows:
-    """Unit vectors (hidden) of one token after another. Any number of sequences may read a beginning of them."""
+    """Unit vectors (hidden) of consecutive tokens. Any number of sequences may read a beginning of them."""
 
     __slots__ = ("chunks", "filled")
 
@@ -34,7 +34,7 @@ class _Rows:
         self.filled = filled
 
     def append(self, rows_NI: Tensor) -> None:
-        """More tokens."""
+        """Append the rows of further tokens."""
         while len(rows_NI):
             used = self.filled % CHUNK
             if not used:
@@ -45,7 +45,7 @@ class _Rows:
             rows_NI = rows_NI[taken:]
 
     def branch(self, length: int) -> _Rows:
-        """The first `length`, to go on from otherwise: full chunks are shared."""
+        """Return rows that begin with the first `length` and go on in another way. Full chunks are shared."""
         full, rest = divmod(length, CHUNK)
         chunks = self.chunks[:full]
         if rest:
@@ -53,7 +53,7 @@ class _Rows:
         return _Rows(chunks, length)
 
     def nearest(self, length: int, rows_KI: Tensor) -> Tensor:
-        """(K): the largest cosine similarity of each of `rows_KI` with any of the first `length`."""
+        """Return (K): the largest cosine similarity of each of `rows_KI` with any of the first `length` rows."""
         found: Tensor | None = None
         for number, chunk in enumerate(self.chunks):
             known = min(length - number * CHUNK, CHUNK)
@@ -66,9 +66,9 @@ class _Rows:
 
 
 class _History:
-    """A sequence's place in some rows: the first `length`, then `last`, which is not among them yet.
+    """History of one sequence: the first `length` of some rows, then `last_1I`, which is not among them yet.
 
-    The last row stays out since candidates have the same rows before it: only the one that goes on writes.
+    The last row stays out because candidates share the rows before it: only the candidate that goes on writes its row.
     """
 
     __slots__ = ("last_1I", "length", "rows")
@@ -79,7 +79,7 @@ class _History:
         self.last_1I = last_1I
 
     def settle(self) -> None:
-        """Write the last row; where another sequence has gone on from the same rows, into rows of its own."""
+        """Write the last row; into rows of its own if another sequence has gone on from the shared ones."""
         if self.last_1I is None:
             return
         if self.rows.filled != self.length:
@@ -89,7 +89,7 @@ class _History:
         self.last_1I = None
 
     def append(self, rows_NI: Tensor) -> None:
-        """The next tokens' rows."""
+        """Append the rows of the next tokens."""
         self.settle()
         if len(rows_NI) > 1:
             if self.rows.filled != self.length:
@@ -101,13 +101,13 @@ class _History:
 
 
 class HiddenHistories:
-    """The histories of the live sequences in contrastive search. Used by one thread, on the step path."""
+    """Histories of the live sequences in contrastive search. Used by one thread, on the step path."""
 
     def __init__(self) -> None:
         self._histories: dict[int, _History] = {}
 
     def fork(self, forks: Iterable[Fork]) -> None:
-        """Children share what their parents have of their first tokens."""
+        """Let children share their parents' rows of the tokens that they have in common."""
         if not self._histories:
             return
         for parent, child, num_tokens in forks:
@@ -124,7 +124,7 @@ class HiddenHistories:
                 self._histories.pop(seq_id, None)
 
     def add(self, entries: Seq[EntryRows], hidden_TI: Tensor) -> None:
-        """Take the entries' rows of the step's final hidden states. Each goes on where its sequence's history ends."""
+        """Append the entries' rows of the step's final hidden states (T, hidden) to their histories."""
         rows = [row + offset for entry, row in entries for offset in range(entry.num_tokens)]
         hidden_RI = hidden_TI[torch.tensor(rows, dtype=torch.int64, device=hidden_TI.device)].float()
         hidden_RI /= hidden_RI.norm(dim=-1, keepdim=True)
@@ -137,8 +137,10 @@ class HiddenHistories:
             first += entry.num_tokens
 
     def similarities(self, sequences: Iterable[Sequence]) -> dict[int, float]:
-        """seq_id -> largest cosine similarity of its last token with those before it; candidates that go on from the
-        same tokens by one product."""
+        """Return seq_id -> largest cosine similarity of its last token with those before it.
+
+        Candidates that go on from the same tokens take one product together.
+        """
         groups: dict[tuple[int, int], list[int]] = {}
         for sequence in sequences:
             history = self._histories[sequence.seq_id]

@@ -1,4 +1,4 @@
-"""What the model needs of a step's sequences, as tensors. The block tables persist from step to step."""
+"""Inputs of the model for a step's sequences, as tensors. The block tables persist from step to step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """Arguments of one forward pass over T rows, and where each scheduled entry's rows start and end."""
+    """Arguments of one forward pass over T rows, and the start and end of each scheduled entry's rows."""
 
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -31,10 +31,10 @@ class ModelInputs:
 
 
 class InputBatch:
-    """Holds a row of block ids per sequence, so that a decoding sequence costs one block id a step, however long it is.
+    """Block ids of every sequence in rows of one array, so that a decoding sequence costs at most one block id a step.
 
-    Relies on the block tables' rule: blocks before the one of the first token that was still to be computed after its
-    last step never change, until the sequence is released.
+    It relies on a rule of the block tables: until a sequence is released, the blocks before the one of the first token
+    that was not computed after its last step never change.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class InputBatch:
         self._device = device
         self._tables = np.zeros((_FIRST_SLOTS, _FIRST_BLOCKS), dtype=np.int32)
         self._free_slots = list(range(_FIRST_SLOTS))
-        # seq_id -> row of _tables; row -> how many of its entries are final.
+        # seq_id -> row of _tables; row -> number of its entries that are final.
         self._slots: dict[int, int] = {}
         self._num_final = [0] * _FIRST_SLOTS
-        # Row -> (how many blocks it has, the last one): most steps of a decoding sequence change neither.
+        # Row -> (number of its blocks, the last one): most steps of a decoding sequence change neither.
         self._ends = [(0, -1)] * _FIRST_SLOTS
-        # 0, 1, 2, ...: of the last step whose entries were of one row each.
+        # 0, 1, 2, ...: row starts of the last step whose entries were of one row each.
         self._row_starts = torch.empty(0, dtype=torch.int32)
 
     def release(self, seq_ids: Iterable[int]) -> None:
@@ -58,7 +58,7 @@ class InputBatch:
                 self._free_slots.append(slot)
 
     def build(self, scheduled: Seq[ScheduledSequence]) -> ModelInputs:
-        """Inputs of the entries' tokens [start, start + num_tokens), in their order. Needs at least one entry."""
+        """Return inputs of the entries' tokens [start, start + num_tokens), in order. Needs at least one entry."""
         if all(entry.num_tokens == 1 for entry in scheduled):
             return self._build_rows(scheduled)
         input_ids: list[int] = []
@@ -83,7 +83,7 @@ class InputBatch:
         return ModelInputs(torch.tensor(input_ids, device=self._device), positions_T, metadata, row_starts)
 
     def _build_rows(self, scheduled: Seq[ScheduledSequence]) -> ModelInputs:
-        """As `build`, of one token each: in a decode step everything is cold, and each operator takes tens of µs."""
+        """Build for entries of one token each: in a decode step caches are cold, and each operator takes tens of µs."""
         size, count = self._block_size, len(scheduled)
         slots = [self._refresh(entry) for entry in scheduled]
         starts = [entry.start for entry in scheduled]
@@ -111,9 +111,10 @@ class InputBatch:
         return torch.from_numpy(values).to(self._device)
 
     def _refresh(self, entry: ScheduledSequence) -> int:
-        """Bring the sequence's row up to date from the block of its first token to compute on; its slot.
+        """Bring the sequence's row up to date, from the block of its first token to compute on. Return its slot.
 
-        Further back when that token is not where the last step ended: what lies between was taken over from others.
+        The update begins further back when that token is not where the last step ended: the blocks between were taken
+        over from other sequences.
         """
         sequence, start = entry.sequence, entry.start
         slot = self._slots.get(sequence.seq_id)
@@ -143,7 +144,7 @@ class InputBatch:
 
 
 def _grown(tables: np.ndarray, *, axis: int, minimum: int) -> np.ndarray:
-    """A copy at least twice as large along `axis`, zeros behind."""
+    """Return a copy that is at least twice as large along `axis`, filled up with zeros."""
     shape = list(tables.shape)
     shape[axis] = max(2 * shape[axis], minimum)
     grown = np.zeros(shape, dtype=tables.dtype)

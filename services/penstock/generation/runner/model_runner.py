@@ -1,4 +1,4 @@
-"""Runs one step of the scheduler: copies, forward pass, logits of the rows that need them, tokens."""
+"""Runner of one step: block copies, forward pass, logits of the rows that need them, tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
-from penstock.generation.runner.guidance import guide_rows
+from penstock.generation.runner.guidance import apply_guidance
 from penstock.generation.runner.hidden_states import HiddenHistories
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 from penstock.generation.runner.output_tensors import StepTensorTaker
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 # No live sequence has a negative id.
 _WARM_UP_ID = -1
-# Which many rows go through when they are to touch and load things only: the layers are all alike.
+# Layers that a warm-up runs many rows through, to touch memory and load kernels: all layers are alike.
 _WARM_UP_LAYERS = 2
 _NOBODY: frozenset[int] = frozenset()
-# What the drawers get, and the ids of those that get nothing, as in RunnerOutput.
+# Draws by seq_id, and the ids of sequences that failed or are exhausted, as in RunnerOutput.
 _Drawn: TypeAlias = "tuple[dict[int, SampledToken], frozenset[int], frozenset[int]]"
 
 
 class ModelRunner:
-    """The engine's Runner over one model and one KV pool. Used by one thread."""
+    """Runner of the engine over one model and one KV pool. Used by one thread."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class ModelRunner:
         masks: MaskFiller | None = None,
         kernels: SamplingKernels | None = None,
     ) -> None:
-        """`prompt_logprob_rows`: prompt rows whose logits exist at a time; a row takes vocabulary x 4 bytes, thrice.
+        """`prompt_logprob_rows`: most prompt rows with logits at a time; each takes vocabulary x 4 bytes, thrice.
 
-        `masks` None: no sequence may have a grammar. `kernels`: the device's for sampling; None: the reference.
+        `masks` None: no sequence may have a grammar. `kernels`: the device's sampling kernels; None: the reference.
         """
         kernels = kernels or SamplingKernels()
         self._model = model
@@ -71,13 +71,13 @@ class ModelRunner:
         self._sampler = Sampler(model.device, kernels)
         self._fast_path = FastPath()
         self._masks = None if masks is None else GrammarMasks(masks)
-        # What the next step may go on from.
+        # State that the next step may go on from.
         self._steady: SteadyDecode | None = None
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run one step. Mutates only the KV pool and the runner's own buffers.
+        """Run one step. Changes only the KV pool and the runner's own buffers.
 
-        Sequences whose logits hold a NaN are in `failed`: they end alone.
+        A sequence whose logits hold a NaN is in `failed`: it ends alone.
         """
         steady, self._steady = self._steady, None
         if steady is None or (result := steady.step(output, self._model, self._kv)) is None:
@@ -100,7 +100,7 @@ class ModelRunner:
         masks = self._start_masks(draws)
         drawn = None
         num_rows = inputs.row_starts[-1]
-        # hidden_RI: of the rows that are drawn from, where no other is wanted.
+        # hidden_RI holds the rows that are drawn from, or all rows where others are wanted, too.
         rows_R = None if draws.wants_all_of(num_rows) else self._index(draws.rows)
         num_results = num_rows if rows_R is None else len(draws.rows)
         if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
@@ -125,21 +125,21 @@ class ModelRunner:
         return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_RI), failed, exhausted)
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """See engine.step.Runner."""
+        """See core.step.Runner."""
         self._steady = None
         for keeper in (self._inputs, self._sampler, self._fast_path, self._pooling, self._histories):
             keeper.release(seq_ids)
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of one prompt that pool and model have room for, and one more."""
+        """Most tokens of a prompt such that pool and model have room for it and one more token."""
         return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
 
     def warm_up(self, *, num_sequences: int = 2, num_tokens: int = 64) -> None:
-        """Run prompts through the first layers and a decode step through all, so that the first request finds memory,
-        threads and kernels ready.
+        """Prepare memory, threads and kernels for the first request.
 
-        Writes into the first blocks of the pool: only before the first request, or while the pool is unused.
+        Runs prompts through the first layers and a decode step through all. Writes into the first blocks of the pool,
+        so it is allowed only before the first request, or while the pool is unused.
         """
         num_tokens = max(1, min(num_tokens, self.longest_prompt))
         num_sequences = min(num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + 1))
@@ -150,21 +150,20 @@ class ModelRunner:
             sampled = runner.execute(SchedulerOutput(step)).sampled
             for sequence in sequences:
                 sequence.token_ids.append(sampled[sequence.seq_id].token_id)
-            # What many rows needed would otherwise lie beside the pages of the pool that a step of all layers begins.
+            # Else the memory of many rows would stay beside the pages of the pool that the step of all layers touches.
             trim_heap()
         self.release([sequence.seq_id for sequence in sequences])
 
     def _shallow(self, num_layers: int) -> ModelRunner:
-        """This very runner, buffers and all, with the first layers of its model and pool only."""
+        """Return this runner, with the same buffers, over the first layers of its model and pool only."""
         twin, num_layers = copy.copy(self), min(num_layers, len(self._model.layers))
         twin._model, twin._kv = self._model.shallow(num_layers), self._kv.shallow(num_layers)
         return twin
 
     def run_prompt(self, num_tokens: int, *, draws: bool = True) -> None:
-        """Compute a prompt of at most `longest_prompt` tokens in one step, and its first token if it `draws`. May
-        return before the device is done.
+        """Compute a prompt of at most `longest_prompt` tokens in one step, and its first token if it `draws`.
 
-        Writes into the pool as `warm_up` does.
+        May return before the device is done. Writes into the pool as `warm_up` does.
         """
         sequence = self._trial(0, num_tokens, SamplingParams(1))
         step = ScheduledSequence(sequence, 0, num_tokens, (sequence,) if draws else ())
@@ -172,7 +171,7 @@ class ModelRunner:
         self.release([sequence.seq_id])
 
     def _trial(self, index: int, num_tokens: int, params: SamplingParams) -> Sequence:
-        """A sequence of no request, with the `index`-th blocks that so many tokens and one more take."""
+        """Return a sequence of no request, on the `index`-th range of blocks that holds `num_tokens` and one more."""
         each = self._blocks_of(num_tokens + 1)
         return Sequence(
             seq_id=_WARM_UP_ID - index,
@@ -190,7 +189,7 @@ class ModelRunner:
     def _forward_and_draw(
         self, draws: DrawRows, inputs: ModelInputs, rows_R: torch.Tensor | None
     ) -> tuple[torch.Tensor, _Drawn | None]:
-        """No draws where some row has no token."""
+        """Compute hidden states and greedy draws in one call. The draws are None when some row has no token."""
         hidden_RI, ids_R = self._model.forward_and_draw(
             inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R
         )
@@ -203,7 +202,7 @@ class ModelRunner:
         return hidden_RI, (sampled, _NOBODY, _NOBODY)
 
     def _start_masks(self, draws: DrawRows) -> PendingMasks | None:
-        """Masks are computed while the device computes the forward pass."""
+        """Start the masks, which are computed during the forward pass."""
         if not draws.constrained:
             return None
         if self._masks is None:
@@ -221,8 +220,10 @@ class ModelRunner:
         tensors: StepTensorTaker | None,
         pending: PendingMasks | None,
     ) -> _Drawn:
-        """What every drawer but the guides gets, and who gets nothing, as in RunnerOutput; siblings draw from copies of
-        one row. `hidden_RI`: of all rows, or of those in `draws` alone."""
+        """Draw for all sequences but unconditional branches; siblings draw from copies of one row.
+
+        `hidden_RI` holds all rows, or only those in `draws`.
+        """
         results = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}
         if not draws.rows:
             return results, _NOBODY, _NOBODY
@@ -248,7 +249,7 @@ class ModelRunner:
     def _logits(
         self, hidden_RI: torch.Tensor, draws: DrawRows, exits: EarlyExits | None, tensors: StepTensorTaker | None
     ) -> torch.Tensor:
-        """(N, vocabulary), contrasted with earlier layers' for DoLa, and guided where a sequence has a guide."""
+        """Return (N, vocabulary) logits: contrasted with earlier layers for DoLa, and guided with guidance."""
         logits_NV = self._model.compute_logits(hidden_RI)
         if tensors is not None:
             tensors.take_logits(logits_NV)
@@ -257,13 +258,13 @@ class ModelRunner:
         if len(draws.sequences) > len(draws.rows):
             logits_NV = logits_NV.repeat_interleave(self._index(draws.repeats), dim=0)
         if draws.guided:
-            guide_rows(logits_NV, draws.sequences, draws.guided)
+            apply_guidance(logits_NV, draws.sequences, draws.guided)
         return logits_NV
 
     def _draw(
         self, logits_NV: torch.Tensor, sequences: list[Sequence], masks: TokenMasks | None
     ) -> list[tuple[Sequence, SampledToken]]:
-        kept = [row for row, sequence in enumerate(sequences) if sequence.draw.kind is not DrawKind.GUIDE]
+        kept = [row for row, sequence in enumerate(sequences) if sequence.draw.kind is not DrawKind.UNCONDITIONAL]
         if len(kept) < len(sequences):
             logits_NV = logits_NV[self._index(kept)]
             sequences = [sequences[row] for row in kept]
@@ -272,8 +273,10 @@ class ModelRunner:
     def _draw_numbers(
         self, logits_NV: torch.Tensor, sequences: list[Sequence], masks: TokenMasks | None
     ) -> tuple[list[tuple[Sequence, SampledToken]], frozenset[int], frozenset[int]]:
-        """As `_draw`, row by row: a row that nothing can be drawn from fails alone, by the model's fault or by that of
-        its options. Only when some row is one, since it costs a pass for each."""
+        """Draw row by row, so that a row without a token fails alone: by its model (NaN) or by its options.
+
+        Used only after a draw has failed, since it costs one pass per row.
+        """
         drawn: list[tuple[Sequence, SampledToken]] = []
         failed: set[int] = set()
         exhausted: set[int] = set()
@@ -286,14 +289,14 @@ class ModelRunner:
         return drawn, frozenset(failed), frozenset(exhausted)
 
     def _compare(self, draws: DrawRows, hidden_TI: torch.Tensor, sampled: dict[int, SampledToken]) -> None:
-        """Remember hidden states, and say how alike they are in the draws that ask."""
+        """Keep hidden states, and set the similarity of the draws that ask for it."""
         self._histories.add(draws.remembered, hidden_TI)
         asking = [one for one in draws.sequences if one.draw.similarity and one.seq_id in sampled]
         for seq_id, similarity in self._histories.similarities(asking).items():
             sampled[seq_id] = replace(sampled[seq_id], similarity=similarity)
 
     def _pool(self, draws: DrawRows, hidden_TI: torch.Tensor) -> dict[int, SampledToken]:
-        """The embeddings of inputs that are complete."""
+        """Return the embeddings of inputs that are complete, by seq_id."""
         done: dict[int, SampledToken] = {}
         for entry, row in draws.pooled:
             embedding = self._pooling.add(entry, hidden_TI[row : row + entry.num_tokens])

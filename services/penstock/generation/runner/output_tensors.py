@@ -1,4 +1,4 @@
-"""Tensors of output positions: what the model made of the rows that tokens are drawn from, for those who asked."""
+"""Tensors of output positions: scores, logits, hidden states and attentions of the rows that tokens come from."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NOTHING = TensorOutputs()
 
 
 class StepTensorTaker:
-    """Lives for one step in which somebody wants tensors; follows it from before the forward pass to the draw."""
+    """Collector of one step's tensors, from before the forward pass to the draw."""
 
     def __init__(self, draws: DrawRows, row_starts: Seq[int], attention: Attention, device: torch.device) -> None:
-        """`draws.tensors` are not empty; `row_starts` as in ModelInputs, `attention` the model's own."""
+        """`draws.tensors` is not empty; `row_starts` as in ModelInputs; `attention` is the model's own."""
         self._device = device
         # Places among the drawers.
         self._places = draws.tensors
@@ -43,14 +43,16 @@ class StepTensorTaker:
         self._scores: dict[int, torch.Tensor] = {}
 
     def take_logits(self, logits_RV: torch.Tensor) -> None:
-        """The model's own logits of the distinct rows, before anything is done to them. Copies what is wanted."""
+        """Copy the wanted ones of the model's logits of the distinct rows, before any change to them."""
         for item, asked in enumerate(self._asked):
             if asked.logits:
                 self._logits[item] = logits_RV[self._logit_rows[item]].clone()
 
     def take_scores(self, logits_NV: torch.Tensor, sampler: Sampler, masks: TokenMasks | None) -> None:
-        """The scores that the drawers draw from; `logits_NV` are what the sampler is about to get, and stay as they
-        are. A row that holds a NaN is left out: its sequence fails."""
+        """Take the scores that the drawers draw from. `logits_NV` are the sampler's inputs, and stay as they are.
+
+        A row that holds a NaN is left out: its sequence fails.
+        """
         items = [item for item, asked in enumerate(self._asked) if asked.scores]
         if not items:
             return
@@ -63,7 +65,7 @@ class StepTensorTaker:
         self._scores = {items[place]: scores_V for place, scores_V in zip(good, scores_MV, strict=True)}
 
     def tensors(self) -> list[tuple[Sequence, StepTensors]]:
-        """What everybody gets, after the draw."""
+        """Return the tensors of every sequence that wants them. To be called after the draw."""
         return [(drawer, self._of(item)) for item, drawer in enumerate(self._drawers)]
 
     def _of(self, item: int) -> StepTensors:
@@ -89,7 +91,7 @@ class StepTensorTaker:
     ) -> AttentionCapture | None:
         items = [item for item, asked in enumerate(self._asked) if asked.attentions]
         self._attention_places = {item: place for place, item in enumerate(items)}
-        # A drawer holds the tokens up to its row's.
+        # A drawer's tokens end with the token of its row.
         wanted = [
             CapturedRow(rows[item], bisect_right(row_starts, rows[item]) - 1, self._drawers[item].num_tokens)
             for item in items
@@ -101,7 +103,7 @@ class StepTensorTaker:
 
 
 def _highest(values_V: torch.Tensor | None, top_k: int) -> tuple[TensorData | None, TensorData | None]:
-    """All of them, or the `top_k` highest with their ids."""
+    """Return all values, or the `top_k` highest with their ids."""
     if values_V is None:
         return None, None
     if not top_k:
@@ -111,6 +113,6 @@ def _highest(values_V: torch.Tensor | None, top_k: int) -> tuple[TensorData | No
 
 
 def _data(values: torch.Tensor) -> TensorData:
-    """`values` are fp32 or int64."""
+    """Convert a tensor of fp32 or int64."""
     dtype = str(values.dtype).removeprefix("torch.")
     return TensorData(dtype, tuple(values.shape), values.cpu().contiguous().numpy().tobytes())

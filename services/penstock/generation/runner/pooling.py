@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 class MeanPooling:
-    """Holds an fp64 sum per input that is being computed. A preempted one is released, and begins again from row 0."""
+    """An fp64 sum per input that is being computed. A preempted input is released and begins again from row 0."""
 
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self, entry: ScheduledSequence, hidden_PI: torch.Tensor) -> bytes | None:
-        """Take the entry's rows (final hidden states). The mean once the input is complete: (hidden) fp32,
-        little-endian."""
+        """Add the entry's rows (P, hidden), final hidden states.
+
+        Return the mean once the input is complete, as (hidden) fp32, little-endian; None before.
+        """
         sequence, end = entry.sequence, entry.start + entry.num_tokens
         sum_I = hidden_PI.sum(0, dtype=torch.float64)
         earlier_I = self._sums.pop(sequence.seq_id, None)

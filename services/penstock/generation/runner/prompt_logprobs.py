@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens by the model's own distribution: for prompt_logprobs and for scoring."""
+"""Log-probabilities of prompt tokens by the model's own distribution, for prompt_logprobs and for scoring."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class PromptScorer:
-    """Makes logits of the needed rows only, and of a bounded number of them at a time."""
+    """Scorer of prompt rows. It computes logits of the needed rows only, a bounded number of them at a time."""
 
     def __init__(self, model: CausalLM, max_rows: int, kernels: SamplingKernels) -> None:
-        """`max_rows` rows of logits exist at once; each takes the vocabulary x 4 bytes, thrice."""
+        """`max_rows`: most rows of logits at once; each takes vocabulary x 4 bytes, thrice."""
         self._model = model
         self._max_rows = max_rows
         self._kernels = kernels
 
     def score(self, entry: ScheduledSequence, hidden_PI: torch.Tensor) -> tuple[PositionLogprobs, ...]:
-        """Logprobs of the tokens that the entry's rows predict, from Sequence.first_logprob_row on; maybe none.
+        """Return logprobs of the tokens that the entry's rows predict, from Sequence.first_logprob_row on; maybe none.
 
         `hidden_PI` are the entry's rows. Row i predicts token i + 1, of the prompt only.
         """

@@ -1,7 +1,8 @@
-"""A decode step of the very sequences of the last one, each a token further and drawn from greedily.
+"""Decode step of the same sequences as the last step, each one token further and drawn from greedily.
 
-Nearly all steps of plain requests are of that kind, and a gigabyte of weights has gone through the caches since the
-last one: every line of Python and every operator begins with misses. So nothing is made anew, and one call does it all.
+Nearly all steps of plain requests are of that kind. A gigabyte of weights has gone through the caches since the last
+step, so every line of Python and every operator begins with cache misses. So no object is made anew, and one call
+computes the step.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ _SPARE_BLOCKS = 16
 
 
 class SteadyDecode:
-    """Goes on after one step until a step is not of this kind. For models that `can_draw`."""
+    """State that goes on after one step until a step is not of this kind. For models that `can_draw`."""
 
     def __init__(self, scheduled: Seq[ScheduledSequence], metadata: AttentionMetadata, block_size: int) -> None:
-        """After a step of these entries on the fast path, from which one `goes_on`."""
+        """Begin after a step of these entries on the fast path, for which `goes_on` is true."""
         self._block_size = block_size
         self._sequences = [entry.sequence for entry in scheduled]
         self._draws = [entry.sequence.draw for entry in scheduled]
-        # With the tokens of the last step: a token's position is one less.
+        # Lengths with the tokens of the last step: a token's position is one less.
         self._lengths = list(metadata.kv_lens)
         self._longest = metadata.max_context_len
         self._tables = np.pad(metadata.block_tables.numpy(), ((0, 0), (0, _SPARE_BLOCKS)))
-        # The same memory.
+        # A tensor over the same memory.
         self._tables_SB = torch.from_numpy(self._tables)
 
     def step(self, output: SchedulerOutput, model: CausalLM, kv: KVCachePool) -> RunnerOutput | None:
-        """The step, if it is the one after the last. None: it is not, or some row has no token. Nothing has been done
-        then that the step by the usual way does not do again, and this object is of no use any more."""
+        """Run the step if it directly follows the last one. None: it does not, or some row has no token.
+
+        After None the usual way must run the step, which does all of it again, and this object must not be used again.
+        """
         if output.copies or output.forks or output.released:
             return None
         ids = self._advance(output.scheduled)
@@ -57,8 +60,10 @@ class SteadyDecode:
         return RunnerOutput(sampled, {})
 
     def _advance(self, scheduled: Seq[ScheduledSequence]) -> list[int] | None:
-        """The tokens to compute, and everything one token further. None where an entry is not what follows the last
-        step's, or the tables are too narrow for it."""
+        """Return the tokens to compute, and advance the state by one token.
+
+        None: an entry does not follow the last step's, or the tables are too narrow for it.
+        """
         if len(scheduled) != len(self._sequences):
             return None
         ids, lengths = [], self._lengths
@@ -71,7 +76,7 @@ class SteadyDecode:
                 and len(entry.sample) == 1
                 and not entry.probes
                 and sequence.draw is self._draws[index]
-                and sequence.guide is None
+                and sequence.unconditional is None
             ):
                 return None
             ids.append(sequence.token_ids[start])

@@ -1,4 +1,4 @@
-"""How many tokens a step should have on this machine: `--max-batch-tokens auto`, measured while the process starts."""
+"""Budget of tokens per step for this machine: `--max-batch-tokens auto`, measured while the process starts."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _PROBE_TOKENS = 32
 _REPEATS = 2
 _SIZES = tuple(64 << doubling for doubling in range(8))
 LARGEST_SIZE = _SIZES[-1]
-# A budget is good that has so much of the best throughput: prompts lose little, and sequences that decode beside them
-# wait for a shorter step.
+# Share of the best throughput that a budget must have: prompts lose little, and sequences that decode beside them wait
+# for a shorter step.
 _GOOD_ENOUGH = 0.97
-# Where a step of the fixed budget takes less than this share of what it may, the sizes differ by noise only.
+# When a step of the fixed budget takes less than this share of the allowed time, the sizes differ by noise only.
 _NEGLIGIBLE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTuning:
-    """The budget, and the (tokens, seconds) that it was chosen by: none when it is a fixed one."""
+    """The budget, and the (tokens, seconds) by which it was chosen; none for a fixed one."""
 
     tokens: int
     measured: tuple[tuple[int, float], ...] = ()
 
     def describe(self) -> str:
-        """For the log and people."""
+        """Return one line for the log and for people."""
         times = ", ".join(f"{size}: {seconds * 1e3:.0f} ms" for size, seconds in self.measured)
         return f"{self.tokens} tokens a step" + (f" (measured: {times})" if times else "")
 
 
 def smallest_budget(max_running_sequences: int) -> int:
-    """Decoding sequences take a token each; prompts must get on beside as many as may run."""
+    """Return the least budget: decoding sequences take a token each, and prompts must progress beside all of them."""
     return max_running_sequences + max_running_sequences // 2
 
 
@@ -52,12 +52,12 @@ def tune_batch_tokens(
     step_seconds: float,
     spend_seconds: float,
 ) -> BatchTuning:
-    """The smallest budget with 97 % of the best prompt throughput among those whose steps take at most `step_seconds`.
+    """Return the smallest budget with 97 % of the best prompt throughput whose steps take at most `step_seconds`.
 
-    `time_prompt` finds out what a step with a prompt of so many tokens, at most `largest`, takes, and returns its
-    seconds and those that it spent on it. Apart from the first 32 tokens nothing is tried that is not expected to end
-    within `spend_seconds` altogether. The fixed budget of EngineConfig where steps are too short to matter or nothing
-    may be measured, the smallest size where the model is so slow that nothing can be.
+    `time_prompt` takes a number of prompt tokens, at most `largest`, and returns the seconds of such a step and the
+    seconds that it spent on measuring. After the first 32 tokens a size is tried only if it is expected to end within
+    `spend_seconds` altogether. The result is the fixed budget of EngineConfig when steps are too short to matter or
+    no time may be spent, and the smallest size when the model is too slow to measure any.
     """
     fixed = max(EngineConfig.max_batch_tokens, smallest)
     sizes = [size for size in _SIZES if smallest <= size <= largest]
@@ -73,7 +73,7 @@ def tune_batch_tokens(
             break
         seconds, cost = time_prompt(size)
         spent += cost
-        # The first time may have made kernels for this size, or met another process.
+        # The first run may have made kernels for this size, or been disturbed by another process.
         for _ in range(_REPEATS):
             if spent + cost <= spend_seconds:
                 again, cost = time_prompt(size)
@@ -85,37 +85,37 @@ def tune_batch_tokens(
 
 
 def _choose(measured: list[tuple[int, float]], step_seconds: float) -> int:
-    """One that is too slow is taken only when it is the smallest."""
+    """Choose a measured size. One that is too slow is chosen only when it is the smallest."""
     allowed = [(size, seconds) for size, seconds in measured if seconds <= step_seconds] or measured[:1]
     best = max(size / seconds for size, seconds in allowed)
     return next(size for size, seconds in allowed if size / seconds >= _GOOD_ENOUGH * best)
 
 
-# The last, which does only a part of its work for rows that nobody draws from, and before it enough that one layer's
-# weights do not stay in the cache for its next turn.
+# Layers that are timed: the last one, which does only a part of its work for rows that nothing is drawn from, and
+# before it enough layers that one layer's weights do not stay in the cache for the next run.
 _LAYERS = 3
 
 
 class PromptTimer:
-    """Has a small KV pool of its own, for as long as it is there."""
+    """Timer of steps with a prompt. It has a small KV pool of its own for as long as it lives."""
 
     def __init__(self, model: CausalLM, kv: KVCachePool, device: Device, *, most_tokens: int) -> None:
-        """`model` and `kv` are those that will serve; `most_tokens`: of a prompt that anybody will ask about."""
+        """`model` and `kv` are those that will serve. `most_tokens`: longest prompt that will be timed."""
         layers = min(_LAYERS, len(model.layers))
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         small = KVCachePool(layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim, kv.dtype, kv.device)
         self._device = device
-        # Of all layers but the last, for each that is timed.
+        # Number of layers, without the last, per such layer that is timed.
         self._share = (len(model.layers) - 1) / max(1, layers - 1)
         self._none = ModelRunner(model.shallow(0), small, kernels=device.sampling_kernels())
         self._last = ModelRunner(model.shallow(1), small.shallow(1), kernels=device.sampling_kernels())
         self._some = ModelRunner(model.shallow(layers), small, kernels=device.sampling_kernels())
         self.longest_prompt = self._some.longest_prompt
-        # The first token: one row, however long the prompt is. Of a vocabulary's size, so once is enough.
+        # Seconds to draw the first token: one row, however long the prompt is, so one measurement is enough.
         self._drawing: float | None = None
 
     def __call__(self, num_tokens: int) -> tuple[float, float]:
-        """Seconds that a step with a prompt of so many tokens takes, and seconds that it took to find out."""
+        """Return the seconds of a step with a prompt of `num_tokens`, and the seconds that this call took."""
         began = time.perf_counter()
         if self._drawing is None:
             self._drawing = min(self._time(self._none, 1, draws=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The second model of a process, which drafts for the first: loading it, and checks that the two go together."""
+"""Draft model of a process: loading it, and checks that it goes together with the served model."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class DraftModel:
     drafter: ModelDrafter
 
     def warm_up(self) -> None:
-        """Run it once. What it had computed for sequences is lost."""
+        """Run it once. Its computed tokens of sequences are lost."""
         self.drafter.clear()
         self.runner.warm_up()
 
     def status_line(self) -> str:
-        """Facts for people."""
+        """Return a line of facts for people."""
         config, kv = self.model.config, self.kv
         weights = format_weights(self.model.num_bytes, self.model.mapped_bytes)
         return (
@@ -62,8 +62,11 @@ class DraftModel:
 def load_draft_weights(
     config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
 ) -> CausalLM | None:
-    """The weights of `config.assistant_model`, which must speak the tokens of the model in `folder`; None: not asked
-    for. To be called before the pools are sized. Raises StartupError naming --assistant-model."""
+    """Load the weights of `config.assistant_model`, whose token ids must be those of the model in `folder`.
+
+    None: no draft model is asked for. To be called before the pools are sized. Raises StartupError naming
+    --assistant-model.
+    """
     if config.assistant_model is None:
         return None
     with _about_the_draft_model():
@@ -84,8 +87,11 @@ def load_draft_weights(
 def make_draft_model(
     config: GenerationServiceConfig, weights: CausalLM, device: Device, engine: EngineConfig, masks: MaskFiller
 ) -> DraftModel:
-    """Pool, runner and drafter around loaded weights, warmed up; `masks` may be the served model's, which never runs
-    at the same time. Raises StartupError naming --assistant-kv-memory."""
+    """Make pool, runner and drafter around loaded weights, and warm up.
+
+    `masks` may be the served model's, which never runs at the same time. Raises StartupError naming
+    --assistant-kv-memory.
+    """
     context = min(engine.max_context_tokens, weights.config.max_position_embeddings)
     with _about_the_draft_model():
         kv = _pool(config, weights, device, engine, context)
@@ -114,14 +120,14 @@ def _pool(
         block_size=size,
         available=device.memory().available,
         max_context_tokens=context,
-        # `auto` never takes more than what the served model can hold.
+        # `auto` never takes more blocks than the served model has.
         max_blocks=engine.num_blocks,
     )
     return KVCachePool(facts.num_layers, blocks, *geometry, dtype, device.torch_device)
 
 
 def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> None:
-    """Refuse a draft model of other ids. The sizes may differ by ids that no tokenizer gives (padding)."""
+    """Refuse a draft model with other ids. The sizes may differ by ids that no tokenizer gives (padding)."""
     prints = tokenizer_fingerprint(folder), tokenizer_fingerprint(own)
     if served == drafting and prints[0] == prints[1]:
         return
@@ -145,7 +151,7 @@ def _check_vocabulary(folder: Path, own: Path, served: int, drafting: int) -> No
 
 
 def _token_ids(folder: Path) -> dict[str, int]:
-    """Every token's id, of tokenizer.json; its vocabulary is a mapping, or a list in the order of ids."""
+    """Return every token's id from tokenizer.json, whose vocabulary is a mapping, or a list in the order of ids."""
     try:
         content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
@@ -159,7 +165,7 @@ def _token_ids(folder: Path) -> dict[str, int]:
 
 @contextmanager
 def _about_the_draft_model() -> Iterator[None]:
-    """What goes wrong inside names the draft model's flags instead of the served one's."""
+    """Make errors inside name the draft model's flags instead of the served model's."""
     try:
         yield
     except StartupError as error:
@@ -170,14 +176,14 @@ def _about_the_draft_model() -> Iterator[None]:
 
 
 class ResizedVocabulary(CausalLM):
-    """Shares the weights of another model. Checkpoints of one family pad the same vocabulary to different sizes.
+    """Another model's weights behind a vocabulary of another size: checkpoints of one family differ in padding.
 
     An id beyond the model's own is read as its last one, and is never likely: its logit is -inf. Logits beyond
     `vocab_size` are cut off.
     """
 
     def __init__(self, model: CausalLM, vocab_size: int) -> None:
-        """`vocab_size`: of the ids and logits from now on; `config.vocab_size` stays the model's own."""
+        """`vocab_size` is the size of ids and logits from now on; `config.vocab_size` stays the model's own."""
         vars(self).update(vars(model))
         self._vocab_size = vocab_size
 

@@ -1,4 +1,4 @@
-"""From a folder to everything an engine needs. Blocking: runs on a thread of its own."""
+"""Loading of all that an engine needs from a folder. Blocking: runs on a thread of its own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
 
 _log = get_logger("penstock.generation")
-# Of a weight of a linear layer, with its part of the scales.
+# Bytes per weight of a linear layer, with its part of the scales.
 _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
 
 
@@ -64,19 +64,19 @@ class LoadedModel:
     token_bytes: TokenBytes | None
     # For token healing; None where there is no table.
     token_prefixes: TokenPrefixes | None
-    # Where its files are.
+    # Folder of its files.
     folder: Path
     batch: BatchTuning
     draft: DraftModel | None = None
 
     def warm_up(self) -> None:
-        """Run everything once. Writes into blocks of the pools, so none may be in use or cached."""
+        """Run all models once. Writes into blocks of the pools, so none may be in use or cached."""
         self.runner.warm_up()
         if self.draft is not None:
             self.draft.warm_up()
 
     def status_lines(self) -> list[str]:
-        """Facts for people."""
+        """Return lines of facts for people."""
         model, kv = self.model, self.kv
         millions = model.config.num_parameters / 1e6
         tokens = kv.num_blocks * kv.block_size
@@ -96,10 +96,10 @@ class LoadedModel:
 def load(
     config: GenerationServiceConfig, name: str, progress: Callable[[float], None], arena: Arena | None = None
 ) -> LoadedModel:
-    """Load `config.model`, size the KV pool by what is left, and run the model once.
+    """Load `config.model`, size the KV pool by the memory that is left, and run the model once.
 
-    `progress` gets percentages and may raise to give up. Weights go into `arena` while it lasts; it is closed when they
-    are loaded, or cannot be. Raises StartupError naming the flag to change.
+    `progress` gets percentages and may raise to give up. Weights go into `arena` while it has room; it is closed when
+    they are loaded, or cannot be. Raises StartupError naming the flag to change.
     """
     with contextlib.ExitStack() as after_weights, ThreadPoolExecutor(1, "tables") as beside:
         if arena is not None:
@@ -115,17 +115,17 @@ def _load(
     weights_are_loaded: Callable[[], None],
     beside: Executor,
 ) -> LoadedModel:
-    stages = Stages()
+    timer = StartupTimer()
     kv_memory = parse_memory(config.kv_memory)
     folder = resolve_model(config.model)
     model_config = read_model_config(folder)
     context = _context(config.max_context, model_config)
     token_bytes = _token_bytes(folder, model_config)
     defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
-    # tokenizer.json as objects, many times what the table takes.
+    # Frees tokenizer.json as objects, many times as large as the table.
     trim_heap()
-    stages.end("tokenizer")
-    # Packing needs the interpreter for moments only.
+    timer.end("tokenizer")
+    # Runs beside the loading of weights, which needs the interpreter for moments only.
     prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
@@ -133,29 +133,29 @@ def _load(
     model, draft_weights = _weights(config, folder, device, progress)
     weights_are_loaded()
     if prefixes is not None:
-        # Nothing else is to run while steps are measured.
+        # No other work may run while steps are measured.
         wait([prefixes])
-    stages.end("weights")
+    timer.end("weights")
     kv = _kv_pool(config, kv_memory, model, device, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
     runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels())
-    # Before the warm-up, which writes into the KV pool: what large steps take for a moment is then not on top of that.
+    # Before the warm-up, which writes into the KV pool: the memory of large steps then does not add to the pool's.
     batch = _batch(config, model, kv, device)
     trim_heap()
-    stages.end("tuning")
+    timer.end("tuning")
     runner.warm_up()
-    stages.end("warm_up")
+    timer.end("warm_up")
     engine_config = _engine_config(config, kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     most_tokens = partial(most_output_tokens, engine_config, MODES)
     served = _served(name, folder, model_config, context, has_token_bytes=token_bytes is not None)
     served = replace(served, assistant_model="" if draft is None else draft.name, max_output_tokens=most_tokens)
-    # What reading and packing needed for a moment.
+    # Frees the memory that reading and packing needed for a moment.
     trim_heap()
-    stages.end("rest")
+    timer.end("rest")
     _log.info(
         "loaded",
-        seconds=stages.seconds,
+        seconds=timer.seconds,
         weights_bytes=model.num_bytes,
         mapped_bytes=model.mapped_bytes,
         kv_bytes=kv.num_bytes,
@@ -169,7 +169,7 @@ def _load(
 def _weights(
     config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
 ) -> tuple[CausalLM, CausalLM | None]:
-    """The model's and the draft model's, before the KV pool, which takes a share of what both leave."""
+    """Load the model and the draft model, before the KV pool, which takes a share of the memory that both leave."""
     share = 1.0 if config.assistant_model is None else 0.5
     model = load_model(
         folder,
@@ -183,7 +183,7 @@ def _weights(
 
 
 def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ModelFacts:
-    """What requests are checked against, as far as the files say it."""
+    """Return the facts that requests are checked against, as far as the files give them."""
     return ModelFacts(
         name=name,
         vocab_size=model.vocab_size,
@@ -196,7 +196,7 @@ def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_to
 
 
 def _defaults(folder: Path, model: ModelConfig, *, has_token_bytes: bool) -> ModelDefaults:
-    """generation_config.json's. Raises StartupError for what needs a tokenizer where there is none."""
+    """Read generation_config.json. Raises StartupError for options that need a tokenizer where there is none."""
     defaults, ignored = load_defaults(folder, model.eos_token_ids, model.vocab_size, model.num_layers)
     if ignored:
         _log.warning("generation_config.json asks for what this release does not do", fields=list(ignored))
@@ -205,7 +205,7 @@ def _defaults(folder: Path, model: ModelConfig, *, has_token_bytes: bool) -> Mod
     if defaults.options.token_healing and not has_token_bytes:
         raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
     pad = model.pad_token_id if defaults.pad_token_id is None else defaults.pad_token_id
-    # A pad id outside the vocabulary is common, and is no token that a group of beams could count as.
+    # A pad id outside the vocabulary is common, and no group of beams can count as such a token.
     return replace(defaults, pad_token_id=pad if pad is not None and pad < model.vocab_size else None)
 
 
@@ -217,7 +217,7 @@ def _context(wanted: int | None, model: ModelConfig) -> int:
 
 
 def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
-    """The table that stop strings are matched with; None when the folder's tokenizer does not allow one."""
+    """Return the table with which stop strings are matched; None when the folder's tokenizer does not allow one."""
     try:
         table = TokenBytes.from_folder(folder)
     except UnsupportedTokenizer as error:
@@ -235,8 +235,8 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
 
 
 def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device, at_hand: int) -> None:
-    """Refuse before the operating system kills: the weights alone must fit. `at_hand` bytes are taken for them."""
-    # A link whose file is gone, as a cleaned-up hub cache leaves them, is the loader's to report.
+    """Refuse weights that do not fit into memory. `at_hand` bytes are already taken for them."""
+    # A link whose file is gone, as a cleaned-up hub cache leaves it, is reported by the loader.
     packed = is_packed(folder)
     files = folder.glob(PACKED_FILE if packed else "*.safetensors")
     stored = sum(path.stat().st_size for path in files if path.is_file())
@@ -251,13 +251,13 @@ def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: D
 
 
 def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
-    """About what `stored` bytes of weights take once they are quantised; without that, as many."""
+    """Estimate the bytes that `stored` bytes of weights take once they are quantised."""
     if quantization not in _QUANTISED_BYTES:
         return stored
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
     table, total = sizes[EMBEDDING], sum(sizes.values())
     layers = total - table - sizes.get(LM_HEAD, 0)
-    # The embedding's table stays as it is; the head is int8 whichever is asked for, also where the two are tied.
+    # The embedding's table stays as it is. The head is int8 with either quantization, also where the two are tied.
     return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])
 
 
@@ -310,15 +310,15 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
     )
 
 
-class Stages:
-    """Seconds of each part, in order; the first begins now."""
+class StartupTimer:
+    """Timer of the parts of a start: seconds of each, in order. The first begins now."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._began = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """What ran since the end of the one before was `name`."""
+        """End the part `name`, which began when the part before it ended."""
         now = time.perf_counter()
         self.seconds[name] = round(now - self._began, 3)
         self._began = now

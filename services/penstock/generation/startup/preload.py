@@ -1,4 +1,4 @@
-"""What the start of a generation process begins before torch is imported, which keeps one core busy for a second."""
+"""Work that a generation process begins before it imports torch, which keeps one core busy for a second."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.generation.host.mapped import populate_beside
 from penstock.generation.host.memory import host_memory
 from penstock.generation.weights.files import PACKED_FILE, is_packed, least_weight_bytes
 
-# What the process takes besides, and must be free, too: the weights come only after it.
+# Memory that the process takes besides, before the weights: it must be free, too.
 _BESIDE_BYTES = 2**28
-# What reading the tokenizer takes for a moment. The weights' memory must not be whole before that is over, or the peak
-# of the process would be higher than without all this.
+# Memory that reading the tokenizer takes for a moment. The weights' memory must not be complete before that is over, or
+# the peak of the process would be higher than without preloading.
 UNTOUCHED_BYTES = 2**26
-# Parts of torch that nothing here uses, and that torch imports last or for its users only. Two of them register as they
-# are loaded: what operators give for tensors without data (FakeTensor, torch.compile, the device "meta"; without it
-# torch.Generator() cannot be called either), and kernels for GPUs. So this is for CPU only, and who comes to need that
-# asks for an attribute of them before.
+# Parts of torch that this package does not use, and that torch imports last or for its users only. Two of them register
+# as they are loaded: results of operators for tensors without data (FakeTensor, torch.compile, the device "meta";
+# without them torch.Generator() cannot be called either), and kernels for GPUs. So this is for CPU only, and code that
+# needs these parts must read an attribute of them first.
 UNUSED_OF_TORCH = (
     "torch._meta_registrations",
     "torch._native",
@@ -47,11 +47,12 @@ UNUSED_OF_TORCH = (
 
 
 def begin(config: GenerationServiceConfig) -> Arena | None:
-    """Memory for the weights of `config.model`, being taken from now on: no more than they will need. None where it
-    would not be used, as for packed weights, which are read ahead instead, or where it is unsure that it fits. Never
-    raises: the loader says what is wrong with a model.
+    """Begin to take memory for the weights of `config.model`, no more than they will need, and return it.
 
-    Imports of torch after it leave out UNUSED_OF_TORCH where they may."""
+    None: the memory would not be used, as for packed weights, which are read ahead instead, or may not fit. Never
+    raises: the loader reports errors of a model. Later imports of torch leave out UNUSED_OF_TORCH where that is
+    allowed.
+    """
     if config.defer_imports and _is_for_cpu(config.device):
         defer(UNUSED_OF_TORCH)
     if not config.prefault_weights or config.device not in ("auto", "cpu") or not _may_have_kernels(config.kernels):
@@ -61,7 +62,7 @@ def begin(config: GenerationServiceConfig) -> Arena | None:
     except (StartupError, OSError):
         return None
     if is_packed(folder):
-        # Used where they are. The loader's own mapping finds the pages there.
+        # Packed weights are used where the page cache has them: the loader's own mapping finds the pages there.
         populate_beside(folder / PACKED_FILE)
         return None
     num_bytes = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
@@ -79,7 +80,7 @@ def _is_for_cpu(device: str) -> bool:
 
 
 def _may_have_kernels(wanted: str) -> bool:
-    """Only the C++ kernels pack weights into memory that is given to them. Those of another torch may lie there."""
+    """True when C++ kernels may be there: only they pack weights into given memory. They may be of another torch."""
     if wanted == "torch":
         return False
     return any(next(Path(root).glob(f"*/{LIBRARY}-*.so"), None) for root in (cache_folder(), system_folder()))

@@ -31,13 +31,13 @@ class Hub:
         self._refuse_after = refuse_after
         self._error = error
 
-    def attach(self, sink: Any) -> None:
+    def attach(self, stream: Any) -> None:
         self.is_attached = True
 
-    def detach(self, sink: Any) -> None:
+    def detach(self, stream: Any) -> None:
         self.is_attached = False
 
-    def submit(self, request: Request, sink: Any) -> None:
+    def submit(self, request: Request, stream: Any) -> None:
         if self._error is not None and len(self.submitted) == self._refuse_after:
             raise self._error
         self.submitted.append(request)

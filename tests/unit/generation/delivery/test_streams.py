@@ -26,9 +26,9 @@ from penstock.generation.core.request import (
     StartedOutput,
 )
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.delivery.deltas import Emitter
+from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
-from penstock.generation.delivery.streams import Outbox, RequestStream, SessionStream
+from penstock.generation.delivery.streams import DeltaBuffer, RequestStream, SessionStream
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
@@ -68,18 +68,18 @@ class Harness:
         session = SessionStream(bound)
         self.hub.attach(session)
         for name in names:
-            emitter = emitter_of(name)
-            self.hub.submit(emitter.request, session)
-            session.add(emitter)
-            self.requests[name] = emitter.request
+            maker = maker_of(name)
+            self.hub.submit(maker.request, session)
+            session.add(maker)
+            self.requests[name] = maker.request
         return session
 
     def stream(self, name: str, *, bound: int = 8, interval: int = 1) -> RequestStream:
-        emitter = emitter_of(name, interval)
-        stream = RequestStream(emitter, bound)
-        self.hub.submit(emitter.request, stream)
+        maker = maker_of(name, interval)
+        stream = RequestStream(maker, bound)
+        self.hub.submit(maker.request, stream)
         self.hub.attach(stream)
-        self.requests[name] = emitter.request
+        self.requests[name] = maker.request
         return stream
 
     def step(self, *outputs: tuple[str, dict[str, Any]]) -> None:
@@ -87,8 +87,8 @@ class Harness:
         self.hub.deliver(7, [RequestOutput(self.requests[name], **{**blank, **what}) for name, what in outputs])
 
 
-def emitter_of(name: str, interval: int = 1) -> Emitter:
-    return Emitter(Request(name, [1, 2], SamplingParams(9), 0.0, attempt_epoch=3), "tiny", interval)
+def maker_of(name: str, interval: int = 1) -> DeltaMaker:
+    return DeltaMaker(Request(name, [1, 2], SamplingParams(9), 0.0, attempt_epoch=3), "tiny", interval)
 
 
 def delta(seq: int, *ids: int, index: int = 0, finish: SequenceFinish | None = None) -> Emission:
@@ -100,8 +100,8 @@ def finished(error: PenstockError | None = None, last_seq: int | None = 0) -> Fi
     return FinishedOutput(ends, 2, 1, 0, TIMINGS, last_seq, error=error)
 
 
-async def drained(outbox: Outbox[Any]) -> list[Any]:
-    return [message async for message in outbox]
+async def drained(buffer: DeltaBuffer[Any]) -> list[Any]:
+    return [message async for message in buffer]
 
 
 async def test_a_session_gets_one_message_per_step_with_every_event() -> None:
@@ -113,7 +113,7 @@ async def test_a_session_gets_one_message_per_step_with_every_event() -> None:
     )
     harness.step(("a", {"deltas": (delta(1, 7),), "finished": finished()}), ("b", {"finished": finished()}))
     session.half_close()
-    first, second = await drained(session.outbox)
+    first, second = await drained(session.buffer)
     assert [(event.request_id, event.attempt_epoch, event.WhichOneof("event")) for event in first.events] == [
         ("a", 3, "started"),
         ("a", 3, "delta"),
@@ -130,7 +130,7 @@ async def test_two_sessions_get_their_own_shares_only() -> None:
     harness.step(("a", {"finished": finished()}), ("b", {"finished": finished()}))
     for session, name in ((one, "a"), (two, "b")):
         session.half_close()
-        (message,) = await drained(session.outbox)
+        (message,) = await drained(session.buffer)
         assert [event.request_id for event in message.events] == [name]
 
 
@@ -141,7 +141,7 @@ async def test_a_failed_request_ends_with_its_error_and_the_session_goes_on() ->
     harness.step(("a", {"deltas": (delta(0, 5),), "finished": finished(late)}))
     harness.step(("b", {"finished": finished()}))
     session.half_close()
-    first, second = await drained(session.outbox)
+    first, second = await drained(session.buffer)
     assert [event.WhichOneof("event") for event in first.events] == ["delta", "error"]
     assert first.events[1].error.code == 4
     assert second.events[0].WhichOneof("event") == "finished"
@@ -152,8 +152,8 @@ async def test_prompt_logprobs_travel_in_a_message_of_their_own() -> None:
     session = harness.session("a", "b", "c")
     big = StartedOutput(0, prompt_logprobs=(PositionLogprobs(None),))
     harness.step(("a", {"started": StartedOutput(0)}), ("b", {"started": big}), ("c", {"started": big}))
-    session.outbox.close()
-    messages = await drained(session.outbox)
+    session.buffer.close()
+    messages = await drained(session.buffer)
     assert [[event.request_id for event in message.events] for message in messages] == [["a"], ["b"], ["c"]]
 
 
@@ -170,8 +170,8 @@ async def test_many_logprobs_in_one_step_travel_in_several_messages() -> None:
     session = harness.session("a", "b", "c")
     deltas = tuple(with_logprobs(3000, seq=index, index=index) for index in range(3))
     harness.step(("a", {"deltas": deltas}), ("b", {"deltas": deltas[:1]}), ("c", {"finished": finished()}))
-    session.outbox.close()
-    messages = await drained(session.outbox)
+    session.buffer.close()
+    messages = await drained(session.buffer)
     assert all(message.ByteSize() < 4 << 20 for message in messages)
     events = [event for message in messages for event in message.events]
     assert [(event.request_id, event.delta.seq) for event in events] == [
@@ -188,15 +188,15 @@ async def test_a_burst_that_fits_no_message_is_cut_and_numbered_anew() -> None:
     harness = Harness()
     session = SessionStream(64)
     params = SamplingParams(9, mode=BeamOptions(num_beams=2), num_return_sequences=2)
-    emitter = Emitter(Request("a", [1, 2], params, 0.0), "tiny", 1)
+    maker = DeltaMaker(Request("a", [1, 2], params, 0.0), "tiny", 1)
     harness.hub.attach(session)
-    harness.hub.submit(emitter.request, session)
-    session.add(emitter)
-    harness.requests["a"] = emitter.request
+    harness.hub.submit(maker.request, session)
+    session.add(maker)
+    harness.requests["a"] = maker.request
     deltas = (with_logprobs(20_000), with_logprobs(20_000, seq=1, index=1))
     harness.step(("a", {"deltas": deltas, "finished": finished(last_seq=1)}))
     session.half_close()
-    messages = await drained(session.outbox)
+    messages = await drained(session.buffer)
     assert all(message.ByteSize() < 4 << 20 for message in messages)
     *parts, last = [event for message in messages for event in message.events]
     assert [event.delta.seq for event in parts] == list(range(len(parts)))
@@ -210,8 +210,8 @@ async def test_a_burst_that_fits_no_message_is_cut_and_numbered_anew() -> None:
 async def test_a_refusal_is_an_event_of_its_own() -> None:
     session = SessionStream(8)
     session.refuse(4, "a", 1, InvalidArgument("config.top_p", "must be in [0, 1]"))
-    session.outbox.close()
-    (message,) = await drained(session.outbox)
+    session.buffer.close()
+    (message,) = await drained(session.buffer)
     assert (message.step, message.events[0].request_id, message.events[0].error.code) == (4, "a", 3)
 
 
@@ -220,7 +220,7 @@ async def test_a_stream_ends_with_finished_and_then_its_status() -> None:
     stream = harness.stream("a")
     late = DeadlineExceeded("too late", reason="DEADLINE_EXCEEDED")
     harness.step(("a", {"finished": finished(late)}))
-    reader = aiter(stream.outbox)
+    reader = aiter(stream.buffer)
     assert (await anext(reader)).HasField("finished")
     with pytest.raises(DeadlineExceeded):
         await anext(reader)
@@ -233,7 +233,7 @@ async def test_a_slow_reader_is_cut_off_and_its_requests_aborted() -> None:
         harness.step(("a", {"deltas": (delta(seq, 5),)}))
     assert sorted(harness.engine.aborted) == ["a", "b"]
     with pytest.raises(ResourceExhausted) as cut:
-        await drained(session.outbox)
+        await drained(session.buffer)
     assert cut.value.reason == "SLOW_READER"
     harness.step(("a", {"finished": finished()}), ("b", {"finished": finished()}))
     assert harness.hub.num_live == 0
@@ -274,25 +274,25 @@ async def test_half_closing_lets_live_requests_finish() -> None:
     harness = Harness()
     session = harness.session("a")
     session.half_close()
-    assert not session.outbox.closed
+    assert not session.buffer.closed
     harness.step(("a", {"finished": finished()}))
-    assert session.outbox.closed
+    assert session.buffer.closed
 
 
 async def test_closing_the_streams_ends_idle_sessions() -> None:
     harness = Harness()
     session = harness.session()
     harness.hub.close_streams()
-    assert await drained(session.outbox) == []
+    assert await drained(session.buffer) == []
 
 
 async def test_a_broken_engine_ends_every_stream() -> None:
     harness = Harness()
     stream, session = harness.stream("a"), harness.session("b")
     harness.hub.fail_all(Internal("the engine has failed", reason="ENGINE_FAILED"))
-    for outbox in (stream.outbox, session.outbox):
+    for buffer in (stream.buffer, session.buffer):
         with pytest.raises(Internal):
-            await drained(outbox)
+            await drained(buffer)
     assert harness.hub.num_live == 0
 
 
@@ -302,7 +302,7 @@ async def test_an_interval_merges_deltas_of_a_sequence_and_stays_gapless() -> No
     for seq in range(4):
         harness.step(("a", {"deltas": (delta(2 * seq, seq), delta(2 * seq + 1, 10 + seq, index=1))}))
     harness.step(("a", {"finished": finished(last_seq=7)}))
-    messages = await drained(stream.outbox)
+    messages = await drained(stream.buffer)
     deltas = [message.delta for message in messages if message.HasField("delta")]
     assert [(entry.seq, entry.index, list(entry.token_ids)) for entry in deltas] == [
         (0, 0, [0, 1, 2]),

@@ -22,7 +22,7 @@ from penstock.generation.devices.native import LIBRARY
 from penstock.generation.host.arena import ALIGNMENT, PIECE_BYTES, Arena, open_arena
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup import preload as early
+from penstock.generation.startup import preload
 from penstock.generation.startup.load import LoadedModel, load
 from penstock.generation.weights.files import least_weight_bytes
 
@@ -120,7 +120,7 @@ def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **config
 def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kernels for `load`, and a cache in which the start finds them."""
     use_native()
-    monkeypatch.setattr(early, "UNTOUCHED_BYTES", 2**20)
+    monkeypatch.setattr(preload, "UNTOUCHED_BYTES", 2**20)
     monkeypatch.setattr(cpu.library, "load", lambda *folders: "avx2")
     (tmp_path / "cache" / "penstock" / "0").mkdir(parents=True)
     (tmp_path / "cache" / "penstock" / "0" / f"{LIBRARY}-0.so").touch()
@@ -151,7 +151,7 @@ def test_the_model_is_the_same_and_lies_in_memory_that_was_at_hand(
     monkeypatch.setattr("penstock.generation.host.arena.PIECE_BYTES", 2**23)
     folder = large_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
     config = config_of(folder, quantization=quantization)
-    arena = early.begin(config)
+    arena = preload.begin(config)
     assert arena is not None
     num_bytes = least_weight_bytes(folder, "auto", quantization, map_embeddings=True)
     wait_until_touched(arena, num_bytes - 2**20)
@@ -195,7 +195,7 @@ def test_a_load_that_fails_gives_the_memory_back(tmp_path: Path) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1000])
     config = config_of(folder)
-    arena = early.begin(config)
+    arena = preload.begin(config)
     assert arena is not None
     memory = weakref.ref(arena._memory)
     with pytest.raises(StartupError, match=WEIGHTS):
@@ -226,18 +226,18 @@ def test_a_device_without_kernels_gives_it_back_at_once(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("native")
 def test_nothing_is_taken_that_would_not_be_used(tmp_path: Path, options: dict[str, object]) -> None:
-    assert early.begin(replace(config_of(large_checkpoint(tmp_path / "model")), **options)) is None
+    assert preload.begin(replace(config_of(large_checkpoint(tmp_path / "model")), **options)) is None
 
 
 @pytest.mark.usefixtures("native")
 def test_nothing_is_taken_without_kernels_or_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(large_checkpoint(tmp_path / "model"))
     with monkeypatch.context() as little:
-        little.setattr(early, "host_memory", lambda: (2**33, 2**28))
-        assert early.begin(config) is None
+        little.setattr(preload, "host_memory", lambda: (2**33, 2**28))
+        assert preload.begin(config) is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    monkeypatch.setattr(early, "system_folder", lambda: str(tmp_path / "empty"))
-    assert early.begin(config) is None
+    monkeypatch.setattr(preload, "system_folder", lambda: str(tmp_path / "empty"))
+    assert preload.begin(config) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0{}", b'\x07\0\0\0\0\0\0\0{"a":1}'])

@@ -24,7 +24,7 @@ from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.models.registry import load_model
-from penstock.generation.startup import preload as early
+from penstock.generation.startup import preload
 from penstock.generation.startup.load import load as load_service
 from penstock.generation.weights.files import PACKED_FILE
 from safetensors import safe_open
@@ -299,11 +299,11 @@ def test_who_interrupts_does_not_wait_for_the_digest_of_a_large_checkpoint(tmp_p
 
 def test_a_start_takes_no_memory_for_it_and_reads_ahead_instead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead: list[Path] = []
-    monkeypatch.setattr(early, "populate_beside", ahead.append)
+    monkeypatch.setattr(preload, "populate_beside", ahead.append)
     config = GenerationServiceConfig(model=str(folder))
-    assert early.begin(config) is None
+    assert preload.begin(config) is None
     assert ahead == [folder / PACKED_FILE]
-    assert early.begin(dataclasses.replace(config, prefault_weights=False)) is None
+    assert preload.begin(dataclasses.replace(config, prefault_weights=False)) is None
     assert ahead == [folder / PACKED_FILE]
 
 

@@ -1,9 +1,10 @@
-"""Assisted generation: drafts from the prompt or from a draft model, many verified in one forward pass.
+"""Assisted generation: drafts from the prompt or from a draft model, of which one forward pass verifies many.
 
-Coupled: every position is drawn from the model itself, by the request's own options and with the uniform of (seed,
-position), and a draft is accepted iff it is what was drawn. So the ids are exactly those of the same request without
-assistance, greedy or sampled, whatever the drafts. Greedy search is transformers' rule; for sampling transformers 5.23
-uses speculative sampling (Leviathan et al. 2023), which has the same distribution but draws other ids.
+Drafts and draws are coupled. Every position is drawn from the model itself, by the request's own options and with the
+uniform of (seed, position), and a draft is accepted iff it equals the drawn token. So the ids are exactly those of the
+same request without assistance, greedy or sampled, whatever the drafts. For greedy search this is transformers' rule.
+For sampling transformers 5.23 uses speculative sampling (Leviathan et al. 2023), which has the same distribution but
+draws other ids.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.generation.engine.decoding.parallel_sampling import Track
     from penstock.generation.engine.stopping import StopCriteria
 
-# Prompt tokens that are indexed in one step, about 2 ms: a longer prompt begins to be looked up in some steps later.
+# Prompt tokens that are indexed in one step, about 2 ms: look-ups in a longer prompt begin some steps later.
 _INDEXED_AT_A_TIME = 4096
 _LOOKUP = frozenset({"prompt_lookup_num_tokens", "max_matching_ngram_size"})
 _DRAFT_MODEL = frozenset(
@@ -38,11 +39,11 @@ _DRAFT_MODEL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AssistanceOptions(DecodingMode):
-    """Assisted generation: by prompt lookup when `prompt_lookup_num_tokens` is set, else by the served draft model."""
+    """Options of assisted generation: prompt lookup when `prompt_lookup_num_tokens` is set, else the draft model."""
 
     num_assistant_tokens: int = 20
     schedule: AssistantSchedule = AssistantSchedule.CONSTANT
-    # Drafting stops at a token that the draft model gives less than this probability; 0: never.
+    # Drafting stops at a token to which the draft model gives less than this probability; 0: never.
     confidence_threshold: float = 0.4
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
@@ -51,7 +52,7 @@ class AssistanceOptions(DecodingMode):
 
     @property
     def uses_draft_model(self) -> bool:
-        """Whether drafts come from a model rather than from the prompt."""
+        """True when drafts come from a model rather than from the prompt."""
         return self.prompt_lookup_num_tokens is None
 
     @property
@@ -82,12 +83,12 @@ class AssistedGeneration(ParallelSampling):
         assert isinstance(params.mode, AssistanceOptions), "the registry chooses by the options"
         self._options = params.mode
         self._end_ids = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
-        # Sequences that drew and lack drafts.
+        # Sequences that have drawn and have no drafts yet.
         self._ready: list[Sequence] = []
-        # Prompt lookup: of the prompt, and of every sequence.
+        # Prompt lookup: the index of the prompt, and one of every sequence.
         self._prompt_index: NgramIndex | None = None
         self._indices: dict[Sequence, NgramIndex] = {}
-        # Draft model: how many tokens it is asked for.
+        # Draft model: number of tokens that each sequence asks for.
         self._num_drafts: dict[Sequence, int] = {}
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
@@ -115,7 +116,7 @@ class AssistedGeneration(ParallelSampling):
             self._draft(sequence, until_end(token_ids, self._end_ids))
 
     def restarted(self) -> list[Sequence] | None:
-        """Drafts are not worth room or computation of a request that had to give way."""
+        """Drop the drafts: they are not worth room or computation of a preempted request."""
         self._drop_drafts()
         return None
 
@@ -124,9 +125,9 @@ class AssistedGeneration(ParallelSampling):
         return super().end(reason)
 
     def _verify(self, track: Track, tokens: list[SampledToken], decision: Decision) -> None:
-        """Take what was drawn after the last token and after its drafts, up to the first that was not drafted.
+        """Take the draws after the last token and after its drafts, up to the first one that was not drafted.
 
-        Fewer draws than drafts come when the step had no room for all: the drafts left over wait for the next one.
+        There are fewer draws than drafts when the step had no room for all: the other drafts wait for the next step.
         """
         sequence, probes = track.sequence, track.sequence.probes
         drafts = sequence.take_back_drafts()
@@ -153,9 +154,9 @@ class AssistedGeneration(ParallelSampling):
         self._ready.append(sequence)
 
     def _adapt(self, sequence: Sequence, num_drafts: int, accepted: int) -> None:
-        """transformers' heuristic schedules: 2 more after drafts that were all right, 1 less after others.
+        """Adapt the number of drafts (transformers' heuristic schedules): 2 more if all were accepted, else 1 less.
 
-        Each sequence of each request begins anew, with either of them.
+        Each sequence of each request begins anew, with either schedule.
         """
         if num_drafts and self._options.schedule is not AssistantSchedule.CONSTANT:
             wanted = self._wanted(sequence)
@@ -165,7 +166,7 @@ class AssistedGeneration(ParallelSampling):
         return self._num_drafts.get(sequence, self._options.num_assistant_tokens)
 
     def _room(self, sequence: Sequence) -> int:
-        """Drafts that the sequence can still use: the row of the last one draws a token, too."""
+        """Return the number of drafts that the sequence can still use: the row of the last one draws a token, too."""
         return self._criteria.max_output_tokens - sequence.num_output_tokens - 1
 
     def _look_up(self, sequence: Sequence) -> list[int]:
@@ -200,7 +201,7 @@ class AssistedGeneration(ParallelSampling):
         ]
 
     def _probe(self, sequence: Sequence, num_tokens: int, grammar: GrammarState | None) -> Sequence:
-        """Its list is a copy: 5 us at a context of 4096 tokens, for the few dozen probes of a step."""
+        """Return a probe of the first `num_tokens` tokens. It copies them: a step has a few dozen probes only."""
         return Sequence(
             seq_id=self._next_seq_id(),
             index=sequence.index,
@@ -220,8 +221,10 @@ class AssistedGeneration(ParallelSampling):
 
 
 def _allowed(grammar: GrammarState, drafts: list[int]) -> tuple[list[int], list[GrammarState | None]]:
-    """The drafts before the first that the grammar refuses or that completes the output, which ends the sequence; and
-    the states before, between and after them."""
+    """Return the drafts that the grammar allows, and the states before, between and after them.
+
+    They end before the first draft that the grammar refuses, or that completes the output and so ends the sequence.
+    """
     states = [grammar.copy()]
     for token_id in drafts:
         state = states[-1].copy()

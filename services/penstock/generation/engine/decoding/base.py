@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 def no_token_left() -> InvalidArgument:
-    """What a request ends with whose options have taken every token away."""
-    what = "leaves no token to draw here: what one of its options allows, others forbid"
-    return InvalidArgument("config", what, reason="NO_TOKEN_LEFT")
+    """Return the error of a request whose options leave no token to draw."""
+    description = "leaves no token to draw here: what one of its options allows, others forbid"
+    return InvalidArgument("config", description, reason="NO_TOKEN_LEFT")
 
 
 @dataclass(slots=True)
 class Decision:
-    """What follows from one step. The engine carries out forks, then drops.
+    """Decision of a strategy after one step. The engine carries out forks, then drops.
 
-    forks: (parent, child). The child is a new Sequence that begins with the parent's tokens as far as they are computed
-    and then has its own, or holds only the first of them; it shares the parent's blocks copy-on-write, so nothing is
-    computed twice, but the last token of a child that has none of its own.
-    dropped: sequences that end here or are given up: their blocks are freed.
+    forks: (parent, child). The child is a new Sequence. It begins with the parent's computed tokens and goes on with
+    its own, or holds only the first of the parent's. It shares the parent's blocks copy-on-write, so nothing is
+    computed twice but the last token of a child that has none of its own.
+    dropped: sequences that end here or are given up. Their blocks are freed.
     """
 
     emissions: list[Emission] = field(default_factory=list)
@@ -42,62 +42,65 @@ class Decision:
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     embedding: bytes | None = None
-    # New sequences with nothing computed, beside those of `forks`: the request stands as at its start then, and each
-    # family's leader, which may be forked here, is computed to the end of the prompt before others fork from it.
+    # New sequences with nothing computed, beside those of `forks`. The request is then as at its start: each family's
+    # leader, which may be a fork, is computed to the end of the prompt before others fork from it.
     added: list[Sequence] = field(default_factory=list)
-    # Token healing: what the prompt's last token is, and its text beyond that of the token that was sent.
+    # Token healing: the prompt's new last token, and its text beyond that of the token that was sent.
     healed: tuple[int, str] | None = None
 
 
 class DecodingStrategy(ABC):
-    """One per request, living on the engine thread; knows nothing of blocks, budgets or other requests.
+    """Strategy of one request, on the engine thread. It knows nothing of blocks, budgets or other requests.
 
-    The strategy appends tokens to its sequences; the scheduler computes every token that is appended, and the sequence
-    draws, as its `draw` says, when none is left. A sequence whose draw is known but that the strategy does not extend
-    yet (beams wait for each other) is simply not scheduled. All sequences of a family begin with the same prompt.
+    The strategy appends tokens to its sequences, the scheduler computes every appended token, and a sequence draws, as
+    its `draw` says, when none is left to compute. A sequence that has drawn and is not extended yet (beams wait for
+    each other) is not scheduled. All sequences of a family begin with the same prompt.
     """
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Most sequences alive at once from now on."""
+        """Most sequences that are alive at once from now on."""
 
     @abstractmethod
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """The first live sequences, and what is known already (a resumed sequence that had ended)."""
+        """Return the first live sequences, and events that are known already (a resumed sequence had ended)."""
 
     @abstractmethod
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
-        """Tokens drawn in a step, by the sequence they are for. Called only when there are some."""
+        """Take the tokens drawn in a step, by sequence, at least one, and decide what follows."""
 
     def restarted(self) -> list[Sequence] | None:
-        """The request was preempted: nothing of it is computed any more. The live sequences to go on with, when they
-        are others than before (fewer: what they share beyond the prompt would be computed once for each)."""
+        """Go on after a preemption: nothing of the request is computed any more.
+
+        Return the live sequences when they are others than before, else None. Fewer are better: tokens that they share
+        beyond the prompt would be computed once for each.
+        """
         return None
 
     def draft_requests(self) -> list[DraftRequest]:
-        """What the draft model shall propose before the next step; asked after every `advance`."""
+        """Return orders for the draft model before the next step. Called after every `advance`."""
         return []
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:  # noqa: B027 (most have no drafts)
-        """The answers to `draft_requests`, by sequence; only the strategy that asked is called."""
+        """Take the answers to `draft_requests`, by sequence. Called only on a strategy that asked."""
 
     @abstractmethod
     def end(self, reason: FinishReason) -> list[Emission]:
-        """The request ends now from outside: the last emission of every returned sequence that has not ended."""
+        """End the request from outside. Return the last emission of every returned sequence that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModeSpec:
-    """A decoding mode, as the registry in modes.py has it. Every mode's file ends with its own."""
+    """Specification of a decoding mode for the registry in modes.py. A mode's file ends with it."""
 
-    # Its options and facts: requests whose `params.mode` is of this type are of this mode.
+    # Type of its options and facts. A request is of this mode when its `params.mode` is of this type.
     options: type[DecodingMode]
-    # Decodes a request. The last argument gives ids for new sequences.
+    # Makes the strategy of a request. The last argument gives ids for new sequences.
     strategy: Callable[[Request, StopCriteria, Callable[[], int]], DecodingStrategy]
     # Most sequences of a request that are alive at once.
     most_sequences: Callable[[SamplingParams], int]
     # (sizes, options, prompt tokens, output tokens) -> most KV blocks that a request can ever hold.
     blocks_needed: Callable[[EngineConfig, SamplingParams, int, int], int]
-    # Option that is to blame for a request with more sequences than run at once.
+    # Option that an error names when a request has more sequences than run at once.
     width_option: str = "num_return_sequences"

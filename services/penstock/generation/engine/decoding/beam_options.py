@@ -1,4 +1,4 @@
-"""Options and facts of the beam modes, and what they may take of batch and pool."""
+"""Options and facts of the beam modes, and their largest share of batch and pool."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BeamOptions(DecodingMode):
-    """Beam search, beam sampling, group beam search and constrained beam search."""
+    """Options of beam search, beam sampling, group beam search and constrained beam search."""
 
     num_beams: int
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = EarlyStopping.FALSE
-    # Group beam search: what a group that is done counts as, for the diversity penalty of the others. None: the first
+    # Group beam search: token that a finished group counts as in the diversity penalty of the others. None: the first
     # end-of-sequence id, as in transformers.
     pad_token_id: int | None = None
-    # Constrained beam search: every one must be met by one of its alternatives, a phrase being its only alternative.
+    # Constrained beam search: one alternative of every constraint must occur; a phrase has one alternative.
     constraints: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     streams = False
@@ -38,7 +38,7 @@ class BeamOptions(DecodingMode):
 
     @property
     def rescue(self) -> Rescue:
-        """See DecodingMode. Groups are 4.41.1's, where allowed tokens do not come in spite of the other options."""
+        """See DecodingMode. Groups follow transformers 4.41.1, which never allows a token against the other options."""
         return Rescue.TOGETHER if self.num_beam_groups == 1 else Rescue.GRAMMAR_ONLY
 
     @property
@@ -56,7 +56,7 @@ class BeamOptions(DecodingMode):
 
 
 def beam_options(params: SamplingParams) -> BeamOptions:
-    """The options of a request in a beam mode. Raises ValueError for another one's."""
+    """Return the options of a request in a beam mode. Raises ValueError for another mode."""
     if not isinstance(params.mode, BeamOptions):
         raise ValueError("not a beam mode")
     return params.mode

@@ -21,12 +21,13 @@ _BY_SCORE = attrgetter("score")
 
 
 class BeamSearch(BeamStrategy):
-    """In every step the best extensions of all beams are looked at: of the first `num_beams` those that a criterion
-    ends are hypotheses, and the best of the others go on.
+    """Search over the best extensions of all beams in every step.
 
-    Beam sampling draws the extensions instead, without replacement and with probabilities softmax(score): their
-    scores with Gumbel noise are ranked (Kool et al. 2019), which is the order of transformers' multinomial. What goes
-    on is chosen by score among the drawn.
+    Of the first `num_beams` extensions, those that a criterion ends become hypotheses. The best of the others go on.
+
+    Beam sampling draws the extensions instead, without replacement and with probabilities softmax(score): it ranks
+    their scores with Gumbel noise (Kool et al. 2019), which gives the order of transformers' multinomial. Of the drawn
+    extensions those with the best scores go on.
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
@@ -34,7 +35,7 @@ class BeamSearch(BeamStrategy):
         self._num_beams = self.options.num_beams
         self._keep = self.candidates_per_beam * self._num_beams
         self._samples = request.params.do_sample
-        # By the beam's place.
+        # Draws by the beam's place.
         slots = [place if self._samples else None for place in range(self._num_beams)]
         self._specs = [draw_spec(self._keep, gumbel_slot=slot) for slot in slots]
         self._hypotheses = Hypotheses(self._num_beams, self.options, criteria.max_output_tokens)
@@ -59,7 +60,7 @@ class BeamSearch(BeamStrategy):
         if running and not self._hypotheses.is_settled(running[0].score, length):
             self._beams = self._placed(self.grow(self._beams, running, self._drawn, decision))
         else:
-            # Where the processors leave no beam any token and nothing has ended, what there is counts as complete.
+            # When the processors leave no beam a token and no beam has ended, the open beams count as complete.
             reason = None if self._hypotheses else FinishReason.CONSTRAINT_DONE
             decision.emissions = self.emissions(self.ranking(reason))
             decision.dropped = [beam.sequence for beam in self._beams]
@@ -67,7 +68,7 @@ class BeamSearch(BeamStrategy):
         return decision
 
     def restarted(self) -> None:
-        """Everybody draws again."""
+        """Forget the draws: all beams draw again."""
         self._drawn.clear()
 
     def ranking(self, reason: FinishReason | None) -> list[Hypothesis]:
@@ -77,7 +78,7 @@ class BeamSearch(BeamStrategy):
         return list(self._hypotheses)
 
     def _choose(self, ranked: list[Extension]) -> list[Extension]:
-        """What goes on, best first; what ended is a hypothesis when it is one of the first `num_beams`."""
+        """Return the extensions that go on, best first. An ended one of the first `num_beams` becomes a hypothesis."""
         running: list[Extension] = []
         for place, extension in enumerate(ranked):
             if len(running) == self._num_beams and not self._samples:

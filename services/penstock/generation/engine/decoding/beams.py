@@ -1,4 +1,4 @@
-"""What every beam mode is made of: beams that grow, fork and end, on sequences that share blocks."""
+"""Base of every beam mode: beams that grow, fork and end, on sequences that share blocks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class BeamLogprobs(NamedTuple):
-    """The logprobs of a beam's last token, and those before it, which it shares with the beams that it forked from."""
+    """Logprobs of a beam's last token, and of those before it, shared with the beams that it forked from."""
 
     before: BeamLogprobs | None
     last: PositionLogprobs
 
     @classmethod
     def of(cls, before: BeamLogprobs | None, drawn: SampledToken, token_id: int, score: float) -> BeamLogprobs:
-        """`score`: the processed score of the token."""
+        """Add the logprobs of `token_id`, whose processed score is `score`, to those before it."""
         candidates = drawn.candidates
         assert candidates is not None
         top = drawn.logprobs.top if drawn.logprobs is not None else ()
@@ -43,7 +43,7 @@ class BeamLogprobs(NamedTuple):
         return cls(before, PositionLogprobs(chosen, top))
 
     def unrolled(self) -> tuple[PositionLogprobs, ...]:
-        """One entry per token, in order."""
+        """Return one entry per token, in order."""
         entries = []
         node: BeamLogprobs | None = self
         while node is not None:
@@ -60,7 +60,7 @@ class Beam:
     # Sum of the processed scores of its output tokens.
     score: float
     stop: StopState
-    # Logprobs of its tokens; None: none yet, or nobody asked.
+    # Logprobs of its tokens; None: none yet, or not asked for.
     logprobs: BeamLogprobs | None = None
 
     @property
@@ -76,7 +76,7 @@ def draw_spec(
     extra_ids: tuple[int, ...] = (),
     taken_ids: tuple[int, ...] = (),
 ) -> DrawSpec:
-    """What beams ask of the sampler."""
+    """Return the draw that beams ask of the sampler."""
     return DrawSpec(
         kind=DrawKind.CANDIDATES,
         num_candidates=num_candidates,
@@ -94,9 +94,9 @@ class Extension(NamedTuple):
     token_id: int
     # The token's processed score.
     token_score: float
-    # Of the beam with the token: both their scores.
+    # Score of the beam with the token: the sum of both.
     score: float
-    # What extensions are ranked by: the score, or the score with noise.
+    # Ranking key: the score, or the score with noise.
     key: float
 
 
@@ -104,11 +104,12 @@ _BY_KEY = attrgetter("key")
 
 
 class BeamStrategy(DecodingStrategy):
-    """Speaks only at its end, best sequence first, since no token is sure before; scores are cumulative logprobs.
+    """Base of the beam strategies. Scores are cumulative logprobs.
 
-    Beams of a search go in step: draws are held until all have theirs. A beam's first child goes on in its sequence,
-    the others fork. A search begins with one beam: transformers begins with `num_beams` equal ones and bars all but
-    the first, with the same result.
+    It emits only at its end, best sequence first, since no token is final before. The beams of a search advance
+    together: draws are held until all beams have drawn. A beam's first child goes on in its sequence, the others fork.
+    A search begins with one beam; transformers begins with `num_beams` equal ones and bars all but the first, with the
+    same result.
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
@@ -117,31 +118,31 @@ class BeamStrategy(DecodingStrategy):
         self.criteria = criteria
         self._request = request
         self._next_seq_id = next_seq_id
-        # A step looks at so many extensions per beam that its search can go on, whichever of them end it.
+        # Extensions per beam that a step looks at: enough to go on, whichever of them end their beam.
         self.candidates_per_beam = max(2, 1 + criteria.num_eos)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """Raises InvalidArgument when resumed ids are not what an earlier attempt returned."""
+        """See DecodingStrategy. Raises InvalidArgument when resumed ids are not what an earlier attempt returned."""
         if any(self._request.resumed_token_ids):
             return [], [self._delivered(index, ids) for index, ids in enumerate(self._request.resumed_token_ids)]
         return [self.first_beam().sequence], []
 
     @abstractmethod
     def first_beam(self) -> Beam:
-        """The beam that the search begins with."""
+        """Return the beam that the search begins with."""
 
     @abstractmethod
     def ranking(self, reason: FinishReason | None) -> list[Hypothesis]:
-        """What the search has found, best first; what is still open ends by `reason`, or counts for nothing."""
+        """Return the hypotheses, best first. Open beams end by `reason`; None: they do not count."""
 
     def end(self, reason: FinishReason) -> list[Emission]:
-        """max_time returns the best so far. Nothing was said of a request that is cut off, so nothing is counted."""
+        """See DecodingStrategy. max_time returns the best so far; of a request that is cut off nothing was emitted."""
         if reason is FinishReason.MAX_TIME:
             return self.emissions(self.ranking(reason))
         return [Emission(index, (), (), SequenceFinish(index, reason, 0)) for index in self._returned]
 
     def emissions(self, ranking: list[Hypothesis]) -> list[Emission]:
-        """All that is returned. Where fewer sequences were found than asked for, the best are returned again."""
+        """Return the final emissions. Where fewer sequences were found than asked for, the best are returned again."""
         found = [ranking[index % len(ranking)] for index in self._returned]
         return [
             Emission(index, one.token_ids, one.logprobs, _finish(index, one.token_ids, one.stop, one.score))
@@ -149,7 +150,7 @@ class BeamStrategy(DecodingStrategy):
         ]
 
     def root(self) -> Beam:
-        """A beam with no output yet."""
+        """Return a beam with no output yet."""
         request = self._request
         sequence = self._sequence(list(request.prompt_token_ids))
         if request.grammar is not None:
@@ -157,12 +158,12 @@ class BeamStrategy(DecodingStrategy):
         return Beam(sequence, 0.0, self.criteria.new_state())
 
     def ranked(self, beams: list[Beam], drawn: Mapping[Sequence, SampledToken], count: int) -> list[Extension]:
-        """The `count` best extensions of all beams; of equal ones the better beam's, then the lower id."""
+        """Return the `count` best extensions of all beams; of equal ones the better beam's, then the lower id."""
         by_beam = [_extensions(beam, drawn[beam.sequence]) for beam in beams]
         return list(islice(merge(*by_beam, key=_BY_KEY, reverse=True), count))
 
     def stop_of(self, extension: Extension) -> Stop | None:
-        """What the extension would end its beam by."""
+        """Return the end that the extension would bring to its beam, if any."""
         beam = extension.beam
         return self.criteria.check_candidate(beam.sequence, extension.token_id, beam.stop)
 
@@ -173,7 +174,7 @@ class BeamStrategy(DecodingStrategy):
         drawn: Mapping[Sequence, SampledToken],
         decision: Decision,
     ) -> list[Beam]:
-        """The beams that take the place of `beams`, in the order of `chosen`; `decision` gets forks and drops."""
+        """Return the beams that replace `beams`, in the order of `chosen`. `decision` gets forks and drops."""
         grown: list[Beam] = []
         going: set[Beam] = set()
         for extension in chosen:
@@ -184,7 +185,7 @@ class BeamStrategy(DecodingStrategy):
                 decision.forks.append((parent.sequence, child))
                 grown.append(Beam(child, extension.score, parent.stop.copy(), known))
             else:
-                # Takes over the stop state as well: it is advanced only below, when all copies are made.
+                # It takes over the stop state as well, which is advanced only below, when all copies are made.
                 going.add(parent)
                 grown.append(Beam(parent.sequence, extension.score, parent.stop, known))
         decision.dropped += [beam.sequence for beam in beams if beam not in going]
@@ -194,20 +195,20 @@ class BeamStrategy(DecodingStrategy):
         return grown
 
     def close(self, hypotheses: Hypotheses, beam: Beam, reason: FinishReason) -> None:
-        """Take an open beam as ended with its last token."""
+        """Add an open beam as ended with its last token."""
         logprobs = beam.logprobs.unrolled() if beam.logprobs is not None else ()
         hypotheses.add(beam.output, beam.score, Stop(reason), logprobs)
 
     def conclude(
         self, hypotheses: Hypotheses, extension: Extension, stop: Stop, drawn: Mapping[Sequence, SampledToken]
     ) -> None:
-        """Take an extension that ends its beam as ended."""
+        """Add an extension that ends its beam."""
         known = self.logprobs(extension, drawn)
         logprobs = known.unrolled() if known is not None else ()
         hypotheses.add((*extension.beam.output, extension.token_id), extension.score, stop, logprobs)
 
     def logprobs(self, extension: Extension, drawn: Mapping[Sequence, SampledToken]) -> BeamLogprobs | None:
-        """Logprobs of the extended sequence, when the request wants them."""
+        """Return logprobs of the extended sequence when the request wants them, else None."""
         if self._request.params.top_logprobs is None:
             return None
         beam = extension.beam
@@ -224,13 +225,13 @@ class BeamStrategy(DecodingStrategy):
         return child
 
     def _sequence(self, token_ids: list[int]) -> Sequence:
-        """All beams have the request's seed: what tells their draws apart is DrawSpec.gumbel_slot."""
+        """Return a new sequence. All beams have the request's seed: DrawSpec.gumbel_slot makes their draws differ."""
         params = self._request.params
         num_prompt_tokens = len(self._request.prompt_token_ids)
         return Sequence(self._next_seq_id(), 0, params, params.seed, token_ids, num_prompt_tokens)
 
     def _delivered(self, index: int, resumed: list[int]) -> Emission:
-        """A sequence that an earlier attempt returned, which it did as a whole and with all others."""
+        """Return the emission of a sequence that an earlier attempt returned, as a whole and with all others."""
         beam, stop = self.root(), None
         for token_id in resumed:
             if stop is not None:
@@ -246,7 +247,7 @@ class BeamStrategy(DecodingStrategy):
 
 
 def _extensions(beam: Beam, drawn: SampledToken) -> Iterator[Extension]:
-    """Those of one beam, best first; made as they are asked for, which is for few of them."""
+    """Yield the extensions of one beam, best first. Few of them are ever asked for."""
     candidates = drawn.candidates
     assert candidates is not None
     base = beam.score
@@ -259,7 +260,7 @@ def _finish(index: int, token_ids: tuple[int, ...], stop: Stop, score: float | N
 
 
 def _rank(token_id: int, candidates: Candidates, top: tuple[Logprob, ...]) -> int:
-    """0, for not known, where a constraint brought in a token that is neither a candidate nor listed."""
+    """Return the token's rank; 0, not known, when a constraint added it and it is neither a candidate nor listed."""
     if token_id in candidates.token_ids:
         return candidates.ranks[candidates.token_ids.index(token_id)]
     return next((entry.rank for entry in top if entry.token_id == token_id), 0)

@@ -1,4 +1,4 @@
-"""Constrained beam search: sequences that must hold given phrases, as transformers 4.41.1's."""
+"""Constrained beam search: sequences that must hold given phrases, as in transformers 4.41.1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.generation.engine.stopping import StopCriteria
 
 _LENGTH = Stop(FinishReason.LENGTH)
-# What one bank counts against scores (transformers).
+# Weight of one bank against scores (transformers).
 _BANK_WEIGHT = 100.0
 
 
@@ -33,13 +33,15 @@ class _Choice:
     """An extension that may go on."""
 
     extension: Extension
-    # Decides the bank that it is ranked in.
+    # Progress with it, which decides the bank that it is ranked in.
     progress: Progress
 
 
 class ConstrainedBeamSearch(BeamStrategy):
-    """Beam search whose beams are also extended by the tokens that would bring them on in their constraints, and
-    taken in turns from the banks of equal progress. Only a sequence that meets every constraint is a hypothesis.
+    """Beam search with constraints.
+
+    Beams are also extended by the tokens that would advance their constraints, and are chosen in turns from the banks
+    of equal progress. Only a sequence that meets every constraint becomes a hypothesis.
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
@@ -49,7 +51,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         self._most = criteria.max_output_tokens
         self._hypotheses = Hypotheses(self._num_beams, self.options, self._most)
         self._start = Progress.start(tuple(map(Constraint, self.options.constraints)))
-        # transformers looks at the whole sequence: what the prompt meets is met.
+        # transformers looks at the whole sequence: constraints that the prompt meets are met.
         for token_id in request.prompt_token_ids:
             if self._start.is_complete:
                 break
@@ -95,7 +97,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         return decision
 
     def restarted(self) -> None:
-        """Everybody draws again."""
+        """Forget the draws: all beams draw again."""
         self._drawn.clear()
 
     def ranking(self, reason: FinishReason | None) -> list[Hypothesis]:
@@ -109,7 +111,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         return list(self._hypotheses)
 
     def _choose(self, ranked: list[Extension]) -> list[_Choice]:
-        """What goes on by its score; what ended is a hypothesis when it is one of the first and meets everything."""
+        """Return the extensions that go on. An ended one of the first that meets everything becomes a hypothesis."""
         running: list[_Choice] = []
         for place, extension in enumerate(ranked):
             stop = self._end_of(extension)
@@ -122,7 +124,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         return running
 
     def _in_turns(self, choices: list[_Choice]) -> list[Extension]:
-        """The best of every bank, the highest bank's first, then the second best of each, as many as there are beams.
+        """Return the best of every bank, highest bank first, then the second best of each, up to the number of beams.
 
         As in transformers, banks are runs of the order by 100 * bank + score: scores hundreds apart split them.
         """
@@ -135,7 +137,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         return [one.extension for _, one in turns[: self._num_beams]]
 
     def _advances(self, known: set[tuple[Beam, int]]) -> list[_Choice]:
-        """Every beam with each token that brings it on, unless it is among the `known`."""
+        """Return every beam with each token that advances it, unless the pair is in `known`."""
         advances: list[_Choice] = []
         for beam in self._beams:
             candidates = self._drawn[beam.sequence].candidates
@@ -155,12 +157,12 @@ class ConstrainedBeamSearch(BeamStrategy):
         return advances
 
     def _end_of(self, extension: Extension) -> Stop | None:
-        """What ends the extension, other than its length."""
+        """Return the end that the extension brings, other than by its length."""
         stop = self.stop_of(extension)
         return None if stop is not None and stop.reason is FinishReason.LENGTH else stop
 
     def _is_met(self, extension: Extension, stop: Stop) -> bool:
-        """Whether everything is met where the extension ends. An end-of-sequence id itself meets nothing."""
+        """True when every constraint is met where the extension ends. An end-of-sequence id itself meets none."""
         if stop.reason is FinishReason.STOP_EOS:
             return self._progress[extension.beam].is_complete
         return self._progress_of(extension).is_complete
@@ -169,7 +171,7 @@ class ConstrainedBeamSearch(BeamStrategy):
         return self._progress[extension.beam].add(extension.token_id)
 
     def _add_open(self, ends: list[tuple[bool, Callable[[], None]]]) -> None:
-        """Open sequences that meet everything are hypotheses; the others as well, when the first are too few."""
+        """Add open sequences that meet every constraint; the others as well, when those are too few."""
         for is_met, add in ends:
             if is_met:
                 add()

@@ -1,7 +1,7 @@
-"""Lexical constraints of constrained beam search, and how far a sequence has met them.
+"""Lexical constraints of constrained beam search, and the progress of a sequence in them.
 
-transformers 4.41.1's PhrasalConstraint, DisjunctiveConstraint and ConstraintListState (Anderson et al. 2017, Post and
-Vilar 2018): of several constraints one is worked on at a time, and a token that breaks it off throws it back to its
+They follow transformers 4.41.1's PhrasalConstraint, DisjunctiveConstraint and ConstraintListState (Anderson et al.
+2017, Post and Vilar 2018): one constraint is worked on at a time, and a token that breaks it off sets it back to its
 beginning.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Token -> what may follow; an empty one is the end of an alternative.
+# Token -> trie of what may follow; an empty one is the end of an alternative.
 _Trie = dict[int, "_Trie"]
 
 
 class Constraint:
-    """Token sequences of which one must occur. A phrase is a constraint with one alternative. Immutable."""
+    """Token sequences of which one must occur; a phrase is a constraint with one alternative. Immutable."""
 
     def __init__(self, alternatives: tuple[tuple[int, ...], ...]) -> None:
         self.height = max(map(len, alternatives))
@@ -27,7 +27,7 @@ class Constraint:
                 level = level.setdefault(token_id, {})
 
     def following(self, path: tuple[int, ...]) -> _Trie:
-        """What goes on after the beginning of an alternative."""
+        """Return what may follow `path`, the beginning of an alternative."""
         level = self._root
         for token_id in path:
             level = level[token_id]
@@ -35,7 +35,7 @@ class Constraint:
 
 
 class _Active(NamedTuple):
-    """The constraint that is worked on, and the tokens it has."""
+    """The constraint that is worked on, and its tokens so far."""
 
     number: int
     path: tuple[int, ...]
@@ -43,27 +43,27 @@ class _Active(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one sequence has met the constraints."""
+    """Progress of one sequence in the constraints."""
 
     constraints: tuple[Constraint, ...]
-    # Indices of those not begun, in the order in which they are looked at.
+    # Indices of constraints that are not begun, in the order in which they are tried.
     pending: tuple[int, ...]
     active: _Active | None = None
     num_complete: int = 0
 
     @classmethod
     def start(cls, constraints: tuple[Constraint, ...]) -> Progress:
-        """Of an empty sequence."""
+        """Return the progress of an empty sequence."""
         return cls(constraints, tuple(range(len(constraints))))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every constraint is met."""
+        """True when every constraint is met."""
         return not self.pending and self.active is None
 
     @property
     def bank(self) -> int:
-        """How much is met; sequences are compared within their bank."""
+        """Measure of the progress; sequences are compared within their bank."""
         tallest = max(constraint.height for constraint in self.constraints)
         bank = self.num_complete * tallest
         if self.active is not None:
@@ -72,7 +72,7 @@ class Progress:
         return bank
 
     def add(self, token_id: int) -> Progress:
-        """With one more token."""
+        """Return the progress with one more token."""
         if self.active is not None:
             return self._go_on(self.active, token_id)
         for place, index in enumerate(self.pending):
@@ -83,15 +83,15 @@ class Progress:
 
     @property
     def advancing(self) -> tuple[int, ...]:
-        """Tokens that would bring the sequence on, each once: nothing when all is met."""
+        """Tokens that would advance the sequence, each once; none when all constraints are met."""
         return tuple(dict.fromkeys(self._advancing()))
 
     def advances(self) -> Iterator[tuple[int, Progress]]:
-        """Each advancing token, and the progress that transformers takes it to make.
+        """Yield each advancing token, and its progress as transformers counts it.
 
-        That is `add` of the token, but for an alternative that branches while it is worked on: there copies of the
-        state share their list of tokens, so that a later branch is added to the end of an earlier one, and does not
-        count as progress.
+        That is `add` of the token, except in an alternative that branches while it is worked on. There copies of
+        transformers' state share their list of tokens, so that a later branch is appended to an earlier one and does
+        not count as progress.
         """
         if self.active is None:
             for token_id in self._advancing():

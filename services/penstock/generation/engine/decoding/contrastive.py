@@ -1,8 +1,9 @@
 """Contrastive search (Su et al. 2022), as in transformers 4.41.1, the last release that Penstock follows for it.
 
-The k most likely tokens are computed, one row each, in forks of the sequence; of these candidates the one with the best
-(1 - alpha) * probability - alpha * (largest cosine similarity of its hidden state with those before it) is the token,
-and its own most likely tokens are the next candidates. So a step of the engine brings a token, and the prompt none.
+The k most likely tokens are computed, one row each, in forks of the sequence. The candidate with the best
+(1 - alpha) * probability - alpha * (largest cosine similarity of its hidden state with those before it) is the next
+token, and its own most likely tokens are the next candidates. So every engine step brings a token, except the step
+that computes the prompt.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ContrastiveOptions(DecodingMode):
-    """Contrastive search (Su et al. 2022; transformers 4.41). `top_k` candidates a step."""
+    """Options of contrastive search (Su et al. 2022; transformers 4.41): `top_k` candidates a step."""
 
     penalty_alpha: float
     top_k: int
 
-    # Every token's hidden state is compared with.
+    # Candidates are compared with the hidden state of every token.
     first_needed_row = 0
     keeps_hidden_states = True
     may_be_guided = False
@@ -54,9 +55,9 @@ class ContrastiveOptions(DecodingMode):
 
 
 class ContrastiveSearch(DecodingStrategy):
-    """Alternates between one sequence that draws candidates and the candidates, of which one is that sequence next.
+    """Strategy that alternates between one sequence, which draws candidates, and the candidates, of which one goes on.
 
-    Preemption goes back to the one sequence: what the candidates were is found again.
+    Preemption goes back to the one sequence, which draws the same candidates again.
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
@@ -68,7 +69,7 @@ class ContrastiveSearch(DecodingStrategy):
         self._top_k = options.top_k
         self._text = criteria.new_state()
         self._cumulative_logprob = None if request.params.top_logprobs is None else 0.0
-        # Holds what is settled; gone from the engine while its candidates are computed.
+        # Holds the final tokens; it is not in the engine while its candidates are computed.
         self._parent = Sequence(
             seq_id=next_seq_id(),
             index=0,
@@ -79,9 +80,9 @@ class ContrastiveSearch(DecodingStrategy):
             draw=self._spec(similarity=False),
             grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
         )
-        # What the parent drew: the candidates' probabilities, logprobs and tensors.
+        # Draw of the parent: the candidates' probabilities, logprobs and tensors.
         self._drawn: SampledToken | None = None
-        # The candidates, best first, and what they drew.
+        # The candidates, best first, and their draws.
         self._candidates: list[Sequence] = []
         self._answers: dict[Sequence, SampledToken] = {}
         self._ended = False
@@ -91,7 +92,7 @@ class ContrastiveSearch(DecodingStrategy):
         return 0 if self._ended else self._top_k
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """Raises InvalidArgument when resumed ids go on after their own end."""
+        """See DecodingStrategy. Raises InvalidArgument when resumed ids go on after their own end."""
         stop = None
         for token_id in self._request.resumed_token_ids[0] if self._request.resumed_token_ids else ():
             if stop is not None:
@@ -127,7 +128,7 @@ class ContrastiveSearch(DecodingStrategy):
         return [Emission(0, (), (), self._finish(Stop(reason)))]
 
     def _choose(self) -> Decision:
-        """One candidate is the next token."""
+        """Make one candidate the next token."""
         assert self._drawn is not None, "candidates were drawn"
         decision = Decision(dropped=self._candidates)
         best = self._best()
@@ -175,7 +176,7 @@ class ContrastiveSearch(DecodingStrategy):
         return DrawSpec(DrawKind.CANDIDATES, num_candidates=self._top_k, similarity=similarity)
 
     def _best(self) -> int:
-        """Place of the candidate with the highest score, the first of equals."""
+        """Return the place of the candidate with the highest score, the first of equals."""
         drawn = self._drawn.candidates if self._drawn is not None else None
         assert drawn is not None, "candidates were drawn"
         scores = []
@@ -187,7 +188,7 @@ class ContrastiveSearch(DecodingStrategy):
         return scores.index(max(scores))
 
     def _logprobs(self, drawn: SampledToken, place: int) -> tuple[PositionLogprobs, ...]:
-        """Of the chosen candidate, when the request wants them."""
+        """Return the logprobs of the chosen candidate when the request wants them, else none."""
         candidates = drawn.candidates
         if self._request.params.top_logprobs is None or candidates is None:
             return ()
@@ -214,7 +215,7 @@ def _options(params: SamplingParams) -> ContrastiveOptions:
 
 
 def _blocks_needed(config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int) -> int:
-    """Candidates share all but the block that each writes its one token to; the last token is computed, too."""
+    """See ModeSpec. Candidates share all but the block of their one token; the last token is computed, too."""
     return config.blocks_needed(prompt_tokens, output_tokens + 1, 1) + _options(params).top_k - 1
 
 

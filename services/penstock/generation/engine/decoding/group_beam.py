@@ -1,6 +1,6 @@
-"""Group (diverse) beam search: Vijayakumar et al. 2016, as transformers 4.41.1's `_group_beam_search`.
+"""Group (diverse) beam search (Vijayakumar et al. 2016), as transformers 4.41.1's `_group_beam_search`.
 
-Groups search beside each other; at every position a group is penalised for the tokens that the groups before it chose
+Groups search beside each other. At every position a group is penalised for the tokens that the groups before it chose
 there. So group g draws a position one step after group g - 1: the groups run staggered, all of them in every step.
 """
 
@@ -34,21 +34,21 @@ class _Group:
     hypotheses: Hypotheses
     beams: list[Beam] = field(default_factory=list)
     drawn: dict[Sequence, SampledToken] = field(default_factory=dict)
-    # What its beams chose at each position.
+    # Tokens that its beams chose at each position.
     chosen: list[tuple[int, ...]] = field(default_factory=list)
     is_over: bool = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether every beam has drawn."""
+        """True when every beam has drawn."""
         return bool(self.beams) and len(self.drawn) == len(self.beams)
 
 
 class GroupBeamSearch(BeamStrategy):
-    """`num_beam_groups` searches of equal width.
+    """Strategy of `num_beam_groups` searches of equal width.
 
-    A group moves when its beams have drawn and the groups before it have chosen at the next position, so that what it
-    appends can be drawn from at once.
+    A group advances when its beams have drawn and the groups before it have chosen at the next position, so that its
+    beams can draw again at once.
     """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
@@ -61,7 +61,7 @@ class GroupBeamSearch(BeamStrategy):
         ]
         eos = request.params.eos_token_ids
         pad = self.options.pad_token_id
-        # A search can only be over early where something ends sequences; without an end id nothing else stands for it.
+        # Stands for a finished group. Without an end id, and without a pad id, it counts as no token.
         self._padding = (pad if pad is not None else eos[0],) * self._size if eos or pad is not None else ()
         self._group_of: dict[Sequence, _Group] = {}
 
@@ -84,7 +84,7 @@ class GroupBeamSearch(BeamStrategy):
         return decision
 
     def restarted(self) -> None:
-        """Everybody draws again."""
+        """Forget the draws: all beams draw again."""
         for group in self._groups:
             group.drawn.clear()
 
@@ -94,11 +94,11 @@ class GroupBeamSearch(BeamStrategy):
             if reason is not None:
                 self._close_all(group, reason)
             found += group.hypotheses
-        # Of equal scores the last, as in transformers.
+        # Of equal scores the last one comes first, as in transformers.
         return sorted(found, key=_BY_SCORE)[::-1]
 
     def _may_move(self, index: int) -> bool:
-        """Whether the groups before it have chosen at the position that follows the one it has drawn."""
+        """True when the groups before it have chosen at the position after the one that it has drawn."""
         following = len(self._groups[index].chosen) + 1
         return all(before.is_over or len(before.chosen) > following for before in self._groups[:index])
 
@@ -108,7 +108,7 @@ class GroupBeamSearch(BeamStrategy):
         running = self._choose(group, ranked)
         group.chosen.append(tuple(extension.token_id for extension in running))
         length = len(group.chosen)
-        # The next group's first position waits for this one's, and its beam shares the prompt of whoever is there.
+        # The next group starts when this one has its first position; its beam shares the prompt of this group's beam.
         if length == 1 and index + 1 < len(self._groups):
             decision.forks.append((group.beams[0].sequence, self._begin(index + 1).sequence))
         if not running or group.hypotheses.is_settled(ranked[0].score, length):
@@ -135,7 +135,7 @@ class GroupBeamSearch(BeamStrategy):
             self._group_of[beam.sequence] = group
 
     def _choose(self, group: _Group, ranked: list[Extension]) -> list[Extension]:
-        """What goes on, best first; what ended is a hypothesis when it is one of the first."""
+        """Return the extensions that go on, best first. An ended one of the first becomes a hypothesis."""
         running: list[Extension] = []
         for place, extension in enumerate(ranked):
             stop = self.stop_of(extension)
@@ -155,7 +155,7 @@ class GroupBeamSearch(BeamStrategy):
         return beam
 
     def _taken(self, index: int, position: int) -> tuple[int, ...]:
-        """What the groups before chose at `position`; one that is over counts as padding, as in transformers."""
+        """Return the tokens that earlier groups chose at `position`; a finished one counts as padding."""
         taken: tuple[int, ...] = ()
         for before in self._groups[:index]:
             taken += before.chosen[position] if position < len(before.chosen) else self._padding

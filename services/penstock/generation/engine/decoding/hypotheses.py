@@ -1,4 +1,4 @@
-"""Ended sequences of a beam search, the best so far: what is returned in the end, and whether to go on."""
+"""Best ended sequences of a beam search: they are returned in the end, and decide whether to go on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An ended sequence: output tokens only, whatever ended it included."""
+    """An ended sequence: output tokens only, with the token that ended it."""
 
     token_ids: tuple[int, ...]
     # Sum of the processed scores of its tokens, divided by length ** length_penalty.
@@ -29,7 +29,7 @@ class Hypothesis:
 
 
 def length_normalised(score: float, length: int, penalty: float) -> float:
-    """score / length ** penalty, also where the power is beyond a float."""
+    """Return score / length ** penalty, also where the power is beyond a float."""
     try:
         divisor = math.pow(length, penalty)
     except OverflowError:
@@ -42,7 +42,7 @@ def length_normalised(score: float, length: int, penalty: float) -> float:
 class Hypotheses:
     """At most `size` ended sequences, best first; of equal scores the earlier one.
 
-    What transformers 4.41 calls BeamHypotheses, and 5.23 keeps in the tensors `sequences` and `beam_scores`.
+    transformers 4.41 calls this BeamHypotheses; 5.23 keeps it in the tensors `sequences` and `beam_scores`.
     """
 
     def __init__(self, size: int, options: BeamOptions, max_length: int) -> None:
@@ -61,17 +61,17 @@ class Hypotheses:
     def add(
         self, token_ids: tuple[int, ...], total: float, stop: Stop, logprobs: tuple[PositionLogprobs, ...] = ()
     ) -> None:
-        """One more, with the sum of its scores; the worst makes room."""
+        """Add a sequence with the sum of its scores, `total`; the worst one makes room."""
         score = length_normalised(total, max(len(token_ids), 1), self._options.length_penalty)
         self._best.append(Hypothesis(token_ids, score, stop, logprobs))
         self._best.sort(key=lambda one: one.score, reverse=True)
         del self._best[self._size :]
 
     def is_settled(self, best_total: float, length: int) -> bool:
-        """Whether a search whose best open sequence has `length` tokens and scores `best_total` may end.
+        """True when a search whose best open sequence has `length` tokens and scores `best_total` may end.
 
-        `early_stopping` decides as in transformers: TRUE at the first full list; FALSE when the open one, at its
-        length, is no better than the worst; NEVER when it could not become better up to the greatest length.
+        `early_stopping` decides as in transformers. TRUE: once the list is full. FALSE: when the open sequence, at its
+        length, is no better than the worst one. NEVER: when it could not become better up to the greatest length.
         """
         if len(self._best) < self._size:
             return False

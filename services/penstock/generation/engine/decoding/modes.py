@@ -1,4 +1,4 @@
-"""The registry of the decoding modes.
+"""Registry of the decoding modes.
 
 A mode is a file here: its options and facts (a DecodingMode), its strategy, and a ModeSpec that MODES lists.
 """
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 
 class ModeRegistry:
-    """Finds the spec of a request's mode. An engine has one; it never changes."""
+    """Specs of decoding modes by the type of their options. An engine has one registry, which never changes."""
 
     def __init__(self, specs: Iterable[ModeSpec]) -> None:
-        """Of two specs for the same options the later counts."""
+        """Take `specs`; of two for the same options the later counts."""
         self._specs: dict[type[DecodingMode], ModeSpec] = {spec.options: spec for spec in specs}
 
     def __iter__(self) -> Iterator[ModeSpec]:
         return iter(self._specs.values())
 
     def with_spec(self, spec: ModeSpec) -> ModeRegistry:
-        """A registry that has `spec` as well."""
+        """Return a registry that has `spec` as well."""
         return ModeRegistry((*self._specs.values(), spec))
 
     def named(self, name: str, sizes: Mapping[str, float]) -> DecodingMode:
-        """The mode whose options' type is called `name`, with these `sizes`. Raises ValueError for none of them."""
+        """Return the mode whose options' type is called `name`, with these `sizes`. Raises ValueError: unknown name."""
         for options in self._specs:
             if options.__name__ == name:
                 return options(**sizes)
         raise ValueError(f"no decoding mode has options of type {name}")
 
     def of(self, params: SamplingParams) -> ModeSpec:
-        """The spec of the mode of `params`. Raises ValueError for a mode that is not registered."""
+        """Return the spec of the mode of `params`. Raises ValueError for a mode that is not registered."""
         spec = self._specs.get(type(params.mode))
         if spec is None:
             raise ValueError(f"no decoding mode has options of type {type(params.mode).__name__}")
@@ -60,7 +60,7 @@ class ModeRegistry:
     def make_strategy(
         self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]
     ) -> DecodingStrategy:
-        """What decodes the request; its mode's strategy unless its prompt is scored, embedded or healed first."""
+        """Return the request's strategy: its mode's, unless its prompt is scored, embedded, or healed first."""
         if request.purpose is not Purpose.GENERATE:
             return (Scoring if request.purpose is Purpose.SCORE else Embedding)(request, criteria, next_seq_id)
         strategy = self.of(request.params).strategy
@@ -71,18 +71,18 @@ class ModeRegistry:
         )
 
     def most_sequences(self, params: SamplingParams) -> int:
-        """Most sequences of a request that are alive at once."""
+        """Return the most sequences of a request that are alive at once."""
         return self.of(params).most_sequences(params)
 
     def blocks_needed(
         self, config: EngineConfig, params: SamplingParams, prompt_tokens: int, output_tokens: int
     ) -> int:
-        """Most KV blocks that a request can ever hold."""
+        """Return the most KV blocks that a request can ever hold."""
         return self.of(params).blocks_needed(config, params, prompt_tokens, output_tokens)
 
 
 def _beam_strategy(request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> DecodingStrategy:
-    """The search that the options of the beams tell of."""
+    """Return the search that the beam options choose."""
     options = beam_options(request.params)
     if options.constraints:
         return ConstrainedBeamSearch(request, criteria, next_seq_id)

@@ -1,6 +1,6 @@
 """Greedy search, sampling and DoLa, n >= 1: sequences that share the prompt and nothing else.
 
-With classifier-free guidance each has a guide, which gets the same output and lives as long.
+With classifier-free guidance each has an unconditional branch, which gets the same output and lives as long.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from penstock.generation.engine.stopping import StopCriteria, StopState
 
 # Unconditional branches of one request begin with the same negative prompt, and so are a family of their own.
-_GUIDE_FAMILY = 1
+_UNCONDITIONAL_FAMILY = 1
 
 
 @dataclass(frozen=True, slots=True)
 class DolaOptions(DecodingMode):
-    """DoLa (Chuang et al. 2023): layers whose early exits are contrasted with the last, resolved to numbers."""
+    """Options of DoLa (Chuang et al. 2023): numbers of the layers whose early exits are contrasted with the last."""
 
     early_exits: tuple[int, ...] = ()
     uses = frozenset({"dola_layers"})
@@ -44,28 +44,28 @@ class DolaOptions(DecodingMode):
 
 @dataclass(slots=True)
 class Track:
-    """A live sequence and what is known of its output."""
+    """A live sequence and the state of its output."""
 
     sequence: Sequence
     stop: StopState
-    # None when nobody asked, or when an earlier attempt drew some of the tokens.
+    # None: not asked for, or an earlier attempt drew some of the tokens.
     cumulative_logprob: float | None
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The sequence, and its guide if it has one."""
-        guide = self.sequence.guide
-        return (self.sequence,) if guide is None else (self.sequence, guide)
+        """The sequence, and its unconditional branch if it has one."""
+        branch = self.sequence.unconditional
+        return (self.sequence,) if branch is None else (self.sequence, branch)
 
     def append(self, token_id: int) -> None:
-        """One more output token."""
+        """Append an output token."""
         self.sequence.append(token_id)
-        if self.sequence.guide is not None:
-            self.sequence.guide.append(token_id)
+        if self.sequence.unconditional is not None:
+            self.sequence.unconditional.append(token_id)
 
 
 class ParallelSampling(DecodingStrategy):
-    """Every drawn token is final and emitted at once."""
+    """Strategy in which every drawn token is final and emitted at once."""
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
         self._request = request
@@ -78,7 +78,7 @@ class ParallelSampling(DecodingStrategy):
         return len(self._tracks) * _branches(self._request.params)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """Raises InvalidArgument when resumed ids go on after their own end."""
+        """See DecodingStrategy. Raises InvalidArgument when resumed ids go on after their own end."""
         preset_events: list[Emission] = []
         for index in range(self._request.params.num_return_sequences):
             track = self._new_track(index)
@@ -103,14 +103,14 @@ class ParallelSampling(DecodingStrategy):
         return [Emission(sequence.index, (), (), self._finish(track, stop)) for sequence, track in self._tracks.items()]
 
     def _append(self, track: Track, token: SampledToken) -> Stop | None:
-        """One more drawn token; why the sequence ends with it, if it does."""
+        """Append a drawn token. Return the end that it brings to the sequence, if any."""
         track.append(token.token_id)
         if track.cumulative_logprob is not None and token.logprob is not None:
             track.cumulative_logprob += token.logprob
         return self._criteria.check(track.sequence, track.stop)
 
     def _emit(self, track: Track, tokens: tuple[SampledToken, ...], stop: Stop | None, decision: Decision) -> None:
-        """Tell of the tokens that were appended; `stop`: the sequence ended with the last."""
+        """Emit the tokens that were appended; `stop`: the sequence ended with the last one."""
         finish = None
         if stop is not None:
             finish = self._finish(track, stop)
@@ -128,12 +128,14 @@ class ParallelSampling(DecodingStrategy):
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
-            guide=_new_guide(request, index, self._next_seq_id()) if request.params.guidance.is_on else None,
+            unconditional=_new_unconditional(request, index, self._next_seq_id())
+            if request.params.guidance.is_on
+            else None,
         )
         return Track(sequence, self._criteria.new_state(), None if request.params.top_logprobs is None else 0.0)
 
     def _replay(self, track: Track, resumed: list[int]) -> Stop | None:
-        """Tokens of an earlier attempt, through the same criteria."""
+        """Append tokens of an earlier attempt, through the same criteria. Return the end that they bring, if any."""
         stop = None
         for token_id in resumed:
             if stop is not None:
@@ -160,7 +162,7 @@ class ParallelSampling(DecodingStrategy):
 
 def _emission(index: int, tokens: tuple[SampledToken, ...], finish: SequenceFinish | None) -> Emission:
     if len(tokens) == 1:
-        # What every sequence does in nearly every step: written out, it costs a third.
+        # Nearly every emission is of one token: written out, it costs a third.
         (token,) = tokens
         logprobs = () if token.logprobs is None else (token.logprobs,)
         return Emission(index, (token.token_id,), logprobs, finish, () if token.tensors is None else (token.tensors,))
@@ -171,26 +173,28 @@ def _emission(index: int, tokens: tuple[SampledToken, ...], finish: SequenceFini
 
 
 def _branches(params: SamplingParams) -> int:
-    """Sequences that are computed for a returned one: itself, and with guidance its unconditional branch."""
+    """Return the number of sequences per returned one: itself, and with guidance its unconditional branch."""
     return 2 if params.guidance.is_on else 1
 
 
-def _new_guide(request: Request, index: int, seq_id: int) -> Sequence:
-    """The unconditional branch of returned sequence `index`, before any output. Without a negative prompt it starts
-    from the last prompt token, as in transformers."""
+def _new_unconditional(request: Request, index: int, seq_id: int) -> Sequence:
+    """Return the unconditional branch of returned sequence `index`, before any output.
+
+    Without a negative prompt it starts from the last prompt token, as in transformers.
+    """
     prompt = list(request.params.guidance.negative_prompt_ids) or request.prompt_token_ids[-1:]
     return Sequence(
         seq_id=seq_id,
         index=index,
-        # Nothing is drawn from it and nobody sees its rows: it is the plain model over its tokens.
+        # Nothing is drawn from it and its rows are not returned: it is the plain model over its tokens.
         params=replace(
             request.params, mode=PLAIN, guidance=NO_GUIDANCE, tensors=None, top_logprobs=None, prompt_logprobs=None
         ),
         seed=0,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        draw=DrawSpec(DrawKind.GUIDE),
-        family=_GUIDE_FAMILY,
+        draw=DrawSpec(DrawKind.UNCONDITIONAL),
+        family=_UNCONDITIONAL_FAMILY,
     )
 
 

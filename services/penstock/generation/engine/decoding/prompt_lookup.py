@@ -1,7 +1,8 @@
-"""Drafts from the text itself: what followed the first earlier occurrence of the last few tokens.
+"""Drafts from the text itself: the tokens after the first earlier occurrence of the last few tokens.
 
-Prompt lookup decoding (Saxena 2023) as in transformers 5.23's PromptLookupCandidateGenerator: the longest n-gram first,
-of its occurrences the first. There every step compares the whole context; here an index grows with the sequence.
+This is prompt lookup decoding (Saxena 2023) as in transformers 5.23's PromptLookupCandidateGenerator: the longest
+n-gram first, and its first occurrence. transformers compares the whole context in every step; here an index grows with
+the sequence.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ _NODE_BITS = 32
 
 @dataclass(slots=True)
 class NgramIndex:
-    """Where every n-gram of a growing list of tokens ended first, for n up to `max_ngram_size`.
+    """Index of the first end of every n-gram in a growing list of tokens, for n up to `max_ngram_size`.
 
-    A tree over the n-grams read backwards, in which a path grows only while it tells occurrences apart: text without
-    repetitions takes one node per token whatever the size of the n-grams. Adding a token costs as many look-ups as the
-    longest n-gram that occurs again is long, at most `max_ngram_size`, however long the text is.
+    It is a tree over the n-grams read backwards, in which a path grows only while it tells occurrences apart: text
+    without repetitions takes one node per token whatever the size of the n-grams. Adding a token costs one look-up per
+    token of the longest n-gram that occurs again, at most `max_ngram_size`, however long the text is.
     """
 
     max_ngram_size: int
     num_tokens: int = 0
-    # (node, token before what the node stands for) -> node; node 0 stands for the empty n-gram.
+    # (node, token before the node's n-gram) -> node; node 0 stands for the empty n-gram.
     _children: dict[int, int] = field(default_factory=dict)
     # Node -> end (exclusive) of the first occurrence of its n-gram.
     _ends: list[int] = field(default_factory=lambda: [0])
-    # Whether the first occurrence was taken one token further back: only when there is a second.
+    # Node -> 1 when its first occurrence was extended one token back, which is done once there is a second one.
     _is_split: bytearray = field(default_factory=lambda: bytearray(b"\1"))
-    # Of the longest n-gram at the end of the text that ended earlier, too; 0: there is none.
+    # Earlier end of the longest n-gram at the end of the text that occurred before; 0: there is none.
     _match_end: int = 0
 
     def copy(self) -> NgramIndex:
-        """For a text that goes on in another way."""
+        """Return an independent index for a text that goes on in another way."""
         return NgramIndex(
             self.max_ngram_size,
             self.num_tokens,
@@ -46,19 +47,19 @@ class NgramIndex:
         )
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in the tokens of `token_ids`, the whole text, that are new; those before must not have changed."""
+        """Index the new tokens of `token_ids`, which is the whole text; tokens before them must not have changed."""
         for position in range(self.num_tokens, len(token_ids)):
             self._match_end = self._insert(token_ids, position)
         self.num_tokens = len(token_ids)
 
     def continuation(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """What followed the match; empty without one. `token_ids` are those of the last `extend`."""
+        """Return the tokens after the match, none without a match. `token_ids` are those of the last `extend`."""
         if not self._match_end:
             return []
         return list(token_ids[self._match_end : min(self._match_end + max_tokens, self.num_tokens)])
 
     def _insert(self, token_ids: Sequence[int], position: int) -> int:
-        """Add the n-grams that end with `position`; the earlier end of the longest that was there, or 0."""
+        """Add the n-grams that end with `position`. Return the earlier end of the longest known one, or 0."""
         node, match_end = 0, 0
         for size in range(min(self.max_ngram_size, position + 1)):
             if not self._is_split[node]:
@@ -86,7 +87,7 @@ class NgramIndex:
 def prompt_lookup(
     index: NgramIndex, token_ids: Sequence[int], max_tokens: int, end_token_ids: Collection[int]
 ) -> list[int]:
-    """At most `max_tokens` drafts after `token_ids`, up to and without an end-of-sequence id."""
+    """Return at most `max_tokens` drafts after `token_ids`, up to an end-of-sequence id and without it."""
     index.extend(token_ids)
     drafts = index.continuation(token_ids, max_tokens)
     return until_end(drafts, end_token_ids)

@@ -1,4 +1,4 @@
-"""Scoring and embedding: one sequence, computed once and dropped; no token is drawn or told of."""
+"""Scoring and embedding: one sequence, computed once and dropped. No token is drawn or emitted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SinglePass(DecodingStrategy):
-    """Ends when its sequence is computed."""
+    """Strategy that ends when its sequence is computed."""
 
     def __init__(self, sequence: Sequence) -> None:
         self._live = [sequence]
@@ -30,7 +30,7 @@ class SinglePass(DecodingStrategy):
         return list(self._live), []
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
-        """Every token is computed."""
+        """Drop the sequence: every token is computed."""
         dropped, self._live = self._live, []
         return Decision(dropped=dropped, embedding=sampled[dropped[0]].embedding)
 
@@ -39,8 +39,11 @@ class SinglePass(DecodingStrategy):
 
 
 class Scoring(SinglePass):
-    """Log-probabilities of a given continuation, which are collected by the request's report and sent with Started, as
-    prompt logprobs are. The last token is only looked up in the row before it, never computed."""
+    """Log-probabilities of a given continuation.
+
+    The request's report collects them and sends them with Started, as prompt logprobs. The last token is only looked
+    up in the row before it, and never computed.
+    """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
         *token_ids, last = request.prompt_token_ids
@@ -59,8 +62,11 @@ class Scoring(SinglePass):
 
 
 class Embedding(SinglePass):
-    """The mean of the final hidden states. The runner sums the rows as they are computed, so none may come from the
-    prefix cache (Request.first_needed_row = 0)."""
+    """Mean of the final hidden states.
+
+    The runner sums the rows as they are computed, so no row may come from the prefix cache
+    (Request.first_needed_row = 0).
+    """
 
     def __init__(self, request: Request, criteria: StopCriteria, next_seq_id: Callable[[], int]) -> None:
         super().__init__(

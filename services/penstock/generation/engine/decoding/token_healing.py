@@ -1,8 +1,9 @@
 """Token healing: the prompt's last token is drawn anew among those that begin with its text, then the request begins.
 
-As transformers' heal_tokens (5.23): greedily, by the plain model, the token that stood there being slightly favoured.
-There the others are only made unlikely; here they are out, so that the prompt's text stands in any case. And a prompt
-is taken as it is: it is not decoded, stripped and encoded again, which would lose the special tokens of a chat.
+As in transformers' heal_tokens (5.23), the draw is greedy and by the plain model, and favours the old token slightly.
+transformers only makes tokens with another text unlikely; here they are excluded, so that the prompt's text always
+stays. And a prompt is taken as it is: it is not decoded, stripped and encoded again, which would lose the special
+tokens of a chat.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class _Keeping(DecodingMode):
-    """Greedy search of which the runner keeps the hidden states, since the request's own mode needs them."""
+    """Greedy search whose hidden states the runner keeps, since the request's own mode needs them."""
 
     __slots__ = ()
     keeps_hidden_states = True
 
 
 _KEEPING = _Keeping()
-# What favours the token that stood there, as in transformers: "http" rather than "https".
+# Bias in favour of the old token, as in transformers: "http" rather than "https".
 _FAVOUR = 1.0
 
 
 class TokenHealing(DecodingStrategy):
-    """A first phase of one sequence, the prompt without its last token, from which the request's own strategy forks."""
+    """First phase of one sequence, the prompt without its last token, from which the request's own strategy forks."""
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class TokenHealing(DecodingStrategy):
         make: Callable[[Request], DecodingStrategy],
         next_seq_id: Callable[[], int],
     ) -> None:
-        """`request` has at least two prompt tokens; `make` gives the strategy of the request that is begun then."""
+        """`request` has at least two prompt tokens. `make` returns the strategy of a request with a healed prompt."""
         self._request = request
         self._healing = healing
         self._make = make
-        # Until the prompt is healed: tells what is wrong with the request, and how it ends when it gets no further.
+        # Until the prompt is healed it finds the request's errors, and ends the request if it gets no further.
         self._strategy = make(request)
         self._healer: Sequence | None = Sequence(
             seq_id=next_seq_id(),
@@ -64,7 +65,7 @@ class TokenHealing(DecodingStrategy):
         return self._strategy.width
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """Raises what the request's own strategy raises."""
+        """See DecodingStrategy. Raises what the request's own strategy raises."""
         sequences, preset_events = self._strategy.start()
         return [self._healer] if sequences and self._healer is not None else [], preset_events
 
@@ -86,7 +87,7 @@ class TokenHealing(DecodingStrategy):
         return self._strategy.end(reason)
 
     def _begin(self, healer: Sequence, token_id: int) -> Decision:
-        """The request on its healed prompt; nothing of the prompt but the last token is computed again."""
+        """Begin the request on its healed prompt, of which only the last token is computed again."""
         self._healer = None
         prompt = [*self._request.prompt_token_ids[:-1], token_id]
         self._strategy = self._make(replace(self._request, prompt_token_ids=prompt, token_healing=None))
@@ -101,7 +102,7 @@ class TokenHealing(DecodingStrategy):
 
 
 def _params(request: Request, healing: TokenHealingOptions) -> SamplingParams:
-    """Greedy among the extensions. What the runner keeps of prompts for the request's own mode is kept here, too."""
+    """Return options of a greedy draw among the extensions. The runner keeps the same states as for the own mode."""
     return SamplingParams(
         max_new_tokens=1,
         allowed_token_ids=healing.token_ids,
