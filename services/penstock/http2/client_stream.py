@@ -50,7 +50,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._writer: asyncio.Future[None] | None = None
         self._has_waited = True
         # While `run` runs: who gets the messages, whether a later turn goes on with them, and what ended it.
-        self._sink: Callable[[ResponseT], None] | None = None
+        self._on_message: Callable[[ResponseT], None] | None = None
         self._goes_on = False
         self._failure: Exception | None = None
 
@@ -79,14 +79,14 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         In place of `read`: a message wakes no task. Returns, too, when one cannot be parsed. Raises
         grpc.aio.AioRpcError, and what `take` raises.
         """
-        self._sink = take
+        self._on_message = take
         try:
             self._deliver()
-            while self._sink is not None and (self._status is None or self._messages):
+            while self._on_message is not None and (self._status is None or self._messages):
                 self._reader = self._loop.create_future()
                 await self._reader
         finally:
-            has_ended, self._sink = self._sink is not None, None
+            has_ended, self._on_message = self._on_message is not None, None
         if self._failure is not None:
             raise self._failure
         if has_ended:
@@ -174,7 +174,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
             self._fail(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls")
 
     def _taken(self) -> None:
-        if self._sink is None:
+        if self._on_message is None:
             if self._messages:
                 wake(self._reader)
         elif not self._goes_on:
@@ -201,7 +201,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         """Hand on what has arrived, so much of it in one turn of the event loop."""
         self._goes_on = False
         done = 0
-        while self._messages and self._sink is not None:
+        while self._messages and self._on_message is not None:
             if done >= _JOINED_BYTES:
                 self._goes_on = True
                 self._loop.call_soon(self._deliver)
@@ -209,13 +209,13 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
             data = self._next()
             done += len(data)
             try:
-                self._sink(self._parse(data))
+                self._on_message(self._parse(data))
             except DecodeError:
-                self._sink = None
+                self._on_message = None
             except Exception as error:
                 # Whoever awaits `run` hears of it, as of what a task would have raised.
-                self._sink, self._failure = None, error
-        if self._sink is None or self._status is not None:
+                self._on_message, self._failure = None, error
+        if self._on_message is None or self._status is not None:
             wake(self._reader)
 
     def _next(self) -> bytes:

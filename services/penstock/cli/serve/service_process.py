@@ -37,11 +37,11 @@ class Role:
     app_path: str
     # A light function of the configuration, called before the application is imported; what it returns is the
     # application's third argument.
-    early_path: str | None = None
+    preload_path: str | None = None
 
     def begin(self, config: ServerConfig) -> tuple[Any, ...]:
         """Begin what goes on while the application is imported; what it is given of that."""
-        return () if self.early_path is None else (_load(self.early_path)(config),)
+        return () if self.preload_path is None else (_load(self.preload_path)(config),)
 
     def config_class(self) -> type[ServerConfig]:
         """The configuration dataclass (light to import)."""
@@ -67,7 +67,7 @@ ROLES = {
             "generation",
             "penstock.generation.config:GenerationServiceConfig",
             "penstock.generation.app:GenerationApp",
-            early_path="penstock.generation.startup.preload:begin",
+            preload_path="penstock.generation.startup.preload:begin",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
     )
