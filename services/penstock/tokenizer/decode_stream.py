@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.text.stop_strings import Emission
+from penstock.text.stop_strings import ReadyText
 from penstock.text.text_decoder import TextDecoder
 from penstock.tokenizer.detokenizer import DetokenizerFactory
 from penstock.v1 import tokenizer_pb2 as pb
@@ -81,7 +81,7 @@ class DecodeSession:
         response.detokenize_seconds = time.perf_counter() - begin
         return response
 
-    def _begin_or_end(self, stream_id: int, item: pb.DecodeStreamItem) -> Emission | None:
+    def _begin_or_end(self, stream_id: int, item: pb.DecodeStreamItem) -> ReadyText | None:
         """An item that is the first or the last of its sequence, or both. None: it has no answer."""
         sequence = self._sequences.get(stream_id)
         if sequence is None or item.HasField("open"):
@@ -96,7 +96,7 @@ class DecodeSession:
             del self._sequences[stream_id]
             matched = item.matched_stop_string if item.HasField("matched_stop_string") else None
             return sequence.finish(text, matched)
-        return Emission(text) if sequence.stops is None else sequence.stops.push(text)
+        return ReadyText(text) if sequence.stops is None else sequence.stops.push(text)
 
     def _open(self, stream_id: int, item: pb.DecodeStreamItem) -> TextDecoder:
         if stream_id in self._sequences:

@@ -94,7 +94,7 @@ class BackendPool:
         return states == {BackendState.MISMATCH}
 
     def choose_model(self, asked: str) -> str:
-        """Choose the model's name; empty while none is known. Raises NotFound; InvalidArgument when it has to be set."""
+        """Choose the model's name; empty while none is known. Raises NotFound; InvalidArgument when it must be set."""
         if asked and self._models and asked not in self._models:
             raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
         served = [asked] if asked else [name for name in self._models if self.ready(name)] or list(self._models)
