@@ -55,12 +55,12 @@ class StopStrings:
         return ReadyText(pending[: len(pending) - held])
 
     def finish(self, text: str, matched: str | None) -> ReadyText:
-        """Return the rest. `matched`: a stop string that the engine found at the very end; it is cut even if not ours."""
+        """Return the rest. `matched`: a stop string that the engine found at the end; it is cut even if not ours."""
         before = self.matched
-        emission = self.push(text)
-        rest, self._held = emission.text + self._held, ""
+        ready = self.push(text)
+        rest, self._held = ready.text + self._held, ""
         if self.matched is not None or matched is None or before is not None:
-            return ReadyText(rest, emission.matched)
+            return ReadyText(rest, ready.matched)
         self.matched = matched
         place = rest.rfind(matched)
         if place < 0:
