@@ -34,7 +34,7 @@ function oneOf(known, value) {
   return known[value];
 }
 
-// Fields whose form differs: name -> the fields of GenerationConfig that stand for a value.
+// Fields with another form on the wire: name -> a function from a value to fields of GenerationConfig.
 const FORMS = {
   early_stopping: (value) => ({ early_stopping: oneOf(EARLY_STOPPING, String(value)) }),
   num_assistant_tokens_schedule: (value) => ({

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, connect, nobody_answers
+from penstock.cli.client.connection import ConnectionConfig, connect, no_answer
 from penstock.cli.console import console, say
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT
@@ -79,7 +79,7 @@ async def _ask(config: DebugConfig) -> State:
         try:
             await asyncio.wait_for(channel.channel_ready(), config.connect_timeout_seconds)
         except TimeoutError:
-            raise nobody_answers(config) from None
+            raise no_answer(config) from None
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         try:
             answer = await stub.DumpState(

@@ -161,7 +161,7 @@ class ServerConfig(TransportConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelConfig(TransportConfig):
-    """Configuration of calls to other processes; callers inherit it: `class RouterConfig(ServerConfig, ChannelConfig)`."""
+    """Configuration of calls to other processes; callers inherit it: `RouterConfig(ServerConfig, ChannelConfig)`."""
 
     channel_tls: bool = option(False, "Use TLS towards other services (system CAs).", group=CHANNELS)
     channel_tls_ca: str | None = option(None, "Use TLS; trust this CA (PEM).", group=CHANNELS, metavar="FILE")

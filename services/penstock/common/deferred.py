@@ -23,9 +23,9 @@ _lock = threading.RLock()
 def defer(names: Collection[str]) -> None:
     """Load the modules of these full names (`package.module`) when they are used, from now on in this process.
 
-    Modules that are loaded already stay so; names that do not exist are harmless. Registrations that a module makes when
-    it is loaded are missing until then. While a module is loaded, other threads that read it wait, even amid imports
-    of their own: so it is not for modules that threads load and import at once.
+    Modules that are loaded already stay so; names that do not exist are harmless. Registrations that a module makes
+    when it is loaded are missing until then. While a module is loaded, other threads that read it wait, even amid
+    imports of their own: so it is not for modules that threads load and import at once.
     """
     finder = _Finder(frozenset(names))
     if finder not in sys.meta_path:

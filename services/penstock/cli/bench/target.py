@@ -15,7 +15,7 @@ import grpc
 from penstock_client import ClientConfig
 
 from penstock.cli.bench.config import BenchConfig, lengths
-from penstock.cli.client.connection import nobody_answers
+from penstock.cli.client.connection import no_answer
 from penstock.common.errors import (
     DeadlineExceeded,
     NotFound,
@@ -138,7 +138,7 @@ class Target:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), self._config.connect_timeout_seconds)
         except TimeoutError:
-            raise nobody_answers(self._config) from None
+            raise no_answer(self._config) from None
 
     async def vocab_size(self) -> int:
         """Ask for the model's vocabulary size. Raises PenstockError; StartupError at the address of another service."""

@@ -44,7 +44,7 @@ def open_client(config: ConnectionConfig) -> Client:
         client.wait_ready()
     except Unavailable:
         client.close()
-        raise nobody_answers(config) from None
+        raise no_answer(config) from None
     return client
 
 
@@ -76,11 +76,11 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
         raise StartupError(str(error), flag="--tls-ca") from error
 
 
-def nobody_answers(config: ConnectionConfig) -> StartupError:
+def no_answer(config: ConnectionConfig) -> StartupError:
     """Make the error for an address without an answer: it is wrong, or no server runs there."""
     from penstock.common.errors import StartupError
 
-    return StartupError(f"nobody answers at {config.address}; is `penstock serve` running?", flag="--address")
+    return StartupError(f"no server answers at {config.address}; is `penstock serve` running?", flag="--address")
 
 
 def _flag_of(config: ConnectionConfig, file: object) -> str:

@@ -119,7 +119,7 @@ class SamplingConfig:
     )
 
     def request_options(self) -> GenerationOptions:
-        """Make penstock_client's keyword options from those that are set. Raises StartupError for an unknown --option."""
+        """Make penstock_client's keyword options from those that are set. Raises StartupError for a bad --option."""
         apart = {"stop", "stats", "others", "choice"}
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         given: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
