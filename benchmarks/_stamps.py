@@ -106,7 +106,12 @@ def stamp_router() -> None:
     wrap(
         BackendSession, "_on_delta", lambda _, one, *__: first(_of_id(one.state.spec.request_id)), "router: token read"
     )
-    wrap(Detokenizer, "_open", lambda _, __, piece: _of_id(piece.sequence.sink.spec.request_id), after="router: decode")
+    wrap(
+        Detokenizer,
+        "_open",
+        lambda _, __, piece: _of_id(piece.sequence.receiver.spec.request_id),
+        after="router: decode",
+    )
     text = _once()
     wrap(RequestState, "on_text", lambda state, *_: text(_of_id(state.spec.request_id)), before="router: text")
     begun, ended = _once(), _once()

@@ -41,7 +41,7 @@ export async function* chat(client, request, { deadlineSeconds = 60 } = {}) {
   if (!finished) throw new Error("the stream ended without Finished");
 }
 
-// The server's status and what it says of the field, on stderr.
+// Writes the server's status and its message about the field to stderr.
 export function reportFailure(error) {
   const status = Object.keys(grpc.status).find((name) => grpc.status[name] === error.code);
   console.error(`${status ?? "ERROR"}: ${error.details ?? error.message}`);

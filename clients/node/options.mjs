@@ -21,7 +21,7 @@ function oneOf(known, value) {
   return known[value];
 }
 
-// Form of the option table -> the fields that stand for a value of option `name`.
+// Form of the option table -> a function from an option's name and value to fields of the message.
 const FORMS = {
   plain: (name, value) => ({ [name]: value }),
   numbers: (name, value) => ({ [name]: value }),

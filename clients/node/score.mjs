@@ -1,4 +1,4 @@
-// Which of several continuations of a prompt is the likeliest? One line each, the likeliest first.
+// Ranks several continuations of a prompt: one line each, the likeliest first.
 //
 //   node score.mjs [--address localhost:50050] "The capital of France is" " Paris" " Rome"
 //

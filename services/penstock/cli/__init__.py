@@ -1,1 +1,1 @@
-"""The `penstock` command."""
+"""Command line `penstock`."""

@@ -1,4 +1,4 @@
-"""The commands of `penstock`. Imports what --help needs and nothing else; each command imports its own work."""
+"""Commands of `penstock`. The module imports only what --help needs; each command imports its own work."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ app = typer.Typer(
 
 
 class ServeGroup(TyperGroup):
-    """`serve [MODEL]` runs everything, `serve tokenizer|generation|router` one service.
+    """Group of serve: `serve [MODEL]` runs the tree, `serve tokenizer|generation|router` one service.
 
-    The commands are made when one is called: they need the configurations of all services. A first word that names no
-    service is the MODEL of the whole tree.
+    The commands are made when one is called, since they need the configurations of all services. A first word that
+    names no service is the MODEL of the tree.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -213,7 +213,7 @@ _watermark.command("detect", epilog=WATERMARK_EPILOG)(
 
 @_watermark.callback()
 def _watermark_root() -> None:
-    """Keeps `detect` a command of its own."""
+    """Keep `detect` a command of its own."""
 
 
 app.add_typer(_watermark, name="watermark", help="Watermarks of generated text.")
@@ -268,7 +268,7 @@ def _pack(given: Overrides) -> None:
     from penstock.cli.pack import run_pack
     from penstock.common.logging import configure_logging
 
-    # Standard output is for the result; until this is called, warnings go there, too.
+    # Standard output is for the result; before this call warnings go there, too.
     configure_logging("pack", level="warning")
     output = given.pop("output", None)
     run_pack(str(given.pop("folder")), None if output is None else str(output), given)

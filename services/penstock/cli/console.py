@@ -1,4 +1,4 @@
-"""What the command line writes: facts to stdout, one line an error to stderr."""
+"""Output of the command line: facts to stdout, one line for an error to stderr."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ STARTUP_EXIT_CODE = 2
 
 @cache
 def console() -> Console:
-    """The terminal; imported late, since --version does not need it."""
+    """Return the terminal; rich is imported late, since --version does not need it."""
     from rich.console import Console
 
     return Console(highlight=False)
 
 
 def say(line: str = "") -> None:
-    """One plain line, at once, even into a pipe."""
+    """Write one plain line at once, even into a pipe."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def complain(line: str) -> None:
-    """One line to stderr."""
+    """Write one line to stderr."""
     sys.stderr.write(f"penstock: {line}\n")
     sys.stderr.flush()
 
 
 def startup_line(error: StartupError) -> str:
-    """The error in one line that names the flag."""
+    """Format the error as one line that names the flag."""
     message = " ".join(error.message.split())
     return message if error.flag is None or error.flag in message else f"{message} (change {error.flag})"

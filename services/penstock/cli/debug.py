@@ -1,4 +1,4 @@
-"""`penstock debug state`: what a generation service's engine holds and does. Light: the command line imports it."""
+"""Command `penstock debug state`: the state of a generation service's engine. Light: the command line imports it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, connect, nobody_answers
+from penstock.cli.client.connection import ConnectionConfig, connect, no_answer
 from penstock.cli.console import console, say
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT
@@ -27,9 +27,9 @@ _SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "draf
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig(ConnectionConfig):
-    """A generation service, how to reach it, and how to show what it says."""
+    """Configuration: a generation service, the connection to it, and the form of the output."""
 
-    # Variables of their own: those of the plain names are the router's address, and the file of `penstock bench`.
+    # These options have variables of their own: the plain names' are the router's address and `penstock bench`'s file.
     address: str = option(
         f"127.0.0.1:{GENERATION_PORT}",
         "host:port of the generation service.",
@@ -50,7 +50,7 @@ class DebugConfig(ConnectionConfig):
 
 
 def run_state(given: Overrides) -> None:
-    """Ask and show. Raises StartupError when nobody answers, and the service's PenstockError."""
+    """Ask for the state and show it. Raises StartupError without an answer, and the service's PenstockError."""
     from penstock.common.config import from_env_and_flags
 
     config = from_env_and_flags(DebugConfig, given)
@@ -79,7 +79,7 @@ async def _ask(config: DebugConfig) -> State:
         try:
             await asyncio.wait_for(channel.channel_ready(), config.connect_timeout_seconds)
         except TimeoutError:
-            raise nobody_answers(config) from None
+            raise no_answer(config) from None
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         try:
             answer = await stub.DumpState(
@@ -94,7 +94,7 @@ async def _ask(config: DebugConfig) -> State:
 
 
 def _with_numbers(state: State) -> State:
-    """JSON of protobuf has 64-bit integers as text."""
+    """Turn texts into numbers: JSON of protobuf has 64-bit integers as text."""
     state["counters"] = {name: int(value) for name, value in sorted(state["counters"].items())}
     state["config"] = dict(sorted(state["config"].items()))
     state["pool"]["references"] = int(state["pool"]["references"])
@@ -134,7 +134,7 @@ def _rows_table(step: State) -> Table:
 
 
 def _groups_table(title: str, groups: list[State], more: int) -> Table:
-    """A line per sequence; those of the request stand in its first."""
+    """Make the table: a line for each sequence; facts of the request stand in its first line."""
     rows: list[list[Any]] = []
     for group in groups:
         facts = [group[name] for name in ("request", "state", "decoding", "priority")]

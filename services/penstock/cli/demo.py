@@ -1,4 +1,4 @@
-"""`penstock demo`, which `make demo` runs: the whole stack, one answer, its timings."""
+"""Command `penstock demo`, which `make demo` runs: the whole stack, one answer, its timings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOP_SECONDS = 60.0
 
 
 def run_demo() -> int:
-    """Start, answer, show, stop; returns the exit code. Raises StartupError when the stack cannot start."""
+    """Start, answer, show, stop; return the exit code. Raises StartupError when the stack cannot start."""
     allow_any_text()
     say("Starting tokenizer, generation and router on the embedded model …")
     with running_stack() as ready:
@@ -62,7 +62,7 @@ def _addresses(ready: Report) -> Table:
 
 @contextlib.contextmanager
 def running_stack() -> Iterator[Report]:
-    """`penstock serve` on free ports as a child; its READY report. It is drained and gone afterwards."""
+    """Run `penstock serve` on free ports as a child, and yield its READY report; drain and end it afterwards."""
     read_end, write_end = os.pipe()
     command = [sys.executable, "-P", "-m", "penstock.cli.main", "serve", "--port", "0", "--metrics-port", "0"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`penstock env`: what a bug report needs to say about the machine."""
+"""Command `penstock env`: facts about the machine for a bug report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.common.units import format_size
 PACKAGES = (
     "penstock", "grpcio", "protobuf", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy",
 )  # fmt: skip
-# What decides how fast a CPU multiplies matrices.
+# CPU features that decide the speed of matrix products.
 CPU_FLAGS = (
     "avx2",
     "fma",
@@ -38,7 +38,7 @@ def run_env() -> None:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Everything known, in order."""
+    """Return all facts, in order."""
     for package in PACKAGES:
         yield package, _version(package)
     yield "python", f"{platform.python_version()} ({sys.executable})"
@@ -91,7 +91,7 @@ def _torch() -> Iterator[tuple[str, str]]:
 
 
 def _kernels() -> str:
-    """The C++ kernels that a service would use."""
+    """Name the C++ kernels that a service would use."""
     from penstock.generation.devices.native import library
     from penstock.generation.devices.native.build import is_supported
 
@@ -104,7 +104,7 @@ def _kernels() -> str:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """`name : value` lines of a /proc file, the first of each name; empty where there is no such file."""
+    """Read `name : value` lines of a /proc file, the first of each name; empty without such a file."""
     if not path.is_file():
         return {}
     found: dict[str, str] = {}

@@ -22,10 +22,10 @@ def command(
     *,
     first: Iterable[inspect.Parameter] = (),
 ) -> Callable[..., None]:
-    """A function for `typer.Typer.command` with one parameter per option, after those of `first`.
+    """Make a function for `typer.Typer.command` with one parameter per option, after those of `first`.
 
-    It calls `run` with what was given, as text, by field name; options that repeat come as lists. Reading and checking
-    is the configuration's (`from_env_and_flags`), so a flag and its variable are treated alike.
+    It calls `run` with the values on the command line, as text, by field name; options that repeat come as lists. The
+    configuration parses and checks them (`from_env_and_flags`), so a flag and its variable are treated alike.
     """
     chosen = list(options)
     parameters = [*first, *(parameter for option in chosen for parameter in _parameters(option))]
@@ -71,9 +71,9 @@ def _option(option: BoundOption) -> Any:
 
 
 def as_flags(option: BoundOption, value: Any) -> list[str]:
-    """What was given to one command, as arguments of another."""
+    """Make arguments of another command from a value of this one."""
     if option.is_bool:
-        # The default, too: the other command may have a variable that says otherwise.
+        # The default is passed, too: the other command may have a variable with another value.
         return [option.flag] if value is True else [option.negative_flag] if option.negative_flag else []
     flag = "--model" if option.flag == MODEL_ARGUMENT else option.flag
     return [part for one in (value if isinstance(value, list) else [value]) for part in (flag, str(one))]
@@ -91,7 +91,7 @@ def _annotation(option: BoundOption) -> Any:
 
 
 def shown_default(option: BoundOption) -> str:
-    """The default as one would write it on the command line; empty when there is none."""
+    """Return the default as on the command line; empty when there is none."""
     default = option.default
     if default is None and option.metavar.endswith("|auto"):
         return "auto"

@@ -1,4 +1,4 @@
-"""`penstock health`: for people and for container health checks."""
+"""Command `penstock health`, for people and for container health checks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def run_health(addresses: list[str], timeout: float, tls_ca: str | None) -> int:
-    """One line per address; 0 when all are SERVING, else 1. Raises StartupError for an unreadable file."""
+    """Print one line per address; return 0 when all are SERVING, else 1. Raises StartupError for an unreadable file."""
     try:
         return asyncio.run(_check_all(addresses, timeout, ChannelConfig(channel_tls_ca=tls_ca)))
     except StartupError as error:
-        # Services have this flag under a longer name.
+        # Services have a longer name for this flag.
         raise StartupError(error.message.replace("--channel-tls-ca", "--tls-ca"), flag="--tls-ca") from error
 
 
@@ -32,7 +32,7 @@ async def _check_all(addresses: list[str], timeout: float, config: ChannelConfig
 
 
 async def _check(address: str, timeout: float, config: ChannelConfig) -> str:
-    """The status's name, or why there is none."""
+    """Return the status's name, or the reason for which there is none."""
     async with open_channel(address, config) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)

@@ -1,4 +1,4 @@
-"""What --help looks like where typer leaves no choice."""
+"""Form of --help where typer leaves no choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typer import rich_utils
 
 
 class _Folding(rich_utils.OptionHighlighter):
-    """Colours flags as typer does. One that is wider than its column goes on in the next line instead of being cut."""
+    """Highlighter that colours flags as typer does. A flag wider than its column is folded instead of cut."""
 
     def highlight(self, text: Text) -> None:
         """See Highlighter."""
@@ -16,7 +16,7 @@ class _Folding(rich_utils.OptionHighlighter):
 
 
 class _FoldingNegative(rich_utils.NegativeOptionHighlighter):
-    """The same for --no-... ."""
+    """Highlighter of the same kind for --no-... ."""
 
     def highlight(self, text: Text) -> None:
         """See Highlighter."""
@@ -25,6 +25,6 @@ class _FoldingNegative(rich_utils.NegativeOptionHighlighter):
 
 
 def fold_long_flags() -> None:
-    """For every help that this process prints."""
+    """Fold long flags in every help text that this process prints."""
     rich_utils.highlighter = _Folding()
     rich_utils.negative_highlighter = _FoldingNegative()

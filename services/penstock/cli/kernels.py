@@ -1,4 +1,4 @@
-"""`penstock build-kernels`: the optional C++ kernels."""
+"""Command `penstock build-kernels`: the optional C++ kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.common.units import format_size
 
 
 def run_build_kernels(*, system: bool) -> None:
-    """Build into the user's cache or the environment's folder, load, and say what will run. Raises StartupError."""
+    """Build into the user's cache or the environment's folder, load, and print the kernels. Raises StartupError."""
     from penstock.generation.devices.native import library
     from penstock.generation.devices.native.build import build, find
     from penstock.generation.devices.native.build_cache import UNUSED_DAYS, remove_unused
@@ -31,5 +31,5 @@ def run_build_kernels(*, system: bool) -> None:
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    """Ends as Ctrl-C does: compilers and what they wrote go, too."""
+    """End as Ctrl-C does: compilers are stopped, and their files removed."""
     sys.exit(128 + number)

@@ -14,20 +14,20 @@ def main() -> None:
     """Run the command line; never returns. Tracebacks only with --debug."""
     prepare_environment()
     if sys.argv[1:] == ["--version"]:
-        # The one answer that needs neither typer nor grpc.
+        # The only answer that needs neither typer nor grpc.
         from penstock import __version__
 
         sys.stdout.write(f"penstock {__version__}\n")
         sys.exit(0)
     if sys.argv[1:2] == ["serve"]:
-        # Until the service takes over, there is nothing to drain: a stop while torch is imported is a clean one.
+        # Until the service takes over there is no work to drain: a stop while torch is imported is a clean one.
         signal.signal(signal.SIGTERM, _stop)
     sys.exit(_run("--debug" in sys.argv))
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    # Not by an exception: one that falls into a callback, such as those of the import system, is printed and forgotten,
-    # and the stop with it.
+    # No exception: in a callback, such as the import system's, it would be printed and forgotten, and the stop with
+    # it.
     os._exit(0)
 
 
@@ -42,7 +42,7 @@ def _run(debug: bool) -> int:
         from penstock.cli.app import app
 
         if {"-h", "--help"} & set(sys.argv):
-            # Brings what only a help needs.
+            # Imports modules that only a help text needs.
             from penstock.cli.help_text import fold_long_flags
 
             fold_long_flags()
@@ -59,7 +59,7 @@ def _run(debug: bool) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """One line to stderr, and the exit code."""
+    """Write one line to stderr, and return the exit code."""
     from penstock.cli.console import STARTUP_EXIT_CODE, complain, startup_line
     from penstock.common.errors import PenstockError, StartupError
 

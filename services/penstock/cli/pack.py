@@ -1,4 +1,4 @@
-"""`penstock pack`: a checkpoint in the layout of the C++ kernels."""
+"""Command `penstock pack`: a checkpoint in the layout of the C++ kernels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def run_pack(model: str, output: str | None, given: Overrides) -> None:
-    """Write the folder `output`, or with --check read `model`. Raises StartupError."""
+    """Write the folder `output`, or with --check verify `model`. Raises StartupError."""
     config = from_env_and_flags(PackConfig, given)
-    # An empty one, as an unset variable of a shell gives, would be the working folder.
+    # An empty path, such as a shell's unset variable, would be the working folder.
     if config.check == bool(output):
         wanted = "--check takes no OUTPUT: nothing is written" if config.check else "OUTPUT is missing"
         raise StartupError(wanted, flag="OUTPUT")
@@ -51,7 +51,7 @@ def run_pack(model: str, output: str | None, given: Overrides) -> None:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """On a terminal a bar for each task, on standard error."""
+    """Show a bar for each task on standard error, if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 

@@ -11,7 +11,7 @@ FORMAT, WRITING = "Format", "Writing"
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """As what weights are packed, and what may be replaced."""
+    """Configuration: the type of the packed weights, and leave to replace files."""
 
     dtype: str = option("auto", "float32, bfloat16, or auto: the checkpoint's where it runs well.", group=FORMAT)
     quantization: str = option("none", "Weights of the linear layers as int8 or int4; none: as --dtype.", group=FORMAT)

@@ -1,4 +1,4 @@
-"""The page docs/reference/configuration.md, made from the configurations by `make docs`."""
+"""Text of docs/reference/configuration.md, made from the configurations by `make docs`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ These concern the router only, since the other processes listen on free loopback
 
 
 def configuration_markdown() -> str:
-    """The whole file."""
+    """Make the whole page."""
     return "\n".join([HEAD, *_sections()])
 
 

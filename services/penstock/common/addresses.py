@@ -1,4 +1,4 @@
-"""Addresses of servers: how they are written, and whether one is free."""
+"""Addresses of servers: their written form, and a check that a port is free."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from penstock.common.errors import StartupError
 
 @dataclass(frozen=True)
 class BoundAddresses:
-    """Addresses at which a process answers, `host:port` each; `metrics` is None when there is none."""
+    """Addresses at which a process answers, each `host:port`; `metrics` is None without a metrics endpoint."""
 
     grpc: str
     metrics: str | None
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets."""
+    """Join to `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def require_free_port(host: str, port: int, flag: str) -> None:
-    """Raises StartupError naming `flag` (or --host) when nothing can listen there. Port 0 is always free."""
+    """Check that a server can listen there. Port 0 is always free. Raises StartupError naming `flag` (or --host)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""Where a model is: the embedded one, a folder, or a Hugging Face hub id."""
+"""Place of a model: the embedded one, a folder, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PATH_PREFIXES = ("/", "./", "../", "~")
 
 
 def demo_folder() -> Path:
-    """The embedded model's folder."""
+    """Return the embedded model's folder."""
     return Path(str(resources.files("penstock") / "assets" / "demo"))
 
 
 def model_name(model: str | Path | None) -> str:
-    """The name clients use: `penstock-demo`, the hub id, or the folder's own name."""
+    """Return the name that clients use: `penstock-demo`, the hub id, or the folder's own name."""
     if model is None or Path(model) == demo_folder():
         return DEMO_MODEL_NAME
     path = Path(model).expanduser()
@@ -31,7 +31,7 @@ def model_name(model: str | Path | None) -> str:
 
 
 def source_name(folder: Path) -> str:
-    """What a checkpoint's folder is known by: `owner/name@commit` in the hub's cache, else its own name."""
+    """Return the name of a checkpoint's folder: `owner/name@commit` in the hub's cache, else its own name."""
     folder = folder.resolve()
     kind, _, repo = folder.parent.parent.name.partition("--")
     if folder.parent.name == "snapshots" and kind == "models" and repo:
@@ -40,9 +40,10 @@ def source_name(folder: Path) -> str:
 
 
 def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callable[[str], None] | None = None) -> Path:
-    """The folder of `model`: None is the embedded one; then an existing folder; then a hub id (`owner/name@revision`).
+    """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
 
-    From the hub come safetensors, JSON, Jinja and vocabulary files only. Raises StartupError naming MODEL.
+    A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and vocabulary files are downloaded. Raises
+    StartupError naming MODEL.
     """
     if model is None:
         return _checked(demo_folder(), "the embedded model")
@@ -60,7 +61,7 @@ def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callab
 
 
 def _missing(path: Path) -> str:
-    """Says where the folder was looked for, unless that is what was asked for."""
+    """Make the error text, with the absolute path of the missing folder when MODEL is not absolute itself."""
     where = path.resolve()
     return "no such folder" if where == path else f"no such folder ({where})"
 

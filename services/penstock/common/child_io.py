@@ -1,4 +1,4 @@
-"""How a parent and its child processes talk: JSON messages, each behind four bytes of length, over pipes."""
+"""Exchange of a parent with its child processes: JSON messages, each behind four bytes of length, over pipes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LENGTH = struct.Struct("<I")
 
 
 def pack(message: Any) -> bytes:
-    """A message as it travels."""
+    """Encode a message with its length in front."""
     body = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return _LENGTH.pack(len(body)) + body
 
 
 def read(stream: BinaryIO) -> Any:
-    """The next message; raises EOFError at the end of the stream."""
+    """Read the next message. Raises EOFError at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -36,7 +36,7 @@ def _unpack(body: bytes) -> Any:
 
 
 def claim_stdout() -> BinaryIO:
-    """The child's end for answers. Whatever libraries print goes to stderr from now on."""
+    """Return the child's pipe for answers. Output of libraries goes to stderr from now on."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -53,7 +53,7 @@ def forbid_torch() -> None:
 
 
 class Child:
-    """The parent's view of a child process, which answers in order. Used from one event loop."""
+    """Child process, as seen by its parent. It answers in order. Belongs to one event loop."""
 
     def __init__(self, transport: asyncio.SubprocessTransport, wire: _Wire) -> None:
         self._transport = transport
@@ -67,8 +67,8 @@ class Child:
     async def spawn(cls, module: str, environment: dict[str, str]) -> Child:
         """Start `python -m module`: a new program, not a fork, since grpc's threads do not survive forks.
 
-        In a session of its own: Ctrl-C and signals to the parent's group are for the parent, which still needs its
-        children to drain. They end with the parent, whatever ends it: their pipe from it ends.
+        It has a session of its own: Ctrl-C and signals to the parent's group are for the parent, which still needs its
+        children to drain. Children end with the parent, even a killed one, because their pipe from it ends.
         """
         command = (sys.executable, "-m", module)
         loop = asyncio.get_running_loop()
@@ -91,18 +91,18 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; minus the number of the signal that ended it."""
+        """Exit code; None while it runs, minus the number of the signal that ended it."""
         return self._transport.get_returncode()
 
     @property
     def ended(self) -> asyncio.Future[None]:
-        """Done once it answers no more; its status follows."""
+        """Future that is done once it answers no more; its status follows."""
         return self._wire.ended
 
     def send(self, message: bytes, on_answer: Callable[[Any], None]) -> None:
-        """Send what `pack` made; `on_answer` is called with the answer, unless the child ends before (`ended`).
+        """Send a packed message; `on_answer` is called with the answer, unless the child ends before (`ended`).
 
-        Nothing is bounded here: the caller sends no more than a few at a time.
+        Nothing is bounded here: the caller must send no more than a few at a time.
         """
         self._wire.waiting.append(on_answer)
         self._requests.write(message)
@@ -123,7 +123,7 @@ class Child:
         raise ChildEnded
 
     async def wait_status(self) -> None:
-        """Once it has ended: wait a moment for `returncode`, which says why."""
+        """Wait a moment for `returncode`, once the child has ended."""
         await asyncio.wait((self._wire.exited,), timeout=1.0)
 
     async def kill(self) -> None:
@@ -135,13 +135,13 @@ class Child:
 
 
 class _Wire(asyncio.SubprocessProtocol):
-    """Takes the answers apart."""
+    """Protocol of the pipes: it takes the answers apart."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[None] = loop.create_future()
-        # Who gets the next answers.
+        # Receivers of the next answers, in order.
         self.waiting: deque[Callable[[Any], None]] = deque()
         self._received = bytearray()
 

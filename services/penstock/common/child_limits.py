@@ -1,4 +1,4 @@
-"""Limits that a child process puts on itself before it takes work that somebody else wrote."""
+"""Limits that a child process puts on itself before it runs code of others, such as a chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import resource
 
 
 def limit_memory(headroom_bytes: int) -> None:
-    """Allow this much address space beyond what is mapped now."""
+    """Allow so many bytes of address space beyond the present ones."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     limit = mapped + headroom_bytes
@@ -14,9 +14,9 @@ def limit_memory(headroom_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process once it has used this much more CPU, whatever became of the parent.
+    """Make the kernel end this process once it has used so many more seconds of CPU, even without its parent.
 
-    In whole seconds, so up to one more.
+    The kernel counts whole seconds, so it may be up to one more.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 1

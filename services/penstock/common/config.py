@@ -1,4 +1,4 @@
-"""What every process can be configured with."""
+"""Configuration that every process has."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
-    """What both ends of a connection need."""
+    """Configuration of both ends of a connection."""
 
     max_message_bytes: int = option(16 << 20, "Largest message sent or received.", group=LIMITS, minimum=1024)
     keepalive_seconds: float = option(
@@ -63,7 +63,7 @@ class TransportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(TransportConfig):
-    """One gRPC server with its metrics endpoint. Port 0 takes a free port."""
+    """Configuration of a gRPC server with its metrics endpoint. Port 0 takes a free port."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=NETWORK)
     port: int = option(0, "gRPC port; 0 takes a free one.", group=NETWORK, minimum=0, maximum=65535)
@@ -138,7 +138,7 @@ class ServerConfig(TransportConfig):
 
     @property
     def receive_limit_bytes(self) -> int:
-        """Largest message that a caller may send."""
+        """Largest message that a caller may send, in bytes."""
         return self.max_message_bytes
 
     @property
@@ -146,7 +146,7 @@ class ServerConfig(TransportConfig):
         return self.tls_cert is not None
 
     def validate(self) -> None:
-        """Raises StartupError for options that do not go together. Subclasses call super().validate() first."""
+        """Check the options together. Subclasses call super().validate() first. Raises StartupError."""
         if (self.tls_cert is None) != (self.tls_key is None):
             missing, given = ("--tls-key", "--tls-cert") if self.tls_cert else ("--tls-cert", "--tls-key")
             raise StartupError(f"{given} needs {missing}", flag=missing)
@@ -161,7 +161,7 @@ class ServerConfig(TransportConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelConfig(TransportConfig):
-    """How a process calls others; one that does inherits it: `class RouterConfig(ServerConfig, ChannelConfig)`."""
+    """Configuration of calls to other processes; callers inherit it: `RouterConfig(ServerConfig, ChannelConfig)`."""
 
     channel_tls: bool = option(False, "Use TLS towards other services (system CAs).", group=CHANNELS)
     channel_tls_ca: str | None = option(None, "Use TLS; trust this CA (PEM).", group=CHANNELS, metavar="FILE")
@@ -180,9 +180,9 @@ class ChannelConfig(TransportConfig):
 
 
 def from_env_and_flags(cls: type[C], overrides: Mapping[str, object] | None = None) -> C:
-    """The configuration `cls` from flags, PENSTOCK_* variables and defaults, validated.
+    """Make the configuration `cls` from flags, PENSTOCK_* variables and defaults, and validate it.
 
-    `overrides` is keyed by field name; None means not given, text is parsed. Raises StartupError naming the flag.
+    `overrides` is keyed by field name; None means absent, text is parsed. Raises StartupError naming the flag.
     """
     config = load(cls, overrides or {}, current_environment())
     if isinstance(config, ServerConfig):

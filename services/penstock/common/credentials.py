@@ -18,13 +18,13 @@ def _read(path: str, flag: str) -> bytes:
     except OSError as error:
         raise StartupError(f"{flag} {path}: {error.strerror}", flag=flag) from error
     if not data:
-        # Python's ssl takes no CAs for the system's, and a file that is being replaced may be empty for a moment.
+        # For an empty text Python's ssl takes the system's CAs, and a file that is replaced may be empty for a moment.
         raise StartupError(f"{flag} {path}: is empty", flag=flag)
     return data
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    """None for plaintext. Raises StartupError naming the file's flag."""
+    """Make a server's credentials for grpc; None for plaintext. Raises StartupError naming the file's flag."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     key, chain = _read(config.tls_key, "--tls-key"), _read(config.tls_cert, "--tls-cert")
@@ -35,14 +35,14 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext:
-    """The same for asyncio. Raises StartupError naming the file's flag, OSError for files that are not PEM."""
+    """Make the server's credentials for asyncio. Raises StartupError naming the file's flag, OSError for a bad PEM."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
     for path, flag in ((config.tls_cert, "--tls-cert"), (config.tls_key, "--tls-key")):
         _read(path or "", flag)
     chain, key = (Path(path or "").expanduser() for path in (config.tls_cert, config.tls_key))
-    # Without a password OpenSSL would ask the terminal for that of an encrypted key, and the start would hang.
+    # An explicit empty password: for an encrypted key OpenSSL would ask the terminal, and the start would hang.
     context.load_cert_chain(chain, key, password="")
     if config.tls_client_ca is not None:
         roots = _read(config.tls_client_ca, "--tls-client-ca")
@@ -56,7 +56,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext:
 
 
 def channel_credentials(config: ChannelConfig) -> grpc.ChannelCredentials | None:
-    """None for plaintext. Raises StartupError naming the file's flag."""
+    """Make a channel's credentials for grpc; None for plaintext. Raises StartupError naming the file's flag."""
     if not (config.channel_tls or config.channel_tls_ca or config.channel_tls_cert):
         return None
     ca, cert, key = config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key
@@ -68,7 +68,7 @@ def channel_credentials(config: ChannelConfig) -> grpc.ChannelCredentials | None
 
 
 def channel_tls_context(config: ChannelConfig) -> ssl.SSLContext | None:
-    """The same for asyncio; None for plaintext. Raises StartupError naming the file's flag."""
+    """Make a channel's credentials for asyncio; None for plaintext. Raises StartupError naming the file's flag."""
     if not (config.channel_tls or config.channel_tls_ca or config.channel_tls_cert):
         return None
     ca, cert, key = config.channel_tls_ca, config.channel_tls_cert, config.channel_tls_key
@@ -88,13 +88,13 @@ def channel_tls_context(config: ChannelConfig) -> ssl.SSLContext | None:
 
 
 def _certificates(path: str) -> str:
-    """Comments between the certificates may be in any encoding."""
+    """Keep the certificates of a PEM file: comments between them may be in any encoding."""
     return _read(path, "--channel-tls-ca").decode("ascii", "ignore")
 
 
 def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
     try:
-        # Without a password OpenSSL would ask the terminal for that of an encrypted key.
+        # An explicit empty password: for an encrypted key OpenSSL would ask the terminal.
         context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser() if key else None, password="")
     except (OSError, ssl.SSLError) as error:
         flag = "--channel-tls-cert"
@@ -102,17 +102,17 @@ def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
 
 
 def check_channel_files(config: ChannelConfig) -> None:
-    """Raises StartupError naming the flag of a file that no connection could be made with now."""
+    """Check that connections can be made with the present files. Raises StartupError naming the flag of a bad one."""
     channel_tls_context(config)
     if config.channel_token_file is not None:
         TokenFile(config.channel_token_file, "--channel-token-file")
 
 
 class TokenFile:
-    """The tokens of a file, one a line, re-read when the file changes so that they can be rotated without a restart."""
+    """Tokens of a file, one a line, re-read when the file changes so that they can be rotated without a restart."""
 
     def __init__(self, path: str, flag: str) -> None:
-        """Raises StartupError when the file cannot be read or holds no token."""
+        """Read the file. Raises StartupError when it cannot be read or holds no token."""
         self._path = Path(path).expanduser()
         self._stamp: tuple[int, int] | None = None
         self._tokens: list[bytes] = []
@@ -135,12 +135,12 @@ class TokenFile:
         try:
             self._refresh()
         except OSError:
-            # A file that is gone for a moment (an atomic replacement, a remount) must not lock everyone out.
+            # A file that is gone for a moment (an atomic replacement, a remount) must not lock all callers out.
             return self._tokens
         return self._tokens
 
     def accepts(self, authorization: str | bytes | None) -> bool:
-        """True when the `authorization` metadata is `Bearer` and one of the tokens. In constant time."""
+        """True when the `authorization` metadata is `Bearer` and one of the tokens. The time is constant."""
         if authorization is None:
             return False
         given = authorization.encode() if isinstance(authorization, str) else authorization
@@ -150,7 +150,7 @@ class TokenFile:
         return any(hmac.compare_digest(token.strip(), known) for known in self._current())
 
     def authorization(self) -> str:
-        """The metadata value to send: the first token. Raises Unauthenticated when the file holds none any more."""
+        """Metadata value to send: the first token. Raises Unauthenticated when the file holds none any more."""
         tokens = self._current()
         if not tokens or not tokens[0].isascii():
             raise Unauthenticated("the bearer token file holds no token", reason="NO_TOKEN")

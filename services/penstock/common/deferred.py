@@ -1,8 +1,8 @@
-"""Modules that are loaded when something of theirs is first asked for, not when they are imported, or not at all.
+"""Deferred modules: they are loaded when an attribute of theirs is first read, not when they are imported.
 
-For what other packages import for whoever may want it, which costs every process memory and time to start. The standard
-library's LazyLoader would load such a module when it is imported a second time; this one does so only when an attribute
-of it is asked for.
+It is for modules that other packages import in case they are needed, which cost every process memory and time to
+start. The standard library's LazyLoader would load such a module when it is imported a second time; this one loads it
+only when an attribute is read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _lock = threading.RLock()
 def defer(names: Collection[str]) -> None:
     """Load the modules of these full names (`package.module`) when they are used, from now on in this process.
 
-    Modules that are loaded already stay so; names that do not exist are harmless. What they register as they are loaded
-    is missing until then. While one is loaded another thread that asks for it waits, whatever it imports itself just
-    then: so not for modules that threads load and import at once.
+    Modules that are loaded already stay so; names that do not exist are harmless. Registrations that a module makes
+    when it is loaded are missing until then. While a module is loaded, other threads that read it wait, even amid
+    imports of their own: so it is not for modules that threads load and import at once.
     """
     finder = _Finder(frozenset(names))
     if finder not in sys.meta_path:
@@ -33,14 +33,16 @@ def defer(names: Collection[str]) -> None:
 
 
 def is_deferred(name: str) -> bool:
-    """Whether that module has been imported and not been loaded."""
+    """True when that module was imported and is not loaded yet."""
     return isinstance(sys.modules.get(name), _Deferred)
 
 
 @contextmanager
 def absent(name: str) -> Iterator[None]:
-    """Inside, importing the package `name` fails as if it were not installed, unless it has been imported before. For
-    what others import if they can, and at start only: another thread would not find it either."""
+    """Make imports of the package `name` fail inside the block, unless it was imported before.
+
+    It is for optional imports of other packages, at start only: other threads would not find the package either.
+    """
     modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     is_hidden = name not in modules
     if is_hidden:
@@ -75,14 +77,14 @@ class _Loader(Loader):
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as its own loader would find it."""
+        """Prepare the module as its own loader would find it, without loading it."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
 
 
 class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        # What import and inspection ask of every module; `__all__` is what `from module import *` asks for first.
+        # Attributes that import and inspection read of every module; `from module import *` reads `__all__` first.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         with _lock:
@@ -98,7 +100,7 @@ class _Deferred(ModuleType):
 
 
 def _load(module: _Deferred) -> None:
-    """Run it. Other threads wait; whatever it imports may ask for what it has so far, as of any module."""
+    """Run the module. Other threads wait; modules that it imports may read its attributes so far, as of any module."""
     spec = module.__spec__
     assert spec is not None
     assert spec.loader is not None

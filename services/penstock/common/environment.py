@@ -1,4 +1,4 @@
-"""The process's environment: the only module that touches `os.environ`. Imports nothing, so it can run before grpc."""
+"""Environment of the process: the only module that uses `os.environ`. It imports nothing, and may run before grpc."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ENV_PREFIX = "PENSTOCK_"
 def quiet_environment(threads: int | None = None) -> dict[str, str]:
     """Variables that native libraries read when they are loaded, so they must be set before torch or grpc is imported.
 
-    OpenMP threads sleep between parallel regions instead of spinning, so that the other processes on the machine get
-    the cores; oneDNN keeps the kernels of the last 128 shapes instead of 1024, which costs no time and saves memory
-    (docs/guide/performance.md); grpc's C core does not write to stderr on its own. What the operator has set is kept.
+    OpenMP threads sleep between parallel regions instead of spinning, so that other processes on the machine get the
+    cores. oneDNN keeps the kernels of the last 128 shapes instead of 1024, which costs no time and saves memory
+    (docs/guide/performance.md). grpc's C core does not write to stderr by itself. Values of the operator are kept.
     """
     wanted = {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -36,32 +36,32 @@ def prepare_environment(threads: int | None = None) -> None:
 
 
 def child_environment(without: Collection[str] = ()) -> dict[str, str]:
-    """The environment of a child process: ours less `without`, quiet, and with output that is not held back."""
+    """Environment of a child process: ours without the variables `without`, quiet, and with unbuffered output."""
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     return {**inherited, **quiet_environment(), "PYTHONUNBUFFERED": "1"}
 
 
 def current_environment() -> Mapping[str, str]:
-    """What PENSTOCK_* variables are read from."""
+    """Environment that PENSTOCK_* variables are read from."""
     return os.environ
 
 
 def torch_cpu_capability() -> str | None:
-    """The bound that torch is given for its own loops: it knows "default", "avx2" and "avx512". None: none."""
+    """Bound of the vector instructions in torch's own loops: "default", "avx2" or "avx512". None: no bound."""
     return os.environ.get("ATEN_CPU_CAPABILITY")
 
 
 def cache_folder() -> str:
-    """Where things are kept that can be made again."""
+    """Folder for files that can be made again."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "penstock")
 
 
 def system_folder() -> str:
-    """As `cache_folder`, for everybody who uses this Python environment: an image's build stage fills it."""
+    """Folder like `cache_folder`, for all users of this Python environment: an image's build stage fills it."""
     return os.path.join(sys.prefix, "share", "penstock")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Every reason that an error of Penstock can have (`google.rpc.ErrorInfo.reason`), its cause and its remedy.
+"""Table of all reasons that an error of Penstock can have (`google.rpc.ErrorInfo.reason`), with cause and remedy.
 
-docs/reference/errors.md is made from this table by `make docs`; a test holds it against the code.
+docs/reference/errors.md is made from this table by `make docs`; a test compares it with the code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ErrorReason:
-    """A row: gRPC codes it comes with, the cause, and what a caller or an operator can do."""
+    """Row of the table: the gRPC codes of the reason, the cause, and the remedy for a caller or an operator."""
 
     name: str
     codes: tuple[str, ...]
@@ -85,7 +85,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
 
 
 def errors_markdown() -> str:
-    """docs/reference/errors.md."""
+    """Make the text of docs/reference/errors.md."""
     return "\n".join(_lines()) + "\n"
 
 

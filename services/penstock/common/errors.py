@@ -1,4 +1,4 @@
-"""Errors that reach a user, and the one place where they become a gRPC status with google.rpc details.
+"""Errors that reach a user, and their conversion to a gRPC status with google.rpc details.
 
 PenstockError
  ├─ InvalidArgument       bad field, unsupported combination
@@ -30,7 +30,7 @@ DOMAIN = "penstock"
 
 
 class PenstockError(Exception):
-    """Base of every error a caller sees. `message` never holds a user's text, ids or an exception's internals."""
+    """Base of every error that a caller sees. `message` never holds a user's text, ids or an exception's internals."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
@@ -43,7 +43,7 @@ class PenstockError(Exception):
         field: str | None = None,
         retry_after_seconds: float | None = None,
     ) -> None:
-        """`reason` is UPPER_SNAKE_CASE and stable; `field` is a proto field path such as `config.top_p`."""
+        """Make it. `reason` is UPPER_SNAKE_CASE and stable; `field` is a proto field path such as `config.top_p`."""
         super().__init__(message)
         self.message = message
         self.reason = reason
@@ -53,7 +53,7 @@ class PenstockError(Exception):
 
 
 class InvalidArgument(PenstockError):
-    """A field that is wrong by itself or together with others. Say what is allowed, never the value."""
+    """A field that is wrong alone or together with others. The text names the allowed values, never the present one."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -81,7 +81,7 @@ class FailedPrecondition(PenstockError):
 
 
 class Unavailable(PenstockError):
-    """Not now, and nothing was emitted yet: safe to retry."""
+    """The service cannot answer now, and nothing was emitted yet: a retry is safe."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -117,7 +117,7 @@ class Unimplemented(PenstockError):
 
 
 class Internal(PenstockError):
-    """Our fault. The cause is in the log, under the request id."""
+    """A fault of Penstock. The cause is in the log, under the request id."""
 
     code = grpc.StatusCode.INTERNAL
 
@@ -150,7 +150,7 @@ CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in gr
 
 
 def to_status(error: PenstockError) -> status_pb2.Status:
-    """The google.rpc.Status of `error`: ErrorInfo always, BadRequest and RetryInfo where they apply."""
+    """Make the google.rpc.Status of `error`: ErrorInfo always, BadRequest and RetryInfo where they apply."""
     details: list[any_pb2.Any] = []
 
     def add(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo) -> None:
@@ -171,7 +171,7 @@ def to_status(error: PenstockError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> PenstockError:
-    """The inverse of `to_status`; a status with no ErrorInfo gets reason UNKNOWN, or UNIMPLEMENTED by its code."""
+    """Invert `to_status`; a status without ErrorInfo gets reason UNKNOWN, or UNIMPLEMENTED by its code."""
     code = CODE_BY_NUMBER.get(status.code, grpc.StatusCode.INTERNAL)
     # gRPC itself answers calls of unknown methods, and knows no ErrorInfo.
     reason = "UNIMPLEMENTED" if code is grpc.StatusCode.UNIMPLEMENTED else "UNKNOWN"
@@ -198,22 +198,22 @@ def from_status(status: status_pb2.Status) -> PenstockError:
 
 
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
-    """What a failed call of ours says, with its details when the server sent them."""
-    call = cast("grpc.Call", error)  # every RpcError that a call raises is one
+    """Make the error of a failed call of ours, with the server's details when it sent them."""
+    call = cast("grpc.Call", error)  # every RpcError that a call raises is also a grpc.Call
     for key, value in call.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            # A peer that is no Penstock, or a proxy, may send anything: then the bare status has to do.
+            # A proxy, or a peer that is not Penstock, may send any bytes: then the bare status is used.
             with contextlib.suppress(DecodeError):
                 return from_status(status_pb2.Status.FromString(value))
     return from_status(status_pb2.Status(code=call.code().value[0], message=call.details() or ""))
 
 
 def trailing_metadata(error: PenstockError) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailers that carry the details, and the pushback that gRPC's own retries obey."""
+    """Make trailers with the details, and with the pushback that gRPC's own retries obey."""
     trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", to_status(error).SerializeToString())]
     if error.retry_after_seconds is not None:
         trailers.append(("grpc-retry-pushback-ms", str(int(error.retry_after_seconds * 1000))))
     elif isinstance(error, ResourceExhausted):
-        # gRPC's word for "not again": what was too large or too slow will be so the next time.
+        # gRPC's value for "do not retry": a request that was too large or too slow will be so again.
         trailers.append(("grpc-retry-pushback-ms", "-1"))
     return tuple(trailers)

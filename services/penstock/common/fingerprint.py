@@ -1,4 +1,4 @@
-"""What tokenizer and generation compare to know that they belong together."""
+"""Fingerprint by which tokenizer and generation know that they belong together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Lower-case hex sha256 of `tokenizer.json`'s bytes; empty when the folder has none."""
+    """Return the lower-case hex sha256 of `tokenizer.json`'s bytes; empty when the folder has none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return ""

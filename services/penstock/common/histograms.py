@@ -1,4 +1,4 @@
-"""A histogram that takes many equal observations in one call, so that a step costs the same at any batch size."""
+"""Histogram that takes many equal observations in one call, so that a step costs the same at any batch size."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 
 class StepHistogram(Collector):
-    """Prometheus histogram of one label set. `observe` may be called from any thread."""
+    """Histogram of Prometheus with one label set. `observe` may be called from any thread."""
 
     def __init__(
         self, name: str, help_text: str, labels: dict[str, str], buckets: Sequence[float], registry: CollectorRegistry
     ) -> None:
-        """`buckets` are ascending upper bounds; +Inf is added."""
+        """Make it. `buckets` are ascending upper bounds; +Inf is added."""
         self._name, self._help, self._labels = name, help_text, labels
         self._bounds = [float(bound) for bound in buckets]
         self._counts = [0] * (len(self._bounds) + 1)
@@ -32,7 +32,7 @@ class StepHistogram(Collector):
             self._sum += value * count
 
     def collect(self) -> Iterable[Metric]:
-        """The family with cumulative buckets."""
+        """Return the family with cumulative buckets."""
         with self._lock:
             counts, total = list(self._counts), self._sum
         cumulative, buckets = 0, []
@@ -44,7 +44,7 @@ class StepHistogram(Collector):
         return [family]
 
     def describe(self) -> Iterable[Metric]:
-        """The family without samples, so that a duplicate name is found at registration."""
+        """Return the family without samples, so that a duplicate name is found at registration."""
         return [HistogramMetricFamily(self._name, self._help, labels=list(self._labels))]
 
 

@@ -1,6 +1,6 @@
 """Structured logs: JSON, or readable lines on a terminal. Never contents, token ids, keys or raw client strings.
 
-An exception is written as its types and frames; its text may quote what a user sent, so it appears only with --debug.
+An exception is written as its types and frames. Its text may quote a user's input, so it appears only with --debug.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.common.deferred import absent
 
-# With rich it could print tracebacks, which `describe_exception` writes here: 5 MiB and 0.05 s of every process.
+# Absent, since rich costs every process 5 MiB and 0.05 s, and only prints tracebacks: `describe_exception` does here.
 with absent("rich"):
     import structlog
 
@@ -26,7 +26,7 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """A logger whose lines carry `component=name`. Bind only values from closed sets, counts and request ids."""
+    """Make a logger with `component=name` in its lines. Bind only values from closed sets, counts and request ids."""
     return cast("FilteringBoundLogger", structlog.get_logger(component=name))
 
 
@@ -73,7 +73,7 @@ def _as_exc_info(exc_info: Any) -> ExcInfo | None:
 
 
 def describe_exception(exc_info: ExcInfo | None, *, debug: bool) -> str:
-    """Types and frames of an exception and its causes, innermost last; with `debug` the full traceback."""
+    """Return types and frames of an exception and its causes, innermost last; with `debug` the full traceback."""
     if exc_info is None:
         return ""
     if debug:
@@ -88,7 +88,7 @@ def describe_exception(exc_info: ExcInfo | None, *, debug: bool) -> str:
 
 
 def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
-    """`file:line function` of each, as traceback.walk_tb and walk_stack give them."""
+    """Return `file:line function` of each frame from traceback.walk_tb or walk_stack."""
     return [f"{_short(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}" for frame, line in frames]
 
 
@@ -98,7 +98,7 @@ def _short(filename: str) -> str:
 
 
 class _Forward(stdlib.Handler):
-    """Libraries' warnings, in our format. Arguments are left out unless debugging: they may hold contents."""
+    """Handler that logs libraries' warnings in our format; arguments only with --debug, as they may hold contents."""
 
     def __init__(self, *, debug: bool) -> None:
         super().__init__()

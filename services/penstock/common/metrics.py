@@ -1,6 +1,6 @@
 """Buckets, the metrics of every gRPC server, and the Prometheus endpoint.
 
-Each process has a CollectorRegistry of its own; nothing is registered globally. Label values come from closed sets.
+Each process has a CollectorRegistry of its own; no metric is registered globally. Label values come from closed sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class GrpcServerMetrics:
-    """The grpc_server_* metrics, named as grpc-ecosystem's go-grpc-middleware names them."""
+    """Metrics grpc_server_*, with the names of grpc-ecosystem's go-grpc-middleware."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         labels = ("grpc_type", "grpc_service", "grpc_method")
@@ -56,7 +56,7 @@ class BoundMetrics:
     _server: WSGIServer = field(repr=False)
 
     def close(self) -> None:
-        """Stop answering; the port is free within half a second (the server looks for the end that often)."""
+        """Stop answering; the port is free within half a second, since the server checks that often."""
         threading.Thread(target=self._shut_down, name="metrics-close", daemon=True).start()
 
     def _shut_down(self) -> None:
@@ -86,5 +86,5 @@ def start_metrics_server(
 
 
 def add_process_metrics(registry: CollectorRegistry) -> None:
-    """CPU, memory and file descriptors of this process (Linux)."""
+    """Add CPU, memory and file descriptors of this process (Linux)."""
     ProcessCollector(registry=registry)

@@ -1,4 +1,4 @@
-"""A configuration field is a default, a flag, an environment variable and a help text, declared once.
+"""Configuration fields: default, flag, environment variable and help text, declared once.
 
 A service's configuration is a frozen dataclass whose fields are made by `option`; the command line, the PENSTOCK_*
 variables and docs/reference/configuration.md are generated from it.
@@ -23,7 +23,7 @@ C = TypeVar("C")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What `option` attaches to a field."""
+    """Settings that `option` attaches to a field."""
 
     help: str
     group: str
@@ -53,10 +53,10 @@ def option(
     maximum: float | None = None,
     hidden: bool = False,
 ) -> Any:
-    """A dataclass field with its flag.
+    """Make a dataclass field with its flag.
 
     The type decides how text is read: int, float, bool, str, Literal, tuple[str, ...] (commas), each `| None`
-    ("none"). A name ending in `_bytes` takes sizes (16MiB), one ending in `_seconds` durations (30s). `parse` overrides
+    ("none"). A name that ends in `_bytes` takes sizes (16MiB), one in `_seconds` durations (30s). `parse` replaces all
     this and raises ValueError. A field called `model` is the positional MODEL. `minimum` and `maximum` are inclusive.
     """
     settings = Option(help, group, env, flag, metavar, secret, parse, tuple(choices), minimum, maximum, hidden)
@@ -74,24 +74,24 @@ class BoundOption:
 
     @property
     def flag(self) -> str:
-        """`--kv-memory`, or `MODEL` for the positional one."""
+        """Flag such as `--kv-memory`, or `MODEL` for the positional one."""
         if self.settings.flag is not None:
             return self.settings.flag
         return MODEL_ARGUMENT if self.name == "model" else "--" + self.name.replace("_", "-")
 
     @property
     def negative_flag(self) -> str | None:
-        """`--no-prefix-cache`, where the default is on; else None."""
+        """Flag such as `--no-prefix-cache`, where the default is on; else None."""
         return "--no-" + self.flag[2:] if self.is_bool and self.default else None
 
     @property
     def env(self) -> str:
-        """`PENSTOCK_KV_MEMORY`."""
+        """Environment variable such as `PENSTOCK_KV_MEMORY`."""
         return self.settings.env or ENV_PREFIX + self.flag.removeprefix("--").replace("-", "_").upper()
 
     @property
     def inner_type(self) -> Any:
-        """The type without `| None`."""
+        """Type without `| None`."""
         if get_origin(self.type) in (Union, types.UnionType):
             return next(part for part in get_args(self.type) if part is not type(None))
         return self.type
@@ -113,7 +113,7 @@ class BoundOption:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in help texts."""
+        """Placeholder of the value in help texts."""
         if self.settings.metavar is not None:
             return self.settings.metavar
         if self.choices:
@@ -125,7 +125,7 @@ class BoundOption:
         return {int: "INT", float: "NUMBER"}.get(self.inner_type, "LIST" if self.is_list else "TEXT")
 
     def parse(self, text: str) -> object:
-        """The value `text` stands for. Raises ValueError saying what is expected."""
+        """Parse `text`. Raises ValueError with the expected form."""
         if self.settings.parse is not None:
             return self.settings.parse(text)
         if type(None) in get_args(self.type) and text.strip().lower() in ("", "none"):
@@ -144,7 +144,7 @@ class BoundOption:
         return str(getattr(self.inner_type, "__name__", self.inner_type))
 
     def check(self, value: object) -> None:
-        """Raises ValueError when a parsed value is outside minimum..maximum."""
+        """Check a parsed value. Raises ValueError when it is outside minimum..maximum."""
         low, high = self.settings.minimum, self.settings.maximum
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if low is not None and value < low:
@@ -171,7 +171,7 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise ValueError("expected a number") from None
-    if math.isnan(value):  # which no bound would hold
+    if math.isnan(value):  # NaN would pass every bound
         raise ValueError("expected a number")
     return value
 
@@ -194,11 +194,11 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 
 
 def options_of(config: type) -> tuple[BoundOption, ...]:
-    """Every option of a configuration class, in order of declaration (inherited ones first)."""
+    """Options of a configuration class by field name, in order of declaration (inherited ones first)."""
     return _options_of(cast(Any, config))
 
 
-# Every command asks for those of every service, and reading a class's types takes a millisecond.
+# Cached: every command reads those of every service, and resolving a class's types takes a millisecond.
 @functools.cache
 def _options_of(config: Any) -> tuple[BoundOption, ...]:
     hints = get_type_hints(config)
@@ -210,11 +210,11 @@ def _options_of(config: Any) -> tuple[BoundOption, ...]:
 
 
 def load(config: type[C], overrides: Mapping[str, object], environ: Mapping[str, str]) -> C:
-    """A `config` from flags (by field name; None means not given), then variables, then defaults.
+    """Make a `config` from flags (by field name; None means absent), then variables, then defaults.
 
-    Text is parsed, also each text of a list; other values are taken as they are. Raises StartupError naming the flag.
+    Text is parsed, also each text of a list; other values are kept. Raises StartupError naming the flag.
     """
-    from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
+    from penstock.common.errors import StartupError  # imports grpc, which --help must not wait for
 
     known = options_of(config)
     values: dict[str, object] = {}

@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies; call it first thing in a child.
+    """Make the kernel kill this process when its parent dies in any way; a child calls it first.
 
-    Linux only, elsewhere it does nothing. The parent must have started this process from a thread that lives as long
-    as it does: the kernel watches the thread. Exits at once when the parent is gone already.
+    Linux only; elsewhere it does nothing. The parent must have started this process from a thread that lives as long
+    as the parent: the kernel watches the thread. Exits at once when the parent is gone already.
     """
     if sys.platform != "linux":
         return
@@ -22,5 +22,5 @@ def die_with_parent(parent_pid: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
-        # It died before the kernel knew that we care.
+        # It died before the kernel began to watch.
         os._exit(1)

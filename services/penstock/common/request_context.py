@@ -1,4 +1,4 @@
-"""The request id of the call being handled, carried to the logs and to the calls it makes."""
+"""Request id of the call being handled, for the logs and for the calls that it makes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ current_request_id: ContextVar[str | None] = ContextVar("penstock_request_id", d
 
 
 def new_request_id() -> str:
-    """32 hex digits."""
+    """Make a request id of 32 hex digits."""
     return secrets.token_hex(16)
 
 
 def accept_request_id(given: str | bytes | None) -> str:
-    """`given` when it is short and of harmless characters, else a new one: it goes into logs."""
+    """Return `given` when it is short and of harmless characters, else a new id: ids go into logs."""
     if isinstance(given, str) and _WELL_FORMED.fullmatch(given):
         return given
     return new_request_id()

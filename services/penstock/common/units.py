@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: `2GiB`, `512MB`, `30s`, `250ms`."""
+"""Sizes and durations in the form that people write: `2GiB`, `512MB`, `30s`, `250ms`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def parse_size(text: str) -> int:
-    """Bytes. `2GiB` and `2Gi` are powers of 1024, `2GB` and `2G` of 1000, a bare number is bytes. Raises ValueError."""
+    """Parse bytes: `2GiB` and `2Gi` count by 1024, `2GB` and `2G` by 1000, bare numbers are bytes. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError("expected a size such as 512MiB or 2GiB")
@@ -21,12 +21,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_size_or_auto(text: str) -> int | None:
-    """As `parse_size`; `auto` is None."""
+    """Parse as `parse_size`; `auto` is None."""
     return None if text.strip().lower() == AUTO else parse_size(text)
 
 
 def parse_duration(text: str) -> float:
-    """Seconds: `30`, `30s`, `250ms`, `5m`, `1h`. Raises ValueError."""
+    """Parse seconds: `30`, `30s`, `250ms`, `5m`, `1h`. Raises ValueError."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError("expected a duration such as 30s, 250ms or 5m")
@@ -34,7 +34,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_size(size: int) -> str:
-    """`2.0 GiB`: for people, not for parsing back."""
+    """Format bytes as `2.0 GiB`: for people, not for parsing back."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -44,7 +44,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`850 µs`, `12.3 ms`, `1.25 s`."""
+    """Format seconds as `850 µs`, `12.3 ms` or `1.25 s`."""
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

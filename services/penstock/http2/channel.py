@@ -1,4 +1,4 @@
-"""A client's way to one address: opens the connections of client_calls and client_stream, and what stubs call by."""
+"""Channel of a client to one address: it opens connections of client_calls and client_stream, and stubs call by it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from penstock.http2.metadata import Metadata
 
 ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
 AnswerT = TypeVar("AnswerT")
-# What a channel makes of a call's metadata before it leaves.
+# A function that a channel applies to a call's metadata before it is sent.
 Decorate = Callable[[Metadata], Metadata]
 
-# Until a name's next address is tried beside one that is silent (RFC 8305, section 5).
+# Seconds until a name's next address is tried beside one that is silent (RFC 8305, section 5).
 _NEXT_ADDRESS_SECONDS = 0.25
 
 
 class Peer:
-    """An address with what is needed to call it."""
+    """An address and the facts that a call to it needs."""
 
     def __init__(self, address: str, tls: ssl.SSLContext | None = None, server_name: str | None = None) -> None:
-        """`address`: host:port. `server_name`: the one in its certificate, where that is not the host."""
+        """Make it. `address`: host:port. `server_name`: the name in the certificate, if it is not the host."""
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._tls = tls
@@ -39,7 +39,7 @@ class Peer:
         self._heads: dict[str, bytes] = {}
 
     def head(self, method: str, metadata: Metadata) -> bytes:
-        """The header block of a call of `method`; all but the metadata is made once."""
+        """Return the header block of a call of `method`; all of it but the metadata is made once."""
         head = self._heads.get(method)
         if head is None:
             head = self._heads[method] = frames.request_headers(
@@ -56,7 +56,7 @@ class Peer:
         return head + frames.request_headers(metadata)
 
     async def connect(self, make: Callable[[], ProtocolT], timeout: float | None) -> ProtocolT:
-        """A connection. Raises grpc.aio.AioRpcError (UNAVAILABLE) when nobody answers within `timeout` seconds."""
+        """Open a connection. Raises grpc.aio.AioRpcError (UNAVAILABLE) without an answer within `timeout` seconds."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
@@ -76,7 +76,7 @@ class Peer:
 
 
 class Answers(Generic[AnswerT]):
-    """The messages of an answer, for one task; the call begins when it is first iterated over."""
+    """Messages of an answer, for one task; the call begins with the first iteration."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Answers(Generic[AnswerT]):
         parse: Callable[[bytes], AnswerT],
         deadline: float | None,
     ) -> None:
-        """`deadline` is a time of the event loop."""
+        """Make it. `deadline` is a time of the event loop."""
         self._begin = begin
         self._parse = parse
         self._deadline = deadline
@@ -95,7 +95,7 @@ class Answers(Generic[AnswerT]):
         return self
 
     async def __anext__(self) -> AnswerT:
-        """Raises grpc.aio.AioRpcError for any status but OK."""
+        """Return the next message. Raises grpc.aio.AioRpcError for any status but OK."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._read()
@@ -110,7 +110,7 @@ class Answers(Generic[AnswerT]):
             raise _unreadable() from None
 
     def cancel(self) -> None:
-        """Give the call up; a reader of it gets CANCELLED."""
+        """Cancel the call; its reader gets CANCELLED."""
         self._is_cancelled = True
         if self._stream is not None:
             self._stream.cancel()
@@ -124,9 +124,9 @@ class Answers(Generic[AnswerT]):
 
 
 class Http2Channel:
-    """The part of a grpc.aio.Channel that stubs use for calls of one request; `open_stream` is for the others.
+    """Part of a grpc.aio.Channel that stubs use for calls of one request; `open_stream` is for the others.
 
-    Connects when first used, and again when the connection was lost. Used on one event loop.
+    It connects when first used, and again after a loss. Belongs to one event loop.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Http2Channel:
         server_name: str | None = None,
         decorate: Decorate | None = None,
     ) -> None:
-        """`address`: host:port. A call waits for a connection `timeout` seconds, or until its own deadline.
+        """Make it. `address`: host:port. A call waits `timeout` seconds for a connection, or until its own deadline.
 
-        `tls` and `server_name` as in Peer. `decorate` is asked for the metadata of every call.
+        `tls` and `server_name` as in Peer. `decorate` makes the metadata of every call.
         """
         self._limits = limits
         self._timeout = timeout
@@ -153,7 +153,7 @@ class Http2Channel:
 
     @property
     def for_stubs(self) -> grpc.aio.Channel:
-        """Itself, as generated stubs are typed to take it."""
+        """Return the channel itself, with the type that generated stubs take."""
         return cast("grpc.aio.Channel", self)
 
     async def open_stream(
@@ -162,7 +162,7 @@ class Http2Channel:
         """Call the bidirectional `method` ("/package.Service/Name") on a connection of its own.
 
         `parse` and `joins` as in StreamCall. The stream outlives this channel. Raises grpc.aio.AioRpcError
-        (UNAVAILABLE) when nobody answers in time.
+        (UNAVAILABLE) without an answer in time.
         """
         limits, head = self._limits, self._peer.head(method, self._decorate(()))
         return await self._peer.connect(lambda: StreamCall[ResponseT](head, parse, limits, joins=joins), self._timeout)
@@ -226,7 +226,7 @@ class Http2Channel:
         return call
 
     def close(self) -> None:
-        """End all calls (UNAVAILABLE), those to come too, and hang up."""
+        """End all calls with UNAVAILABLE, later ones too, and hang up."""
         self._is_closed = True
         if self._dialing is not None:
             self._dialing.cancel()
@@ -254,7 +254,7 @@ class Http2Channel:
         return connection
 
     async def _connect(self) -> CallsConnection:
-        """One attempt for all who wait; that one of them gives up is no reason for it to end."""
+        """Connect once for all calls that wait; the attempt goes on when one of them gives up."""
         if self._is_closed:
             raise _closed()
         if self._dialing is None or self._dialing.done():
@@ -266,7 +266,7 @@ class Http2Channel:
             task = asyncio.current_task()
             if not dialing.cancelled() or task is None or task.cancelling():
                 raise
-            # The attempt was given up, not its caller.
+            # The attempt was cancelled, not its caller.
             raise _closed() from None
 
     async def _dial(self) -> CallsConnection:

@@ -1,6 +1,6 @@
 """Calls of one request, many at a time on one HTTP/2 connection, on asyncio; answers are one message or many.
 
-grpc.aio takes a thread switch or two and several system calls for each, before and after the server does anything.
+grpc.aio takes a thread switch or two and several system calls for each call, besides the server's own work.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from penstock.http2 import frames
 from penstock.http2.client_connection import ClientConnection, rpc_error, wake
 from penstock.http2.limits import ChannelLimits
 
-# Of what may be received, the connection's and each stream's: owed to the peer before it is given back.
+# Share of a window, the connection's and each stream's, that may be owed to the peer before it is given back.
 _OWED = frames.STREAM_WINDOW // 4
 _MAX_STREAM = frames.MAX_WINDOW - 2
-# Calls at once before the server's settings, which mean any number where they say nothing of it (RFC 9113, 6.5.2).
+# Calls at once before the server's settings have come; without a limit in them any number is allowed (RFC 9113, 6.5.2).
 _MAX_CALLS = 100
 _ALL_SENT = memoryview(b"")
 _COMPRESSED = "a message is compressed, which nobody asked for"
 
 
 class _Call(ABC):
-    """One call; subclasses say what becomes of the answer."""
+    """One call; subclasses handle the answer."""
 
     __slots__ = ("body", "owed", "unsent", "window")
 
     def __init__(self, window: int) -> None:
         self.body = bytearray()
-        # Of the stream's window: not given back to the peer yet.
+        # Bytes of the stream's window that were not given back to the peer yet.
         self.owed = 0
-        # What the peer lets us send on the stream, and what waits for that.
+        # Bytes that the peer lets us send on the stream, and the bytes that wait for it.
         self.window = window
         self.unsent = _ALL_SENT
 
     @property
     def may_go_on(self) -> bool:
-        """True while the peer is let send more of the answer."""
+        """True while the peer may send more of the answer."""
         return True
 
     @abstractmethod
     def take(self, limit: int) -> None:
-        """Take what is new in `body`. Raises the AioRpcError that the call ends with; `limit` is of a message."""
+        """Take the new bytes in `body`. Raises the AioRpcError that ends the call. `limit`: most bytes of a message."""
 
     @abstractmethod
     def end(self, error: grpc.aio.AioRpcError) -> None:
-        """The call is over with this status, OK included."""
+        """End the call with this status, which may be OK."""
 
 
 class _Unary(_Call):
-    """The answer is the future's result."""
+    """Call with one answer, which becomes the future's result."""
 
     __slots__ = ("answer",)
 
@@ -61,7 +61,7 @@ class _Unary(_Call):
         self.answer = answer
 
     def take(self, limit: int) -> None:
-        """That it is more than one message shows in the end."""
+        """Check the size; `end` finds an answer of more than one message."""
         body = self.body
         size = int.from_bytes(body[1:5], "big") if len(body) >= frames.MESSAGE_HEAD else 0
         _check_size(max(size, len(body) - frames.MESSAGE_HEAD), limit)
@@ -82,7 +82,7 @@ class _Unary(_Call):
 
 
 class AnswerStream(_Call):
-    """The messages of an answer, for one task."""
+    """Messages of an answer, for one task."""
 
     __slots__ = ("_connection", "_messages", "_reader", "_status", "_waiting_bytes", "stream")
 
@@ -96,7 +96,7 @@ class AnswerStream(_Call):
         self._reader: asyncio.Future[None] | None = None
 
     async def read(self) -> bytes | None:
-        """The next message; None after OK. Raises grpc.aio.AioRpcError. Cancelled it cancels the call."""
+        """Return the next message; None after OK. Raises grpc.aio.AioRpcError. Cancelling it cancels the call."""
         while not self._messages:
             if self._status is not None:
                 if self._status.code() is grpc.StatusCode.OK:
@@ -114,7 +114,7 @@ class AnswerStream(_Call):
         return message
 
     def cancel(self) -> None:
-        """Give the call up; nothing happens to one that is over."""
+        """Cancel the call, unless it is over."""
         self._connection.give_up(self)
 
     @property
@@ -146,7 +146,7 @@ class AnswerStream(_Call):
 
 
 class CallsConnection(ClientConnection):
-    """Used on one event loop."""
+    """Connection for many calls. Belongs to one event loop."""
 
     def __init__(self, limits: ChannelLimits) -> None:
         super().__init__(limits)
@@ -154,11 +154,11 @@ class CallsConnection(ClientConnection):
         self._next_stream = 1
         self._max_calls = _MAX_CALLS
         self._has_settings = False
-        # Callers beyond that wait for their turn.
+        # Further callers wait for their turn.
         self._turns: deque[asyncio.Future[None]] = deque()
         self._owed = 0
         self._out: list[bytes] = []
-        # The peer takes no new calls; those it has go on.
+        # True once the peer takes no new calls; those that it has go on.
         self._is_leaving = False
         self._error = rpc_error(grpc.StatusCode.UNAVAILABLE, "the connection is closed")
 
@@ -170,7 +170,7 @@ class CallsConnection(ClientConnection):
     async def call(self, head: bytes, request: bytes) -> bytes:
         """Send a request (`head`: its header block) and return the answer. Raises grpc.aio.AioRpcError.
 
-        Cancelled it has the call cancelled at the peer.
+        Cancelling it cancels the call at the peer.
         """
         stream = await self._next()
         call = _Unary(self._initial_window, self._loop.create_future())
@@ -183,21 +183,21 @@ class CallsConnection(ClientConnection):
             self._gone()
 
     async def stream(self, head: bytes, request: bytes) -> AnswerStream:
-        """Send a request whose answer is many messages. Raises grpc.aio.AioRpcError when it cannot be sent."""
+        """Send a request with an answer of many messages. Raises grpc.aio.AioRpcError when it cannot be sent."""
         stream = await self._next()
         call = AnswerStream(self, stream, self._initial_window)
         self._begin(stream, call, head, request)
         return call
 
     def give_up(self, call: AnswerStream) -> None:
-        """Cancel a call that is not over."""
+        """Cancel a call, unless it is over."""
         if self._calls.pop(call.stream, None) is not None:
             self._reset(call.stream)
             call.end(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
             self._gone()
 
     def give_back(self, call: AnswerStream) -> None:
-        """Some of what had arrived was taken."""
+        """Let the peer send on: some of the answer was taken."""
         if call.stream in self._calls:
             self._let_send(call.stream, call)
 
@@ -208,11 +208,11 @@ class CallsConnection(ClientConnection):
             self.close()
 
     def close(self) -> None:
-        """End what is under way (UNAVAILABLE) and hang up."""
+        """End live calls with UNAVAILABLE and hang up."""
         self._fail(grpc.StatusCode.UNAVAILABLE, "the channel is closed")
 
     async def _next(self) -> int:
-        """The number of a new stream, when its turn has come. Raises grpc.aio.AioRpcError."""
+        """Wait for a turn, and return the number of a new stream. Raises grpc.aio.AioRpcError."""
         while len(self._calls) >= self._max_calls and self.is_usable:
             await self._take_turn()
         if not self.is_usable:
@@ -227,7 +227,7 @@ class CallsConnection(ClientConnection):
         self._send_more(stream, call)
 
     def _gone(self) -> None:
-        """A call is over."""
+        """Forget a call that is over."""
         self._next_turn()
         if self._is_leaving and not self._calls and not self.is_over:
             self.close()
@@ -249,7 +249,7 @@ class CallsConnection(ClientConnection):
                 turn.set_result(None)
                 return
 
-    # What the base class calls.
+    # Methods of ClientConnection.
 
     def _take_data(self, stream: int, flags: int, payload: bytes) -> None:
         self._owed += len(payload)
@@ -276,7 +276,7 @@ class CallsConnection(ClientConnection):
             self._let_send(stream, call)
 
     def _let_send(self, stream: int, call: _Call) -> None:
-        """The peer is told of many messages at once."""
+        """Let the peer send on; one frame is sent for many messages."""
         if call.owed >= _OWED and call.may_go_on:
             self._send(frames.window_update(stream, call.owed))
             call.owed = 0
@@ -285,7 +285,7 @@ class CallsConnection(ClientConnection):
         call = self._calls.get(stream)
         if call is not None:
             if call.unsent:
-                # Half of a request, which nobody wants any more.
+                # Half of a request, which is not wanted any more.
                 self._reset(stream)
             self._end_call(stream, error)
 
@@ -330,13 +330,13 @@ class CallsConnection(ClientConnection):
             self._end_call(stream, error)
         self._wake_turns()
 
-    # The rest.
+    # Sending.
 
     def _end_call(self, stream: int, error: grpc.aio.AioRpcError) -> None:
         call = self._calls.pop(stream)
         call.end(error)
         if isinstance(call, AnswerStream):
-            # Nobody waits for its end alone; of a unary call the caller does this.
+            # No caller waits for its end, as one does for a unary call's.
             self._gone()
 
     def _wake_turns(self) -> None:
@@ -348,12 +348,12 @@ class CallsConnection(ClientConnection):
         self._send(frames.reset(stream, frames.CANCEL))
 
     def _send_more(self, stream: int, call: _Call) -> None:
-        """Send as much of a request as there is room for."""
+        """Send the part of a request that there is room for."""
         while call.unsent and not self._is_paused:
             room = min(call.window, self._connection_window, frames.DEFAULT_FRAME_SIZE)
             if room <= 0:
                 return
-            # A view: of a large request every frame would have the rest of it copied.
+            # A view: otherwise every frame of a large request would copy the rest of it.
             part, rest = bytes(call.unsent[:room]), call.unsent[room:]
             call.unsent = rest or _ALL_SENT
             call.window -= len(part)
@@ -362,7 +362,7 @@ class CallsConnection(ClientConnection):
             self._send(frames.frame(frames.DATA, flags, stream, part))
 
     def _send(self, data: bytes) -> None:
-        """Queue bytes: what is sent in one turn of the event loop leaves together."""
+        """Queue bytes; bytes that are queued in one turn of the event loop leave together."""
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(data)

@@ -1,4 +1,4 @@
-"""One HTTP/2 connection of a client of gRPC, on asyncio: what streams and unary calls have in common."""
+"""HTTP/2 connection of a gRPC client, on asyncio: the part that streams and unary calls have in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.http2.limits import ChannelLimits
 from penstock.http2.metadata import MAX_METADATA_BYTES, parse_metadata
 
 _CODES = {str(code.value[0]): code for code in grpc.StatusCode}
-# How an answer that is none of gRPC's reads (gRPC, "HTTP to gRPC Status Code Mapping"); all others are UNKNOWN.
+# Statuses for answers that are not gRPC's (gRPC, "HTTP to gRPC Status Code Mapping"); all others are UNKNOWN.
 _HTTP_ERRORS = {
     "400": grpc.StatusCode.INTERNAL,
     "401": grpc.StatusCode.UNAUTHENTICATED,
@@ -27,20 +27,20 @@ _HTTP_ERRORS = {
     "404": grpc.StatusCode.UNIMPLEMENTED,
     **dict.fromkeys(("429", "502", "503", "504"), grpc.StatusCode.UNAVAILABLE),
 }
-# How the end of a stream without a status reads (gRPC over HTTP/2, "HTTP2 Transport Mapping").
+# Statuses for streams that end without one (gRPC over HTTP/2, "HTTP2 Transport Mapping").
 _RESETS = {
     frames.REFUSED_STREAM: grpc.StatusCode.UNAVAILABLE,
     frames.CANCEL: grpc.StatusCode.CANCELLED,
     frames.ENHANCE_YOUR_CALM: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# Of what GOAWAY says.
+# Most bytes of GOAWAY's text that are kept.
 _MAX_GOODBYE_BYTES = 200
 
 
 def rpc_error(
     code: grpc.StatusCode, details: str, trailers: tuple[tuple[str, str | bytes], ...] = ()
 ) -> grpc.aio.AioRpcError:
-    """A status as grpc.aio raises it."""
+    """Make the error that grpc.aio raises for a status."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details, None)
 
 
@@ -48,7 +48,7 @@ _OK = rpc_error(grpc.StatusCode.OK, "")
 
 
 class ClientConnection(asyncio.Protocol, ABC):
-    """Subclasses say what becomes of the frames of a stream. Used on one event loop."""
+    """Connection whose subclasses handle the frames of streams. Belongs to one event loop."""
 
     def __init__(self, limits: ChannelLimits) -> None:
         self._max_message_bytes = limits.max_message_bytes
@@ -56,51 +56,51 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._transport: asyncio.Transport | None = None
         self._decoder = HeaderDecoder(MAX_METADATA_BYTES)
         self._received = b""
-        # A header block that CONTINUATION goes on with: its stream, whether it ends the stream, and the bytes.
+        # A header block that CONTINUATION goes on with: its stream, a flag that it ends the stream, and its bytes.
         self._open_block: tuple[int, bool, bytes] | None = None
         self._initial_window = self._connection_window = frames.DEFAULT_WINDOW
         self._is_paused = False
-        # What the peer gave as its reason to hang up, if any.
+        # The peer's reason to hang up, if it sent one.
         self._goodbye = ""
         # Set once nothing can be sent any more.
         self.is_over = False
         wait, patience = limits.keepalive_seconds, limits.keepalive_timeout_seconds
         self._keepalive = KeepAlive(wait, patience, self._ping, self._give_up)
 
-    # What subclasses do.
+    # Methods of subclasses.
 
     def _greeting(self) -> bytes:
-        """Bytes that are sent with the preface."""
+        """Return bytes to send with the preface."""
         return b""
 
     @abstractmethod
     def _take_data(self, stream: int, flags: int, payload: bytes) -> None:
-        """A DATA frame."""
+        """Take a DATA frame."""
 
     @abstractmethod
     def _take_status(self, stream: int, error: grpc.aio.AioRpcError) -> None:
-        """The call on `stream` is over."""
+        """End the call on `stream` with the status in `error`."""
 
     @abstractmethod
     def _take_room(self, stream: int, more: int) -> None:
-        """`stream` (0: any of them) may send more. Raises Violation."""
+        """Let `stream` (0: any of them) send `more` bytes. Raises Violation."""
 
     @abstractmethod
     def _resize_windows(self, change: int) -> None:
-        """Every stream's window."""
+        """Change every stream's window by `change` bytes."""
 
     @abstractmethod
     def _take_goaway(self, last_stream: int) -> None:
-        """Streams above `last_stream` were not served and will not be."""
+        """Take a GOAWAY: streams above `last_stream` were not served and will not be."""
 
     def _taken(self) -> None:
-        """All frames that came together have been taken."""
+        """Go on after all frames that came together have been taken."""
 
     @abstractmethod
     def _end_all(self, error: grpc.aio.AioRpcError) -> None:
-        """The connection is of no use any more: end all of its calls, and `_hang_up`."""
+        """End all calls with `error`, and `_hang_up`: the connection is of no use any more."""
 
-    # What asyncio calls.
+    # Methods that asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)
@@ -190,7 +190,7 @@ class ClientConnection(asyncio.Protocol, ABC):
             self._open_block = (stream, is_last, block)
             return
         if block == frames.RESPONSE_HEADERS and not is_last:
-            return  # of an answer by this transport
+            return  # headers of an answer by this transport
         try:
             fields = self._decoder.decode(block)
         except HeadersTooLarge:
@@ -228,7 +228,7 @@ class ClientConnection(asyncio.Protocol, ABC):
             self._resize_windows(value - self._initial_window)
             self._initial_window = value
 
-    # The rest.
+    # Sending and the end.
 
     def _send(self, data: bytes) -> None:
         if self._transport is not None:
@@ -242,7 +242,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         self.is_over = True
         self._keepalive.stop()
         if self._transport is not None and self._transport.get_write_buffer_size():
-            # Of a peer that does not read: a close would wait for it, and nobody asks any more whether it lives.
+            # A peer that does not read: a close would wait for it, and there are no pings any more to find it dead.
             self._transport.abort()
         elif self._transport is not None:
             self._transport.close()
@@ -257,7 +257,7 @@ class ClientConnection(asyncio.Protocol, ABC):
 
 
 def _goodbye(goaway: bytes) -> str:
-    """Behind "hung up on"; empty without an error."""
+    """Text behind "hung up on"; empty without an error."""
     code, text = int.from_bytes(goaway[4:8], "big"), goaway[8 : 8 + _MAX_GOODBYE_BYTES].decode("ascii", "replace")
     if code == frames.NO_ERROR:
         return ""
@@ -266,7 +266,7 @@ def _goodbye(goaway: bytes) -> str:
 
 def _status(trailers: dict[str, str], fields: Headers) -> grpc.aio.AioRpcError:
     if trailers.get("grpc-status") == "0":
-        return _OK  # nobody looks at more of it
+        return _OK  # callers read no metadata of it
     code = _CODES.get(trailers.get("grpc-status", ""), grpc.StatusCode.UNKNOWN)
     try:
         metadata = tuple(parse_metadata(fields))
@@ -276,6 +276,6 @@ def _status(trailers: dict[str, str], fields: Headers) -> grpc.aio.AioRpcError:
 
 
 def wake(waiter: asyncio.Future[None] | None) -> None:
-    """End a wait that is not over yet."""
+    """End a wait, unless it is over."""
     if waiter is not None and not waiter.done():
         waiter.set_result(None)

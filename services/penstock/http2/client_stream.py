@@ -1,6 +1,6 @@
-"""One bidirectional stream of gRPC on an HTTP/2 connection of its own, on asyncio.
+"""Bidirectional stream of gRPC on an HTTP/2 connection of its own, on asyncio.
 
-For streams that live long and carry many small messages: grpc.aio pays system calls and thread switches for each.
+It is for streams that live long and carry many small messages: grpc.aio pays system calls and thread switches for each.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from penstock.http2.limits import ChannelLimits
 ResponseT = TypeVar("ResponseT")
 END: object = cast("Any", grpc.aio).EOF
 _STREAM = 1
-# Of both windows, the connection's as large as the stream's: what may be owed to the peer.
+# Bytes that may be owed to the peer, of both windows: the connection's is as large as the stream's.
 _OWED = frames.STREAM_WINDOW // 4
-# Of messages that are parsed as one, and that are taken in one turn of the event loop: bounds how long that takes.
+# Bytes of messages that are parsed as one, and that are taken in one turn of the event loop: bounds its length.
 _JOINED_BYTES = 64 << 10
 
 
 class StreamCall(ClientConnection, Generic[ResponseT]):
-    """The part of a grpc.aio.StreamStreamCall that is used. Used on one event loop; one task reads and one writes."""
+    """Part of a grpc.aio.StreamStreamCall. Belongs to one event loop; one task reads and one writes."""
 
     def __init__(
         self, head: bytes, parse: Callable[[bytes], ResponseT], limits: ChannelLimits, *, joins: bool = False
     ) -> None:
-        """`head`: the header block of the request. `joins`: messages that wait are read as one, merged as protobuf
-        merges a message with the bytes of another one behind it."""
+        """Make it. `head`: the header block of the request.
+
+        `joins`: messages that wait are parsed as one. protobuf merges a message with the bytes of another behind it.
+        """
         super().__init__(limits)
         self._head = head
         self._parse = parse
@@ -41,7 +43,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._body = bytearray()
         self._messages: deque[bytes] = deque()
         self._waiting_bytes = 0
-        # Of both windows, the stream's and the connection's: not given back to the peer yet.
+        # Bytes of both windows, the stream's and the connection's, that were not given back to the peer yet.
         self._owed = 0
         self._window = frames.DEFAULT_WINDOW
         # Set once the call is over: AioRpcError has the status, OK included.
@@ -49,15 +51,15 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._has_waited = True
-        # While `run` runs: who gets the messages, whether a later turn goes on with them, and what ended it.
-        self._sink: Callable[[ResponseT], None] | None = None
+        # While `run` runs: the receiver of messages, a flag that a later turn goes on with them, and the error.
+        self._on_message: Callable[[ResponseT], None] | None = None
         self._goes_on = False
         self._failure: Exception | None = None
 
-    # What callers use of it.
+    # Methods for callers.
 
     async def read(self) -> object:
-        """The next message (None: it could not be parsed), END after OK. Raises grpc.aio.AioRpcError."""
+        """Return the next message (None: it could not be parsed), END after OK. Raises grpc.aio.AioRpcError."""
         if not self._has_waited:
             # Messages that come faster than they are taken must not hold up the rest of the loop.
             await asyncio.sleep(0)
@@ -76,17 +78,17 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
     async def run(self, take: Callable[[ResponseT], None]) -> None:
         """Hand every message to `take` in the turn of the event loop that it arrives in, until OK.
 
-        In place of `read`: a message wakes no task. Returns, too, when one cannot be parsed. Raises
-        grpc.aio.AioRpcError, and what `take` raises.
+        It replaces `read`: a message wakes no task. It also returns when a message cannot be parsed. Raises
+        grpc.aio.AioRpcError, and the errors of `take`.
         """
-        self._sink = take
+        self._on_message = take
         try:
             self._deliver()
-            while self._sink is not None and (self._status is None or self._messages):
+            while self._on_message is not None and (self._status is None or self._messages):
                 self._reader = self._loop.create_future()
                 await self._reader
         finally:
-            has_ended, self._sink = self._sink is not None, None
+            has_ended, self._on_message = self._on_message is not None, None
         if self._failure is not None:
             raise self._failure
         if has_ended:
@@ -95,12 +97,12 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
     async def write(self, request: Message) -> None:
         """Send a message; returns when it is on its way. Raises asyncio.InvalidStateError when the call is over.
 
-        Cancelled amid a message it cancels the call: nothing could follow half of one.
+        Cancelling it amid a message cancels the call: nothing could follow half of a message.
         """
         await self.write_all((request,))
 
     async def write_all(self, requests: Iterable[Message]) -> None:
-        """Send several, which leave together as far as there is room."""
+        """Send several messages, which leave together as far as there is room."""
         out: list[bytes] = []
         for request in requests:
             data = request.SerializeToString()
@@ -115,12 +117,12 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         self._send(b"".join(out))
 
     def cancel(self) -> None:
-        """Give the call up, and its connection."""
+        """Cancel the call, and close its connection."""
         if self._status is None:
             self._send(frames.reset(_STREAM, frames.CANCEL))
             self._end_all(rpc_error(grpc.StatusCode.CANCELLED, "cancelled here"))
 
-    # What its connection calls.
+    # Methods of ClientConnection.
 
     def _greeting(self) -> bytes:
         return frames.header_frames(_STREAM, self._head, end=False, limit=frames.DEFAULT_FRAME_SIZE)
@@ -174,14 +176,14 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
             self._fail(grpc.StatusCode.UNAVAILABLE, "the peer takes no calls")
 
     def _taken(self) -> None:
-        if self._sink is None:
+        if self._on_message is None:
             if self._messages:
                 wake(self._reader)
         elif not self._goes_on:
             self._deliver()
 
     def _end_all(self, error: grpc.aio.AioRpcError) -> None:
-        """The call is over, once; what came before can still be read."""
+        """End the call, once; messages that came before can still be read."""
         if self._status is not None:
             return
         self._status = error
@@ -189,19 +191,19 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         wake(self._reader)
         wake(self._writer)
 
-    # The rest.
+    # Reading.
 
     def _end(self) -> object:
-        """END after OK. Raises any other status."""
+        """Return END after OK. Raises any other status."""
         if self._status is not None and self._status.code() is not grpc.StatusCode.OK:
             raise self._status
         return END
 
     def _deliver(self) -> None:
-        """Hand on what has arrived, so much of it in one turn of the event loop."""
+        """Hand on messages that have arrived, a bounded number of bytes in one turn of the event loop."""
         self._goes_on = False
         done = 0
-        while self._messages and self._sink is not None:
+        while self._messages and self._on_message is not None:
             if done >= _JOINED_BYTES:
                 self._goes_on = True
                 self._loop.call_soon(self._deliver)
@@ -209,13 +211,13 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
             data = self._next()
             done += len(data)
             try:
-                self._sink(self._parse(data))
+                self._on_message(self._parse(data))
             except DecodeError:
-                self._sink = None
+                self._on_message = None
             except Exception as error:
-                # Whoever awaits `run` hears of it, as of what a task would have raised.
-                self._sink, self._failure = None, error
-        if self._sink is None or self._status is not None:
+                # `run` raises it, as a task would have.
+                self._on_message, self._failure = None, error
+        if self._on_message is None or self._status is not None:
             wake(self._reader)
 
     def _next(self) -> bytes:
@@ -233,7 +235,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         return data
 
     def _give_back(self) -> None:
-        """Let the peer send on, unless the reader is behind: it is told of many messages at once."""
+        """Let the peer send on, unless the reader is behind; one frame is sent for many messages."""
         if self._waiting_bytes > frames.STREAM_WINDOW // 2 or self._owed < _OWED or self._status is not None:
             return
         self._send(frames.window_update(0, self._owed) + frames.window_update(_STREAM, self._owed))

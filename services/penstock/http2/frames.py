@@ -16,18 +16,18 @@ NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR = 
 REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 7, 8, 9, 11
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE, MAX_WINDOW = 65_535, 16_384, 2**31 - 1
 FRAME_HEAD, MESSAGE_HEAD = 9, 5
-# What the peer may send on a stream before it is told to go on.
+# Bytes that the peer may send on a stream before a window update.
 STREAM_WINDOW = 1 << 20
 _OF_STREAMS = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION))
 _OF_CONNECTIONS = frozenset((SETTINGS, PING, GOAWAY))
 _SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
-# What a client of HTTP/1 understands.
+# An answer that a client of HTTP/1 understands.
 NOT_HTTP_1 = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: text/plain\r\nconnection: close\r\n"
     b"content-length: 36\r\n\r\nThis is a gRPC server: HTTP/2 only.\n"
 )
 
-# length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
+# Length (24 bits as 8 and 16), type, flags, stream; then gRPC's flag and length.
 _HEAD = struct.Struct(">BHBBI")
 _MESSAGE = struct.Struct(">BHBBIBI")
 _STATUS_200 = b"\x88"
@@ -35,7 +35,7 @@ _STATUS_200 = b"\x88"
 _CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
 RESPONSE_HEADERS = _STATUS_200 + _CONTENT_TYPE
 _MESSAGE_SAFE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
-# Of grpc-message: what is longer is cut, since clients bound what they take.
+# Most bytes of grpc-message: a longer one is cut, since clients bound the size of headers.
 _MAX_MESSAGE_BYTES = 2048
 
 
@@ -48,7 +48,7 @@ class Violation(Exception):
 
 
 def check(kind: int, flags: int, stream: int, size: int) -> None:
-    """Raises Violation for a frame of a wrong size or on a stream of the wrong kind (RFC 9113, 6)."""
+    """Check a frame. Raises Violation for a wrong size, or a stream of the wrong kind (RFC 9113, 6)."""
     if (stream == 0 and kind in _OF_STREAMS) or (stream and kind in _OF_CONNECTIONS):
         raise Violation(PROTOCOL_ERROR, "a frame of the wrong stream")
     if size != _SIZES.get(kind, size) or (kind == SETTINGS and (size % 6 or (flags & ACK and size))):
@@ -56,20 +56,20 @@ def check(kind: int, flags: int, stream: int, size: int) -> None:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Make one frame."""
     size = len(payload)
     return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def message_frame(stream: int, message: bytes) -> bytes:
-    """A DATA frame with one whole gRPC message."""
+    """Make a DATA frame with one whole gRPC message."""
     size = len(message)
     total = size + MESSAGE_HEAD
     return _MESSAGE.pack(total >> 16, total & 0xFFFF, DATA, 0, stream, 0, size) + message
 
 
 def content(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
-    """A frame's payload less its padding and, where `prioritised`, its priority. Raises Violation."""
+    """Return a frame's payload without its padding and, where `prioritised`, its priority. Raises Violation."""
     begin, end = 0, len(payload)
     if flags & PADDED:
         if not payload or payload[0] >= len(payload):
@@ -81,17 +81,17 @@ def content(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
 
 
 def window_update(stream: int, more: int) -> bytes:
-    """The peer may send `more` bytes on `stream` (0: on the connection)."""
+    """Make a WINDOW_UPDATE frame: the peer may send `more` bytes on `stream` (0: on the connection)."""
     return frame(WINDOW_UPDATE, 0, stream, more.to_bytes(4, "big"))
 
 
 def request_headers(fields: Iterable[tuple[str, str | bytes]]) -> bytes:
-    """The header block that begins a call; binary metadata (`-bin`) is encoded here."""
+    """Make the header block that begins a call; binary metadata (`-bin`) is encoded here."""
     return b"".join(_field(name, value) for name, value in fields)
 
 
 def timeout(seconds: float) -> str:
-    """The value of grpc-timeout: at most eight digits, rounded up."""
+    """Make the value of grpc-timeout: at most eight digits, rounded up."""
     for unit, per_second in (("u", 1e6), ("m", 1e3), ("S", 1)):
         value = math.ceil(seconds * per_second)
         if value < 10**8:
@@ -100,22 +100,22 @@ def timeout(seconds: float) -> str:
 
 
 def reset(stream: int, code: int) -> bytes:
-    """An RST_STREAM frame."""
+    """Make an RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream, code.to_bytes(4, "big"))
 
 
 def goaway(last_stream: int, code: int, text: str = "") -> bytes:
-    """A GOAWAY frame: streams above `last_stream` are not served; `text` is for whoever looks into it."""
+    """Make a GOAWAY frame: streams above `last_stream` are not served; `text` is for people."""
     return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream, code) + text.encode())
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
-    """A SETTINGS frame."""
+    """Make a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", key, value) for key, value in values))
 
 
 def header_frames(stream: int, block: bytes, *, end: bool, limit: int) -> bytes:
-    """HEADERS, and CONTINUATION where a frame holds no more than `limit` bytes."""
+    """Make a HEADERS frame, followed by CONTINUATION frames when the block is larger than `limit` bytes."""
     parts = [block[at : at + limit] for at in range(0, len(block), limit)]
     out = []
     for place, part in enumerate(parts):
@@ -125,10 +125,10 @@ def header_frames(stream: int, block: bytes, *, end: bool, limit: int) -> bytes:
 
 
 def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-    """The header block that ends a call."""
+    """Make the header block that ends a call."""
     fields = [_literal("grpc-status", str(code).encode())]
     if message:
-        # Bytes, since a character may be twelve of them once it is escaped; whole characters.
+        # Cut by bytes, since an escaped character may take twelve of them, and between characters.
         short = message.encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
         fields.append(_literal("grpc-message", quote(short, safe=_MESSAGE_SAFE).encode()))
     fields += [_field(name, value) for name, value in metadata]
@@ -136,7 +136,7 @@ def trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]
 
 
 def refusal(status: int) -> bytes:
-    """The header block of what is not gRPC at all."""
+    """Make the header block that refuses a request that is not gRPC."""
     return _literal(":status", str(status).encode())
 
 
@@ -151,7 +151,7 @@ def _literal(name: str, value: bytes) -> bytes:
 
 
 def _length(value: int) -> bytes:
-    """An integer with a prefix of 7 bits (RFC 7541, 5.1)."""
+    """Encode an integer with a prefix of 7 bits (RFC 7541, 5.1)."""
     if value < 127:
         return bytes((value,))
     value -= 127

@@ -1,7 +1,7 @@
-"""Header blocks to headers.
+"""Decoding of header blocks.
 
-The hpack package takes 9 µs for a field, this 1.5. What this transport and other plain clients send, literals that
-neither use nor change the dynamic table and have no Huffman code, is read here; every other block is hpack's.
+The hpack package takes 9 µs for a field, this module 1.5. It reads blocks as this transport and other plain clients
+send them: literals that neither use nor change the dynamic table and have no Huffman code. hpack reads every other one.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from hpack.table import HeaderTable
 
 Headers = list[tuple[str, str]]
 _STATIC = [("", ""), *((name.decode(), value.decode()) for name, value in HeaderTable.STATIC_TABLE)]
-# What a field counts for beyond its name and value (RFC 9113, 6.5.2).
+# Bytes that a field counts for beyond its name and value (RFC 9113, 6.5.2).
 _FIELD_BYTES = 32
-# The first byte of a field: one of a table; a literal that goes into the table, or a new size of the table.
+# Bits of a field's first byte: an entry of a table; a literal that goes into the table, or a new size of the table.
 _INDEXED, _CHANGES_TABLE = 0x80, 0x60
 _NAME_BITS = 0x0F
-# So many times what is taken is read all the same: whoever sends it loses one call, not the connection.
+# Blocks up to so many times the limit are still decoded: a peer that sends one loses a call, not the connection.
 _READ_BEYOND = 4
 
 
 class HeadersTooLarge(Exception):
-    """More than is taken; the blocks that follow can be read."""
+    """Headers are larger than the limit; the blocks that follow can still be read."""
 
 
 class HeaderDecoder:
     """Decoder of one direction of a connection."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` of headers are taken, counted as RFC 9113 does."""
+        """Make it. At most `max_bytes` of headers are allowed, counted as in RFC 9113."""
         self._max_bytes = max_bytes
         self._decoder = Decoder(max_header_list_size=_READ_BEYOND * max_bytes)
-        # Of the last plain block, all but its last field, with what it counts for: a peer's blocks begin alike.
+        # The last plain block without its last field, and its size: a peer's blocks begin alike.
         self._begin: tuple[bytes, Headers, int] = (b"", [], 0)
 
     def decode(self, block: bytes) -> Headers:
-        """The headers in their order, repeated ones too; what is not UTF-8 is replaced.
+        """Return the headers in their order, repeated ones too; bytes that are not UTF-8 are replaced.
 
         Raises HeadersTooLarge, hpack.HPACKError.
         """
@@ -51,12 +51,12 @@ class HeaderDecoder:
         return [(_text(name), _text(value)) for name, value in fields]
 
     def _plain(self, block: bytes) -> Headers | None:
-        """None for a block that hpack has to see."""
+        """Return the headers of a plain block; None for a block that hpack has to read."""
         begin, known, total = self._begin
         if not block.startswith(begin):
             begin, known, total = b"", [], 0
         headers, at, end = known.copy(), len(begin), len(block)
-        # The last field: where it begins, and the total before it.
+        # The last field: its place, and the total before it.
         last, before = 0, 0
         while at < end:
             last, before = at, total

@@ -1,4 +1,4 @@
-"""Notices that the other end of a connection is gone though nothing says so."""
+"""Keepalive pings: they find that the other end of a connection is gone without a word."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 
 class KeepAlive:
-    """A connection that has been silent is asked; one that does not answer is given up. Used on one event loop."""
+    """Pings a connection that is silent, and gives up one that does not answer. Belongs to one event loop."""
 
     def __init__(
         self, silence_seconds: float, timeout_seconds: float, ask: Callable[[], None], give_up: Callable[[], None]
     ) -> None:
-        """`ask` sends a ping. The owner calls `note_activity` whenever anything arrives."""
+        """Make it. `ask` sends a ping. The owner calls `note_activity` whenever anything arrives."""
         self._silence_seconds = silence_seconds
         self._timeout_seconds = timeout_seconds
         self._ask = ask
@@ -23,22 +23,22 @@ class KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Begin to watch."""
         self._timer = self._loop.call_later(self._silence_seconds, self._look)
 
     def note_activity(self) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         self._active_at = self._loop.time()
         self._is_asked = False
 
     def stop(self) -> None:
-        """The connection is over."""
+        """Stop: the connection is over."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
-        # What arrived meanwhile was noted first: a turn of the loop reads sockets before it runs timers, so that a stop
-        # of this process itself is not taken for the peer's silence.
+        # Data that arrived meanwhile was noted first, since a turn of the loop reads sockets before it runs timers.
+        # So a stop of this process itself is not taken for the peer's silence.
         if self._is_asked:
             self._give_up()
             return

@@ -1,4 +1,4 @@
-"""Limits of what one connection may hold and ask for."""
+"""Limits of the memory and the work that one connection may take."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Limits:
     keepalive_seconds: float
     keepalive_timeout_seconds: float
     min_ping_interval_seconds: float
-    # What a client may have on its way: of one call, and of all.
+    # Bytes that a client may have on their way: of one call, and of all.
     stream_window_bytes: int
     connection_window_bytes: int
     # Bytes of answers that may wait in the process for a connection that is not read.
     write_buffer_bytes: int
-    # Frames that ask for work without doing any: how many at once, and how fast there may be more.
+    # Frames that cost work and carry no data: the most at once, and the rate at which more are allowed.
     idle_frames: int
     idle_frames_per_second: float
-    # A reset is one of them while its call is younger than this and has no answer.
+    # A reset counts as one while its call is younger than this and has no answer.
     early_reset_seconds: float
 
 
@@ -38,19 +38,19 @@ class ChannelLimits(Protocol):
 
     @property
     def max_message_bytes(self) -> int:
-        """Largest message received."""
+        """Largest message that is received."""
 
     @property
     def keepalive_seconds(self) -> float:
-        """Silence before a ping."""
+        """Seconds of silence before a ping."""
 
     @property
     def keepalive_timeout_seconds(self) -> float:
-        """Time for its answer."""
+        """Seconds that the answer to a ping may take."""
 
 
 class IdleFrames:
-    """The budget of frames that ask for work without doing any (resets, settings, priorities)."""
+    """Budget of frames that cost work and carry no data (resets, settings, priorities)."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = float(limits.idle_frames)
@@ -59,7 +59,7 @@ class IdleFrames:
         self._filled_at = time.monotonic()
 
     def spend(self, what: str = "frames that do nothing") -> None:
-        """Raises Violation, which names `what` the last one was, when there were too many."""
+        """Count a frame. Raises Violation, which names it by `what`, when there were too many."""
         now = time.monotonic()
         self.refund((now - self._filled_at) * self._per_second)
         self._filled_at = now
@@ -81,12 +81,12 @@ class Pings:
         self._last = 0.0
 
     def take(self, *, is_idle: bool) -> None:
-        """Raises Violation at the third that is too early. `is_idle`: nothing was sent since the one before."""
+        """Count a ping. Raises Violation at the third that is too early. `is_idle`: nothing was sent since the last."""
         now = time.monotonic()
         if is_idle and now - self._last < self._min_interval_seconds:
             self._strikes += 1
             if self._strikes >= _PING_STRIKES:
-                # As grpc says it: its clients ping less often then.
+                # grpc's own words: its clients then ping less often.
                 raise frames.Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
         elif not is_idle:
             self._strikes = 0

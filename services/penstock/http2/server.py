@@ -1,4 +1,4 @@
-"""A gRPC server on asyncio: finds the handler of each call and runs it."""
+"""Server of gRPC on asyncio: it finds the handler of each call and runs it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.http2.server_call import Call, Refused
 from penstock.http2.server_connection import Connection
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
-# Connections that came together and wait to be taken; beyond asyncio's 100 they would come a second later.
+# Connections that may wait to be accepted; beyond asyncio's 100 they would come a second later.
 _BACKLOG = 1024
 _log = get_logger("penstock.http2")
 
 
 class _Details(grpc.HandlerCallDetails):
-    """Details that generic handlers look a method up by."""
+    """Details by which generic handlers look a method up."""
 
     def __init__(self, call: Call) -> None:
         self.method = call.method
@@ -30,25 +30,25 @@ class _Details(grpc.HandlerCallDetails):
 
 
 class Http2Server:
-    """Takes the handlers that generated code adds to a grpc.aio.Server, coroutines only. Used on one event loop.
+    """Server for the handlers that generated code adds to a grpc.aio.Server. Belongs to one event loop.
 
-    A handler gets its request, or an async iterator of them, and its `Call`. It writes to the call by itself, or
-    returns the only answer; async generators are for `wrap` to run.
+    A handler gets its request, or an async iterator of requests, and its `Call`. It writes to the call itself, or
+    returns the only answer. It is a coroutine: `wrap` has to run async generators.
     """
 
     def __init__(
         self, limits: Limits, *, max_calls: int, wrap: Callable[[str, Handler], Handler] | None = None
     ) -> None:
-        """More than `max_calls` at once are refused with RESOURCE_EXHAUSTED.
+        """Make it. More than `max_calls` at once are refused with RESOURCE_EXHAUSTED.
 
-        `wrap` is given each method that is called ("/package.Service/Name") and its handler, once, and returns the
-        handler to use.
+        `wrap` is called once for each method that is used, with its name ("/package.Service/Name") and its handler, and
+        returns the handler to use.
         """
         self._limits = limits
         self._max_calls = max_calls
         self._wrap = wrap
         self._generic: list[Any] = []
-        # By method, as wrapped; only methods that exist.
+        # Wrapped handlers by method; only methods that exist.
         self._handlers: dict[str, Handler] = {}
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,14 +59,14 @@ class Http2Server:
         self._generic += handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
-        """Generated code adds every method twice; the generic one is enough."""
+        """Do nothing: generated code adds every method twice, and the generic handler is enough."""
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None, *, shares_port: bool) -> int:
         """Open the port and return it. Raises OSError."""
         loop, host = asyncio.get_running_loop(), host.strip("[]")
         where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None, "backlog": _BACKLOG}
         if host == "::" and socket.has_dualstack_ipv6():
-            # IPv4, too, as with grpc; asyncio would take IPv6 alone.
+            # With IPv4, as grpc does; asyncio would take IPv6 alone.
             kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
             where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind), "backlog": _BACKLOG}
         self._server = await loop.create_server(self._make_connection, ssl=tls, start_serving=False, **where)
@@ -78,7 +78,7 @@ class Http2Server:
             await self._server.start_serving()
 
     async def stop(self, grace: float | None) -> None:
-        """Take no new calls, give those that live `grace` seconds, cancel them, hang up."""
+        """Take no new calls, give live ones `grace` seconds, cancel the rest, hang up."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
@@ -135,7 +135,7 @@ class Http2Server:
         call.finish(call.code(), call.details())
 
     def _find(self, call: Call) -> Handler:
-        """The handler of a method that is called for the first time. Raises Refused when there is none."""
+        """Find the handler of a method that is called for the first time. Raises Refused when there is none."""
         details = _Details(call)
         found = (generic.service(details) for generic in self._generic)
         handler: Handler | None = next((one for one in found if one is not None), None)

@@ -1,4 +1,4 @@
-"""One call: its handler takes it for a grpc.aio ServicerContext, its connection feeds it."""
+"""Call of a server: its handler uses it as a grpc.aio ServicerContext, and its connection feeds it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.http2.headers import Headers
 from penstock.http2.limits import Limits
 from penstock.http2.metadata import Metadata, parse_metadata
 
-# Messages that a handler takes in one turn of the event loop, if it does not wait by itself.
+# Messages that a handler takes in one turn of the event loop, unless it waits itself.
 _MESSAGES_PER_TURN = 256
-# A call may not be reset unsuspected before, however little time it has.
+# A reset before this age counts against the client, however short the call's deadline is.
 _LEAST_SECONDS = 0.01
-# How zlib is told of them.
+# zlib's wbits for each encoding.
 _ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 
 class Refused(Exception):
-    """The call ends with this status."""
+    """Raised to end the call with this status."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -36,10 +36,10 @@ class Refused(Exception):
 class CallConnection(Protocol):
     """The part of a connection that a call needs."""
 
-    # What the client lets us send on the connection, and on a new stream.
+    # Bytes that the client lets us send on the connection, and on a new stream.
     window: int
     initial_window: int
-    # Whether the connection is not read fast enough.
+    # True while the client does not read the connection fast enough.
     is_paused: bool
     # Calls that wait for room, by stream.
     blocked: dict[int, Call]
@@ -51,25 +51,25 @@ class CallConnection(Protocol):
         """Let the client send `size` more bytes on `stream`."""
 
     def answered(self) -> None:
-        """A call was answered."""
+        """Note that a call was answered."""
 
     def forget(self, call: Call) -> None:
-        """A call is over."""
+        """Forget a call that is over."""
 
 
 class Call:
-    """Used on the event loop of its connection. Writes wait while the client's window or the connection is full."""
+    """One call, on its connection's event loop. Writes wait while the client's window or the connection is full."""
 
-    # Whether `try_write` may ever succeed.
+    # True: `try_write` may succeed.
     writes_at_once: ClassVar[bool] = True
 
     def __init__(
         self, connection: CallConnection, stream: int, headers: dict[str, str], fields: Headers, limits: Limits
     ) -> None:
-        """`headers` are `fields` without the repeated ones. Raises Refused for headers that make no call."""
+        """Make it. `headers` are `fields` without repeated ones. Raises Refused for headers that make no call."""
         self.stream = stream
         self.method = headers.get(":path", "")
-        # What the client lets us send on this stream.
+        # Bytes that the client lets us send on this stream.
         self.window = connection.initial_window
         self.is_over = False
         self.task: asyncio.Task[None] | None = None
@@ -83,12 +83,12 @@ class Call:
         self._metadata: Metadata = _metadata(fields)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
-        # What no handler has taken: whole messages as they came, since a small one may be a large one once it is
-        # unpacked, and many small ones more than their bytes; at its end the beginning of one.
+        # Bytes that the handler has not taken: whole messages, and perhaps the beginning of one. Kept as they came,
+        # since a small message may be large once it is unpacked, and many small objects larger than their bytes.
         self._body = bytearray()
-        # Of the first of them, head included, as it says itself; 0 before that has arrived.
+        # Bytes of the first message by its own head, head included; 0 before the head has arrived.
         self._size = 0
-        # Of the stream's window: not given back to the client yet.
+        # Bytes of the stream's window that were not given back to the client yet.
         self._owed = 0
         self._arrived = asyncio.Event()
         self._has_headers = False
@@ -98,12 +98,12 @@ class Call:
         self._timer: asyncio.TimerHandle | None = None
         if self._deadline is not None:
             left = max(0.0, self._deadline - self._began)
-            # Whose time is over gives up by a reset, too, which may be here before our own timer. But nobody can mean
-            # to have an answer in no time at all.
+            # A client whose time is over gives up by a reset, too, which may come before our own timer. But no client
+            # expects an answer in no time at all.
             self._early_reset_seconds = min(self._early_reset_seconds, max(left / 2, _LEAST_SECONDS))
             self._timer = asyncio.get_running_loop().call_later(left, self._expire)
 
-    # What handlers use of grpc.aio.ServicerContext.
+    # Methods of grpc.aio.ServicerContext that handlers use.
 
     def invocation_metadata(self) -> Metadata:
         return self._metadata
@@ -134,7 +134,7 @@ class Call:
         if not self._has_headers and not self.is_over:
             self._has_headers = True
             connection.send(frames.header_frames(self.stream, frames.RESPONSE_HEADERS, end=False, limit=16384))
-            # Whoever gets an answer may cancel it without being suspected.
+            # A client that gets an answer may cancel it, and the reset does not count against it.
             connection.answered()
         if size <= frames.DEFAULT_FRAME_SIZE and self._room() >= size:
             self.window -= size
@@ -167,11 +167,11 @@ class Call:
         self.finish(code, details)
         raise grpc.aio.AbortError
 
-    # What the connection and the server use.
+    # Methods for the connection and the server.
 
     @property
     def may_be_reset(self) -> bool:
-        """True when its client may give it up unsuspected: an answer has begun, or it has held its place for long."""
+        """True when a reset does not count against the client: an answer has begun, or the call has lasted long."""
         return self._has_headers or time.monotonic() - self._began >= self._early_reset_seconds
 
     def finish(self, code: grpc.StatusCode, details: str = "") -> None:
@@ -189,19 +189,19 @@ class Call:
         self._end()
 
     def gone(self) -> None:
-        """The client gave up, or the connection is lost: the handler is cancelled."""
+        """Cancel the handler: the client gave up, or the connection is lost."""
         if not self.is_over:
             self._end()
         if self.task is not None:
             self.task.cancel()
 
     def wake(self) -> None:
-        """Try again: perhaps there is room now."""
+        """Let a write that waits try again: there may be room now."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def take(self, data: bytes, *, ended: bool) -> None:
-        """Part of the request. Raises Refused when the first message that waits is too large."""
+        """Take a part of the request. Raises Refused when the first message that waits is too large."""
         self._body += data
         if not self._size:
             self._measure()
@@ -211,13 +211,13 @@ class Call:
         self._arrived.set()
 
     def received(self, size: int) -> int:
-        """`size` bytes of the stream's window are used up; returns how many have not been given back."""
+        """Note that `size` bytes of the stream's window are used; return the bytes that were not given back."""
         self._owed += size
         self._give_back()
         return self._owed
 
     async def request(self) -> bytes:
-        """The only message of a unary request. Raises Refused when there is not exactly one."""
+        """Return the only message of a unary request. Raises Refused when there is not exactly one."""
         while not self.request_ended and not 0 < self._size < len(self._body):
             self._arrived.clear()
             await self._arrived.wait()
@@ -226,7 +226,7 @@ class Call:
         return self._next()
 
     async def requests(self, deserializer: Callable[[bytes], Any] | None) -> AsyncIterator[Any]:
-        """The messages of a streaming request."""
+        """Yield the messages of a streaming request."""
         taken = 0
         while True:
             try:
@@ -235,7 +235,7 @@ class Call:
                     yield deserializer(message) if deserializer is not None else message
                     taken += 1
                     if not taken % _MESSAGES_PER_TURN:
-                        # They may come faster than they are taken, and other calls have their turn.
+                        # Messages may come faster than they are taken, and other calls need their turn.
                         await asyncio.sleep(0)
                 self._check_size()
                 if self.request_ended and self._body:
@@ -248,7 +248,7 @@ class Call:
             await self._arrived.wait()
 
     def _next(self) -> bytes:
-        """The first message that waits, which is there. Raises Refused."""
+        """Remove and return the first message that waits; there is one. Raises Refused."""
         self._check_size()
         body, size = self._body, self._size
         is_compressed, message = body[0], bytes(body[frames.MESSAGE_HEAD : size])
@@ -262,22 +262,22 @@ class Call:
         self._size = frames.MESSAGE_HEAD + int.from_bytes(body[1:5], "big") if len(body) >= frames.MESSAGE_HEAD else 0
 
     def _check_size(self) -> None:
-        """Raises Refused."""
+        """Check the size of the first message. Raises Refused."""
         size = self._size - frames.MESSAGE_HEAD
         if size > self._max_message_bytes:
             raise _too_large(size, self._max_message_bytes)
 
     def _give_back(self) -> None:
-        """Let the client send on, unless the handler is behind: it is told of many messages at once."""
+        """Let the client send on, unless the handler is behind; one frame is sent for many messages."""
         if self._owed < self._window_bytes // 4 or self.is_over:
             return
-        # One that is larger than the window has to arrive before anybody can take it.
+        # A message that is larger than the window has to arrive before the handler can take it.
         if len(self._body) <= self._window_bytes or self._size > len(self._body):
             self._connection.give_back(self.stream, self._owed)
             self._owed = 0
 
     def _room(self) -> int:
-        """Bytes that may be sent now."""
+        """Number of bytes that may be sent now."""
         if self.is_over:
             raise grpc.aio.InternalError("the call is over")
         connection = self._connection
@@ -305,7 +305,7 @@ class Call:
             self._connection.blocked.pop(self.stream, None)
 
     def _unpack(self, message: bytes) -> bytes:
-        """A compressed message."""
+        """Decompress a message. Raises Refused."""
         if self._encoding == "identity":
             raise Refused(grpc.StatusCode.INTERNAL, "a message is compressed, and no grpc-encoding says how")
         if self._encoding not in _ENCODINGS:
@@ -347,7 +347,7 @@ def _metadata(headers: Headers) -> Metadata:
 
 
 def _deadline(timeout: str | None) -> float | None:
-    """Deadline as a time.monotonic(). Raises Refused."""
+    """Return the deadline as a time of time.monotonic(). Raises Refused."""
     if timeout is None:
         return None
     digits, unit = timeout[:-1], timeout[-1:]

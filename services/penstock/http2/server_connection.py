@@ -1,4 +1,4 @@
-"""One HTTP/2 connection of a client."""
+"""HTTP/2 connection of a client, on the server's side."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from penstock.http2.keepalive import KeepAlive
 from penstock.http2.limits import IdleFrames, Limits, Pings
 from penstock.http2.server_call import Call, Refused
 
-# A request's headers, compressed; also what CONTINUATION may add up to.
+# Most bytes of a request's compressed headers, CONTINUATION included.
 MAX_HEADER_BYTES = 64 << 10
 _CONTENT_TYPE = "application/grpc"
 _log = get_logger("penstock.http2")
 
 
 class Connection(asyncio.Protocol):
-    """`on_call` starts the handler of a new call; everything happens on one event loop."""
+    """One client's connection. `on_call` starts the handler of a new call. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol):
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.is_paused = False
-        # Of the connection's window: not given back to the client yet.
+        # Bytes of the connection's window that were not given back to the client yet.
         self._owed = 0
         self._limits = limits
         self._on_call, self._on_open, self._on_lost = on_call, on_open, on_lost
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._last_stream = 0
         # A header block that CONTINUATION goes on with: its stream, flags and bytes.
         self._open_block: tuple[int, int, bytes] | None = None
-        # A frame made room for calls that wait: they are woken once, however many frames come together.
+        # True when a frame made room for calls that wait: they are woken once, however many frames come together.
         self._has_room = False
         self._idle_frames = IdleFrames(limits)
         self._pings = Pings(limits.min_ping_interval_seconds)
@@ -105,15 +105,15 @@ class Connection(asyncio.Protocol):
             self._flush()  # so that `is_paused` is known within the turn, too
 
     def give_back(self, stream: int, size: int) -> None:
-        """The client may send `size` more bytes on `stream`."""
+        """Let the client send `size` more bytes on `stream`."""
         self.send(frames.window_update(stream, size))
 
     def forget(self, call: Call) -> None:
-        """A call is over."""
+        """Forget a call that is over."""
         self.calls.pop(call.stream, None)
 
     def answered(self) -> None:
-        """A call was answered: its client may have reason to reset and to ping."""
+        """Note that a call was answered: its client may have reason to reset and to ping."""
         self._idle_frames.refund(4)
 
     def drain(self) -> None:
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
             self.send(frames.goaway(self._last_stream, frames.NO_ERROR))
 
     def close(self) -> None:
-        """Send what is queued and hang up."""
+        """Send the queued bytes and hang up."""
         self._is_closing = True
         self._flush()
         if self._transport is not None:
@@ -162,11 +162,11 @@ class Connection(asyncio.Protocol):
             self._transport is not None
             and self._transport.get_write_buffer_size() > 4 * self._limits.write_buffer_bytes
         ):
-            # What waits are answers to frames: a client that sends and does not read is not read either.
+            # The bytes that wait are answers to frames: a client that sends and does not read is not read either.
             self._transport.pause_reading()
 
     def _take_frames(self, data: bytes) -> int:
-        """Handle whole frames; returns how many bytes they were."""
+        """Handle whole frames; return their number of bytes."""
         at, size = 0, len(data)
         if self._needs_preface:
             if data[: len(frames.PREFACE)] != frames.PREFACE[:size]:
@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
             if size < len(frames.PREFACE):
                 return 0
             self._needs_preface, at = False, len(frames.PREFACE)
-            # Not before: a client of HTTP/1 would take it for an answer.
+            # Not earlier: a client of HTTP/1 would take it for an answer.
             self._greet()
         while at + frames.FRAME_HEAD <= size:
             length = int.from_bytes(data[at : at + 3], "big")
@@ -223,11 +223,11 @@ class Connection(asyncio.Protocol):
         elif kind == frames.PUSH_PROMISE:
             raise frames.Violation(frames.PROTOCOL_ERROR, "clients do not push")
         else:
-            # Priorities, which do nothing here, and what later versions of HTTP/2 may have.
+            # Priorities, which do nothing here, and frames of later versions of HTTP/2.
             self._idle_frames.spend()
 
     def _known(self, stream: int) -> Call | None:
-        """The call of a stream, None when it is over. Raises Violation when it never began."""
+        """Return the call of a stream; None when it is over. Raises Violation when it never began."""
         if stream > self._last_stream:
             raise frames.Violation(frames.PROTOCOL_ERROR, "a frame of no stream")
         return self.calls.get(stream)
@@ -248,7 +248,7 @@ class Connection(asyncio.Protocol):
             raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
         known = self.calls.get(stream)
         if known is not None:
-            # Trailers of a request: nothing but its end.
+            # Trailers of a request: only its end matters.
             if not flags & frames.END_STREAM:
                 raise frames.Violation(frames.PROTOCOL_ERROR, "a request has headers twice")
             if known.request_ended:
@@ -259,13 +259,13 @@ class Connection(asyncio.Protocol):
         if stream <= self._last_stream or not stream & 1:
             if stream & 1:
                 self._idle_frames.spend()
-                return  # of a call that is over
+                return  # trailers of a call that is over
             raise frames.Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
         self._last_stream = stream
         self._open(stream, fields, ended=bool(flags & frames.END_STREAM))
 
     def _open(self, stream: int, fields: Headers | None, *, ended: bool) -> None:
-        """`fields` None: there were too many."""
+        """Begin a call. `fields` None: they were too large."""
         if self._is_draining or len(self.calls) >= self._limits.max_streams:
             self._idle_frames.spend()
             self.send(frames.reset(stream, frames.REFUSED_STREAM))
@@ -290,7 +290,8 @@ class Connection(asyncio.Protocol):
         self._on_call(call)
 
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
-        # Given back whatever becomes of it, many frames at once: a call that keeps much keeps its stream's window.
+        # Given back whatever happens to the call, for many frames at once: a call that is behind holds back its own
+        # stream's window.
         self._owed += len(payload)
         if self._owed >= self._limits.connection_window_bytes // 4:
             self.send(frames.window_update(0, self._owed))
@@ -336,7 +337,7 @@ class Connection(asyncio.Protocol):
             call.wake()
 
     def _break_off(self, call: Call, code: int) -> None:
-        """A call whose frames make no sense: a client that has us reset its calls is one that resets them."""
+        """Reset a call whose frames break the protocol. It counts against the client like a reset of its own."""
         self._idle_frames.spend()
         self.send(frames.reset(call.stream, code))
         call.gone()
@@ -347,7 +348,7 @@ class Connection(asyncio.Protocol):
         self._idle_frames.spend()
         windows = [value for key, value in struct.iter_unpack(">HI", payload) if key == frames.INITIAL_WINDOW_SIZE]
         if windows:
-            # The last one counts, once for every call: a frame has room for thousands.
+            # Only the last one is applied, once for every call: a frame has room for thousands.
             self._resize_windows(windows[-1])
         self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self._has_room = True
@@ -379,7 +380,7 @@ class Connection(asyncio.Protocol):
 
 
 def _is_call(headers: dict[str, str]) -> bool:
-    """True for gRPC; False for gRPC-Web, whose bodies are others."""
+    """True for gRPC; False for gRPC-Web, which has other bodies."""
     content_type = headers.get("content-type", "")
     kind, rest = content_type[: len(_CONTENT_TYPE)], content_type[len(_CONTENT_TYPE) :]
     return headers.get(":method") == "POST" and kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";")

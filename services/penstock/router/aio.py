@@ -1,4 +1,4 @@
-"""Waits: for the first of several streams to end, for silence, and to be woken by a callback."""
+"""Waiting: for the first of several coroutines to end, for silence, and for a wake-up from a callback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOOKS = 8
 
 
 async def until_first(*work: Coroutine[None, None, None]) -> None:
-    """Run together until the first ends; the others are cancelled. Raises what the first raised."""
+    """Run all together until the first ends, and cancel the others. Raises the first one's error."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -32,7 +32,7 @@ async def until_silent(seconds: float, signs: Callable[[], int], is_due: Callabl
 
 
 class Wakeup:
-    """A wake-up call for one waiting coroutine: cheaper than asyncio.Event, which the per-token path would feel.
+    """Wake-up call for one waiting coroutine, cheaper than asyncio.Event: it is on the per-token path.
 
     `set` from the event loop; one coroutine waits at a time.
     """

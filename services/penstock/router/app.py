@@ -1,4 +1,4 @@
-"""The router process: connects to tokenizer and backends, then serves TextService."""
+"""Router process: it connects to tokenizer and backends, then serves TextService."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ SERVICE_NAME = "penstock.v1.TextService"
 
 
 class RouterApp:
-    """Implements serving.server.Service and ControlsHealth."""
+    """The router as a service. Implements serving.server.Service and ControlsHealth."""
 
     name = "router"
     grpc_services = (SERVICE_NAME,)
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, *, resolver: Resolver = resolve) -> None:
-        """Built inside the event loop. `resolver` stands in for DNS in tests."""
+        """Make it inside the event loop that will serve it. `resolver` stands in for DNS in tests."""
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,8 +110,8 @@ class RouterApp:
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
 
     async def start(self) -> None:
-        """Returns once tokenizer and a backend are ready. Raises StartupError: a file, --tokenizer or --backend."""
-        # Later they are waited for: they may be replaced while a connection is dialled again.
+        """Return once tokenizer and a backend are ready. Raises StartupError for a file, --tokenizer or --backend."""
+        # Checked at start only: later a file may be missing while it is replaced, and a connection is tried again.
         check_channel_files(self._config)
         until = time.monotonic() + self._config.start_timeout_seconds
         self._spawn(self._link.run())
@@ -141,12 +141,12 @@ class RouterApp:
         self._spawn(self._follow_health())
 
     async def drain(self) -> None:
-        """Refuse new streams; return when the live ones ended. Cancelled it has them end by themselves now."""
+        """Refuse new streams; return when the live ones ended. When cancelled, it makes them end by themselves now."""
         self._admission.drain()
         try:
             await self._admission.wait_until_empty()
         finally:
-            # The grace is over; or nobody is left but readers that were cut off and do not take their status.
+            # The grace is over; or the only calls left have readers that were cut off and do not take their status.
             self._drain.end_grace()
 
     async def close(self) -> None:
@@ -157,7 +157,7 @@ class RouterApp:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def status_lines(self) -> list[str]:
-        """Models, backends and the tokenizer."""
+        """Lines about models, backends and the tokenizer."""
         lines = [f"tokenizer {', '.join(self._config.tokenizer)} ({self._link.fingerprint[:12]})"]
         for name, info in self._pool.models.items():
             count = len(self._pool.ready(name))
@@ -170,7 +170,7 @@ class RouterApp:
         return ", ".join(known) or f"{', '.join(self._config.backend)} (name not resolved)"
 
     async def _follow_health(self) -> None:
-        """SERVING while a request could be answered."""
+        """Show SERVING while a request could be answered."""
         shown: bool | None = None
         while True:
             serving = self._link.is_ready and bool(self._pool.ready())

@@ -1,4 +1,4 @@
-"""The router's configuration: one home for each default. Imports nothing heavy, since the command line reads it."""
+"""Configuration of the router: one home for each default. Imports nothing heavy, since the command line reads it."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class RouterConfig(ServerConfig, ChannelConfig):
 
     @property
     def receive_limit_bytes(self) -> int:
-        """Largest message of clients; backends and tokenizer send up to max_message_bytes."""
+        """Largest message of clients, in bytes; backends and tokenizer send up to max_message_bytes."""
         return min(self.max_request_bytes, self.max_message_bytes)
 
     def validate(self) -> None:

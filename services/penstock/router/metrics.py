@@ -1,7 +1,7 @@
-"""The router's Prometheus metrics: everything under `penstock_router_`. Labels come from closed sets only.
+"""Prometheus metrics of the router: everything under `penstock_router_`. Labels come from closed sets only.
 
 Usual figures carry vLLM's suffixes (time_to_first_token_seconds, inter_token_latency_seconds,
-e2e_request_latency_seconds). Stage times are the very numbers that travel in Finished.timings.
+e2e_request_latency_seconds). Stage times are the numbers that travel in Finished.timings.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PREFIX = "penstock_router_"
 
 
 class RouterMetrics:
-    """Everything that the router counts."""
+    """Metrics of one router process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, help, labels, registry=registry)
 
         def counters(name: str, help: str, *labels: str) -> Callable[..., Counter]:
-            # By the values of its labels: looking a counter up takes three times as long as counting.
+            # Keyed by the values of the labels: looking a counter up takes three times as long as counting.
             return cache(counter(name, help, *labels).labels)
 
         def gauge(name: str, help: str, *labels: str) -> Gauge:
@@ -67,7 +67,7 @@ class RouterMetrics:
         self.backend_losses = counter("backend_losses_total", "Backends lost, by configured target.", "backend")
 
     def observe_timings(self, timings: common_pb2.StageTimings) -> None:
-        """The stages that this process measured."""
+        """Record the stages that this process measured, in seconds."""
         for stage, histogram in (
             ("template_seconds", self.template),
             ("tokenize_seconds", self.tokenize),

@@ -1,6 +1,6 @@
 """Channels to other services: TLS, bearer token, keepalive, the request id of the call being handled; their health.
 
-What opens a channel here is grpc.aio, for commands and tests; services go through serving.transport.
+Channels here are grpc.aio's, for commands and tests; services use serving.transport.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import channel_options
 
 ResponseT = TypeVar("ResponseT")
-# Its type stubs do not know it.
+# grpc's type stubs do not know it.
 _END: object = cast("Any", grpc.aio).EOF
 _LOCAL = ChannelConfig()
 
 
 def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
-    """A channel to `address` (host:port or a gRPC target). It connects when first used.
+    """Open a channel to `address` (host:port or a gRPC target). It connects when first used.
 
     Raises StartupError when a TLS or token file cannot be read.
     """
@@ -45,7 +45,7 @@ def open_channel(address: str, config: ChannelConfig = _LOCAL) -> GrpcChannel:
 
 
 def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
-    """A function that adds request id and bearer token to metadata. Raises StartupError for a file it cannot read."""
+    """Make a function that adds request id and bearer token to metadata. Raises StartupError for an unreadable file."""
     path = config.channel_token_file
     tokens = TokenFile(path, "--channel-token-file") if path else None
 
@@ -62,7 +62,7 @@ def decorator(config: ChannelConfig) -> Callable[[Metadata], Metadata]:
 
 
 async def watch_health(channel: grpc.aio.Channel, service: str) -> AsyncGenerator[bool, None]:
-    """Yield True or False: it serves or not, now and whenever that changes. Close it when it is not read to its end."""
+    """Yield True when it serves, else False, now and at every change. Close it when it is not read to its end."""
     call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
     try:
         async for update in call:
@@ -81,19 +81,19 @@ async def until_serving(channel: grpc.aio.Channel, service: str) -> bool:
 
 
 class GrpcStreamCall(Generic[ResponseT]):
-    """A call of grpc.aio as the seam's StreamCall."""
+    """Call of grpc.aio behind the seam's StreamCall."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self.write: Callable[[Message], Awaitable[None]] = call.write
 
     async def write_all(self, requests: Iterable[Message]) -> None:
-        """One after the other."""
+        """Send the messages one after the other."""
         for request in requests:
             await self.write(request)
 
     async def run(self, take: Callable[[ResponseT], None]) -> None:
-        """Hand every message to `take`. A task is woken for each."""
+        """Hand every message to `take`. Each wakes a task."""
         read = self._call.read
         while True:
             try:
@@ -102,20 +102,20 @@ class GrpcStreamCall(Generic[ResponseT]):
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                # The call was given up, not the task that runs it.
+                # The call was cancelled, not the task that runs it.
                 raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here") from None
-            # None: grpc could not parse it, and said so in the log.
+            # None: grpc could not parse it, and logged that.
             if message is _END or message is None:
                 return
             take(message)
 
     def cancel(self) -> object:
-        """Give the call up."""
+        """Cancel the call."""
         return self._call.cancel()
 
 
 class GrpcChannel(grpc.aio.Channel):
-    """Adds metadata to every call. Not a client interceptor: those put a task and a queue between caller and stream."""
+    """Channel that adds metadata to every call; an interceptor would put a task and a queue before every stream."""
 
     def __init__(self, inner: grpc.aio.Channel, decorate: Callable[[Metadata], Metadata]) -> None:
         self._inner = inner
@@ -123,7 +123,7 @@ class GrpcChannel(grpc.aio.Channel):
 
     @property
     def for_stubs(self) -> grpc.aio.Channel:
-        """Itself."""
+        """Return the channel itself."""
         return self
 
     async def open_stream(

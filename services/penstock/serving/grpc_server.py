@@ -1,4 +1,4 @@
-"""A server of grpc.aio as the seam of serving.transport has it."""
+"""Server of grpc.aio behind the seam of serving.transport."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.serving.interceptors import Handler, Wrap, behavior_of, handler_li
 
 
 class GrpcServer:
-    """Used on one event loop."""
+    """Server of grpc.aio. Belongs to one event loop."""
 
     def __init__(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> None:
-        """More than `max_calls` at once are refused. `wrap` as in Http2Server."""
+        """Make it. More than `max_calls` at once are refused. `wrap` as in Http2Server."""
         self._config = config
         self._inner = grpc.aio.server(
             interceptors=(_Adapter(wrap),),
@@ -38,7 +38,7 @@ class GrpcServer:
         inner.add_registered_method_handlers(service_name, dict(method_handlers))
 
     async def open_port(self) -> int:
-        """The port that is now open. Raises OSError, which does not say why, and StartupError naming a file's flag."""
+        """Open the port and return it. Raises OSError without a reason, and StartupError naming a file's flag."""
         where = join_address(self._config.host, self._config.port)
         credentials = server_credentials(self._config)
         try:
@@ -57,12 +57,12 @@ class GrpcServer:
         await self._inner.start()
 
     async def stop(self, grace: float | None) -> None:
-        """Take no new calls, give those that live `grace` seconds, cancel them, hang up."""
+        """Take no new calls, give live ones `grace` seconds, cancel the rest, hang up."""
         await self._inner.stop(grace)
 
 
 class GrpcServerCall:
-    """A ServicerContext with the methods of the seam's ServerCall; its own are bound once, so none costs more."""
+    """A ServicerContext with the methods of the seam's ServerCall; its own are bound once, so that none costs more."""
 
     writes_at_once: ClassVar[bool] = False
 
@@ -86,17 +86,17 @@ class GrpcServerCall:
         self.write: Callable[[Any], Awaitable[None]] = context.write
 
     def code(self) -> grpc.StatusCode:
-        """The status that the handler has set by itself; OK when it has not."""
+        """Return the status that the handler has set; OK when it has set none."""
         code: Any = self._context.code()
-        # grpc.aio tells a status by its number.
+        # grpc.aio returns the status as a number.
         return code if isinstance(code, grpc.StatusCode) else CODE_BY_NUMBER.get(code, grpc.StatusCode.OK)
 
     def details(self) -> str:
-        """Its explanation."""
+        """Return the status's explanation."""
         return str(self._context.details() or "")
 
     def try_write(self, message: Any) -> bool:
-        """Refuse: grpc.aio writes in a task only."""
+        """Return False: grpc.aio writes in a task only."""
         return False
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
@@ -105,11 +105,11 @@ class GrpcServerCall:
 
 
 class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
-    """Has handlers wrapped, and gives them a GrpcServerCall."""
+    """Interceptor that wraps handlers and gives them a GrpcServerCall."""
 
     def __init__(self, wrap: Wrap) -> None:
         self._wrap = wrap
-        # By method; only methods that exist.
+        # Wrapped handlers by method; only methods that exist.
         self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(

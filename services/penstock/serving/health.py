@@ -1,4 +1,4 @@
-"""grpc.health.v1 and server reflection (v1 and v1alpha), added to every server."""
+"""Health (grpc.health.v1) and server reflection (v1 and v1alpha), added to every server."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Health:
         return self._up and self._wanted
 
     async def set_up(self, up: bool) -> None:
-        """The process is warm (True) or starting, stopping or broken (False)."""
+        """Set that the process is warm (True), or that it is starting, stopping or broken (False)."""
         self._up = up
         await self._publish()
 
     async def set_wanted(self, wanted: bool) -> None:
-        """The service takes calls (True) or was drained (False). Has no effect while the process is not up."""
+        """Set that the service takes calls (True) or was drained (False). No effect while the process is not up."""
         self._wanted = wanted
         await self._publish()
 

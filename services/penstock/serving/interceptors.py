@@ -1,8 +1,8 @@
 """Handling around every call of every service: request id, authentication, admission, metrics, errors.
 
-One interceptor rather than a chain: each link of a chain costs a coroutine per call. Handlers just raise
-`PenstockError`s; anything else becomes Internal with its traceback in the log. A handler that is an async generator is
-closed before its call ends, so its `finally` blocks run at once.
+It is one interceptor rather than a chain: each link of a chain costs a coroutine per call. Handlers raise
+`PenstockError`s; any other error becomes Internal with its traceback in the log. A handler that is an async generator
+is closed before its call ends, so its `finally` blocks run at once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, c
 Context = Any
 Behavior = Callable[[Any, Context], Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
-# Of a method's name and its handler the handler to use.
+# (method's name, its handler) -> the handler to use.
 Wrap = Callable[[str, Handler], Handler]
-# Answered without credentials and whatever the load: a probe must tell "busy" from "broken".
+# Services that answer without credentials and under any load: a probe must tell "busy" from "broken".
 EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
 OVERLOAD_RETRY_SECONDS = 0.5
 
@@ -45,7 +45,7 @@ _log = get_logger("penstock.rpc")
 
 @dataclass(frozen=True)
 class _Method:
-    """A method's name and its metrics, looked up once."""
+    """Method's name and metrics, looked up once."""
 
     service: str
     started: Any
@@ -54,7 +54,7 @@ class _Method:
 
 
 class _Malformed:
-    """Stands for a request that could not be parsed, so that the error is raised where all errors are."""
+    """Placeholder for a request that could not be parsed, so that its error is raised where all errors are."""
 
 
 _MALFORMED = _Malformed()
@@ -73,7 +73,7 @@ class CallInterceptor:
 
     @property
     def in_flight(self) -> int:
-        """Calls being handled, health checks not counted."""
+        """Number of calls being handled, without health checks."""
         return self._in_flight
 
     async def wait_idle(self) -> None:
@@ -81,7 +81,7 @@ class CallInterceptor:
         await self._idle.wait()
 
     def wrap(self, name: str, inner: Handler) -> Handler:
-        """The handler of the method `name` ("/package.Service/Name") with all of it around; a coroutine of any kind."""
+        """Wrap the handler of the method `name` ("/package.Service/Name"), of any kind, as a coroutine."""
         method = self._method(name, inner)
         behavior = behavior_of(inner)
         run = _answer_stream if inner.response_streaming else _answer_once
@@ -133,7 +133,7 @@ class CallInterceptor:
             error = _as_penstock_error(raised, request_id)
             code, message = error.code, error.message
             trailers = (*trailers_of(error), (REQUEST_ID_KEY, request_id))
-            # Its traceback has this frame, which has the request: a circle, kept until the garbage collector looks.
+            # The error's traceback has this frame, which has the request: a circle until a garbage collection.
             del error
             await context.abort(code, message, trailers)
         finally:
@@ -161,13 +161,13 @@ class CallInterceptor:
 
 
 def behavior_of(handler: Handler) -> Behavior:
-    """The function of a handler of any kind."""
+    """Return the function of a handler of any kind."""
     kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     return cast("Behavior", next(kind for kind in kinds if kind is not None))
 
 
 def handler_like(handler: Handler, behavior: Behavior, deserializer: Callable[[bytes], Any] | None) -> Handler:
-    """A handler of the same kind, with the same serializer."""
+    """Make a handler of the same kind, with the same serializer."""
     make: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,

@@ -1,4 +1,4 @@
-"""One process, one service, one life: listen, load, serve, drain, stop.
+"""Life of a process with one service: listen, load, serve, drain, stop.
 
 The server listens before the service loads, so that probes get an answer (NOT_SERVING) from the start. SIGTERM and
 SIGINT turn health NOT_SERVING, drain the service within the grace, and end with exit code 0; a service that fails turns
@@ -27,19 +27,19 @@ from penstock.serving.health import Health, add_reflection
 from penstock.serving.interceptors import CallInterceptor
 from penstock.serving.transport import make_transport
 
-# After the drain: time for last messages to leave before streams that never end by themselves (health watches,
+# Seconds after the drain for last messages to leave. Then streams that never end by themselves (health watches,
 # sessions) are cancelled.
 STOP_GRACE_SECONDS = 0.5
-# The transport's own limit is a backstop behind max_concurrent_rpcs: it cannot tell health checks from work.
+# Calls that the transport's own limit allows beyond max_concurrent_rpcs: it cannot tell health checks from work.
 PROBE_HEADROOM = 256
-# Where workers serve metrics to their parent.
+# Address at which workers serve metrics to their parent.
 LOOPBACK = "127.0.0.1"
 
 _log = get_logger("penstock.server")
 
 
 class Service(Protocol):
-    """A service that a process serves. Constructed inside the event loop; every method is called on it."""
+    """A service that a process serves. It is made inside the event loop; all methods are called on that loop."""
 
     name: str
     grpc_services: tuple[str, ...]
@@ -58,7 +58,7 @@ class Service(Protocol):
         """Free everything; called once, after the server stopped, also when start() failed or was cancelled."""
 
     def status_lines(self) -> list[str]:
-        """Facts for the start-up print, known after start(): model, KV pool, peers."""
+        """Return facts for the start-up print, known after start(): model, KV pool, peers."""
 
 
 @runtime_checkable
@@ -66,11 +66,11 @@ class ControlsHealth(Protocol):
     """A service that turns its health off and on while the process lives (Drain and Resume)."""
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Called once, before start(). `set_serving(True)` shows SERVING only once start() has returned."""
+        """Take `set_serving`; called once, before start(). It shows SERVING only once start() has returned."""
 
 
 class RunningServer:
-    """A service behind a real server. `run_until_stopped` for processes, `serve_in_process` for tests."""
+    """A service behind its server. `run_until_stopped` is for processes, `serve_in_process` for tests."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RunningServer:
         *,
         is_worker: bool = False,
     ) -> None:
-        """`is_worker`: shares its port with others, and its metrics are for the parent only.
+        """Make it. `is_worker`: it shares its port with others, and its metrics are for the parent only.
 
         Raises StartupError for an invalid configuration.
         """
@@ -105,14 +105,14 @@ class RunningServer:
 
     @property
     def addresses(self) -> BoundAddresses:
-        """Raises RuntimeError before `listen`."""
+        """Addresses of gRPC and metrics. Raises RuntimeError before `listen`."""
         if self._addresses is None:
             raise RuntimeError("not listening yet")
         return self._addresses
 
     @property
     def address(self) -> str:
-        """`host:port` of gRPC."""
+        """Address of gRPC, `host:port`."""
         return self.addresses.grpc
 
     async def listen(self) -> BoundAddresses:
@@ -121,8 +121,8 @@ class RunningServer:
         return await self.bind()
 
     async def register(self) -> None:
-        """Add everything that is served; the first half of `listen`."""
-        # Generated code is typed for grpc.aio's.
+        """Add all servicers; the first half of `listen`."""
+        # Generated code is typed for grpc.aio's server.
         server = cast("grpc.aio.Server", self._server)
         await self.health.add_to(server)
         if isinstance(self.service, ControlsHealth):
@@ -153,9 +153,9 @@ class RunningServer:
         _log.info("ready", service=self.service.name)
 
     async def stop(self, *, drain: bool = True) -> None:
-        """NOT_SERVING, drain within the grace, stop, close. Safe at any point of the life.
+        """Turn NOT_SERVING, drain within the grace, stop, close. It is safe at any point of the life.
 
-        Without `drain` live calls get STOP_GRACE_SECONDS to end by themselves.
+        Without `drain` live calls have STOP_GRACE_SECONDS to end by themselves.
         """
         await self.health.set_up(False)
         if drain:
@@ -169,7 +169,7 @@ class RunningServer:
     async def _drain(self) -> None:
         _log.info("draining", calls=self.calls.in_flight)
         try:
-            # wait_for would not even begin with a grace of 0.
+            # With a grace of 0 wait_for would not begin the drain at all.
             async with asyncio.timeout(self.config.drain_grace_seconds):
                 await self.service.drain()
         except TimeoutError:
@@ -188,10 +188,10 @@ async def run_until_stopped(
     on_ready: Callable[[BoundAddresses], None] | None = None,
     gate: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
-    """Serve until SIGTERM, SIGINT or a failure of the service; returns the process's exit code.
+    """Serve until SIGTERM, SIGINT or a failure of the service; return the process's exit code.
 
-    With `gate` it is one of several workers on a port: it loads first, and opens its port once `gate` returns, since
-    callers cannot choose another one while it is loading.
+    With `gate` it is one of several workers on a port. It loads first, and opens its port once `gate` returns, since
+    callers could not avoid a worker that is still loading.
 
     Raises StartupError when it cannot start; everything is closed by then.
     """
@@ -232,7 +232,7 @@ async def run_until_stopped(
 async def serve_in_process(
     service: Service, config: ServerConfig, registry: CollectorRegistry | None = None
 ) -> AsyncIterator[RunningServer]:
-    """A ready server on free ports, for tests: the code of a real process, in this one."""
+    """Run a ready server on free ports, for tests: the code of a real process, in this one."""
     running = RunningServer(service, dataclasses.replace(config, port=0, metrics_port=0), registry)
     try:
         await running.listen()
@@ -250,7 +250,7 @@ async def _load_as_worker(running: RunningServer, gate: Callable[[], Awaitable[N
 
 
 async def _unless(stop: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work`; False when `stop` came first and the work was cancelled. Raises what the work raises."""
+    """Do `work`; return False when `stop` came first and the work was cancelled. Raises the work's error."""
     task = asyncio.create_task(work)
     try:
         both: list[asyncio.Future[None]] = [stop, task]
@@ -282,7 +282,7 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, object]) ->
 
 
 def _bind_error(config: ServerConfig) -> StartupError:
-    """The reason why the port could not be opened: grpc does not say, a plain socket does."""
+    """Find the reason why the port could not be opened: grpc does not say, a plain socket does."""
     try:
         require_free_port(config.host, config.port, "--port")
     except StartupError as error:

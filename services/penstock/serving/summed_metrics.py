@@ -1,4 +1,4 @@
-"""The metrics of several worker processes as those of one service."""
+"""Metrics of several worker processes, summed as those of one service."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 FETCH_SECONDS = 2.0
-# Workers are on this machine, whatever proxy the environment names.
+# No proxy, whatever the environment names: workers are on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# Every worker sees the same thing, or the oldest one is meant: the lowest value stands for all.
+# Metrics that are equal in all workers, or that mean the oldest one: the lowest value stands for all.
 _LOWEST = (
     "penstock_router_backend_up",
     "penstock_router_tokenizer_up",
@@ -49,9 +49,9 @@ _Families = dict[str, _Family]
 
 
 class SummedMetrics(Collector):
-    """Asks every worker when it is asked. `add` and `retire` on the event loop, `collect` on any thread.
+    """Collector that reads every worker's metrics. `add` and `retire` are for the event loop, `collect` for any thread.
 
-    A worker that died leaves its counts as they were last seen, so that sums never fall.
+    Counts of a worker that died stay as they were last read, so that sums never fall.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,12 @@ class SummedMetrics(Collector):
         self._retired: _Families = {}
 
     def add(self, name: str, address: str) -> None:
-        """A worker serves metrics at `address` (host:port)."""
+        """Add a worker that serves metrics at `address` (host:port)."""
         with self._lock:
             self._addresses[name] = address
 
     def retire(self, name: str) -> None:
-        """A worker is gone."""
+        """Note that a worker is gone."""
         with self._lock:
             self._addresses.pop(name, None)
             for family_name, family in self._last.pop(name, {}).items():
@@ -74,18 +74,18 @@ class SummedMetrics(Collector):
                     _merge(self._retired, family_name, family)
 
     def describe(self) -> Iterable[Metric]:
-        """Describe nothing: what workers have is not known before they run."""
+        """Describe nothing: the workers' metrics are not known before they run."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Every family of every worker, summed."""
+        """Read every family of every worker, and sum them."""
         with self._lock:
             addresses = dict(self._addresses)
         fetched = {name: _fetch(address) for name, address in addresses.items()}
         total: _Families = {}
         with self._lock:
             for name, families in fetched.items():
-                # One that is just dying: it is retired with what it said last.
+                # A worker that is just dying: it is retired with its last counts.
                 if families is not None and self._addresses.get(name) == addresses[name]:
                     self._last[name] = families
             for families in [self._retired, *self._last.values()]:
@@ -95,11 +95,11 @@ class SummedMetrics(Collector):
 
 
 def _fetch(address: str) -> _Families | None:
-    """Metrics of one worker; None when it does not answer."""
+    """Read the metrics of one worker; None when it does not answer."""
     try:
         with _DIRECT.open(f"http://{address}/metrics", timeout=FETCH_SECONDS) as answer:
             text = answer.read().decode()
-    except (OSError, http.client.HTTPException):  # the latter: it died within its answer
+    except (OSError, http.client.HTTPException):  # HTTPException: it died within its answer
         return None
     families: _Families = {}
     for metric in text_string_to_metric_families(text):

@@ -1,8 +1,8 @@
-"""The seam between what is served and what carries it: grpc.aio, or our own HTTP/2 (`penstock.http2`).
+"""Seam between services and the transport that carries their calls: grpc.aio, or our own HTTP/2 (`penstock.http2`).
 
-`make_transport` chooses, and nothing else asks which it is. Statuses and errors are grpc's on both: a call that fails
-raises grpc.aio.AioRpcError, a write to a call that is over grpc.aio.InternalError on a server and
-asyncio.InvalidStateError on a client, `abort` grpc.aio.AbortError.
+`make_transport` chooses, and no other code depends on the choice. Statuses and errors are grpc's on both: a call that
+fails raises grpc.aio.AioRpcError; a write to a call that is over raises grpc.aio.InternalError on a server and
+asyncio.InvalidStateError on a client; `abort` raises grpc.aio.AbortError.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ResponseT_co = TypeVar("ResponseT_co", covariant=True)
 
 
 class ServerCall(Protocol):
-    """A call as its handler has it. All of it belongs to the event loop of the server."""
+    """A call as its handler sees it. All of it belongs to the event loop of the server."""
 
     @property
     def writes_at_once(self) -> bool:
-        """True when `try_write` may ever succeed; False spares the question for each message."""
+        """True when `try_write` may succeed; False saves the attempt for each message."""
 
     @property
     def write(self) -> Callable[[Any], Awaitable[None]]:
@@ -48,62 +48,62 @@ class ServerCall(Protocol):
 
     @property
     def invocation_metadata(self) -> Callable[[], Metadata]:
-        """Metadata that the client sent with the call."""
+        """Return the metadata that the client sent with the call."""
 
     @property
     def time_remaining(self) -> Callable[[], float | None]:
-        """Seconds to the deadline; None without one."""
+        """Return the seconds to the deadline; None without one."""
 
     @property
     def set_trailing_metadata(self) -> Callable[[Metadata], None]:
-        """Sent with the status."""
+        """Set metadata to send with the status."""
 
     def code(self) -> grpc.StatusCode:
-        """The status that the handler has set by itself; OK when it has not."""
+        """Return the status that the handler has set; OK when it has set none."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
         """End the call with a status. Always raises grpc.aio.AbortError."""
 
 
 class StreamCall(Protocol[ResponseT_co]):
-    """A bidirectional call as its client has it: one task writes, one runs."""
+    """A bidirectional call as its client sees it: one task calls `write`, one `run`."""
 
     @property
     def write(self) -> Callable[[Message], Awaitable[None]]:
         """Send a message. Raises asyncio.InvalidStateError, or grpc.aio.AioRpcError, when the call is over."""
 
     async def write_all(self, requests: Iterable[Message]) -> None:
-        """Send several in order, together where the transport can. Raises as `write`."""
+        """Send several messages in order, together where the transport can. Raises as `write`."""
 
     async def run(self, take: Callable[[ResponseT_co], None]) -> None:
         """Hand every message to `take`, which must not wait, until the call ends with OK.
 
-        Returns, too, at a message that cannot be parsed. Raises grpc.aio.AioRpcError, and what `take` raises.
+        It also returns at a message that cannot be parsed. Raises grpc.aio.AioRpcError, and the errors of `take`.
         """
 
     def cancel(self) -> object:
-        """Give the call up."""
+        """Cancel the call."""
 
 
 class Channel(Protocol):
-    """A way to call one address. Connects when first used, and again after a loss."""
+    """A channel to one address. It connects when first used, and again after a loss."""
 
     @property
     def for_stubs(self) -> grpc.aio.Channel:
-        """Itself, for generated stubs: calls of one request, whose answer is one message or a stream."""
+        """Return the channel itself, for generated stubs: calls of one request, with one message or a stream back."""
 
     async def open_stream(
         self, method: str, parse: Callable[[bytes], ResponseT], *, joins: bool = False
     ) -> StreamCall[ResponseT]:
         """Call the bidirectional `method` ("/package.Service/Name"). Raises grpc.aio.AioRpcError.
 
-        With `joins` the transport may hand messages that wait to `parse` as one, their bytes one behind the other:
-        protobuf merges them.
+        With `joins` the transport may join the bytes of messages that wait and hand them to `parse` as one: protobuf
+        merges them.
         """
 
 
 class Server(Protocol):
-    """A server before, in and after its life. Generated code adds handlers by the first two."""
+    """A server. Generated code adds handlers by the first two methods."""
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """See grpc.aio.Server."""
@@ -112,13 +112,13 @@ class Server(Protocol):
         """See grpc.aio.Server."""
 
     async def open_port(self) -> int:
-        """The port that is now open. Raises OSError, and StartupError naming the flag of a file."""
+        """Open the port and return it. Raises OSError, and StartupError naming the flag of a file."""
 
     async def start(self) -> None:
         """Accept connections."""
 
     async def stop(self, grace: float | None) -> None:
-        """Take no new calls, give those that live `grace` seconds, cancel them, hang up."""
+        """Take no new calls, give live ones `grace` seconds, cancel the rest, hang up."""
 
 
 class Transport(ABC):
@@ -126,30 +126,30 @@ class Transport(ABC):
 
     @abstractmethod
     def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
-        """A server that refuses more than `max_calls` at once.
+        """Make a server that refuses more than `max_calls` at once.
 
-        `wrap` is given the name of each method and its handler, once, and returns the handler to use, which is a
-        coroutine that takes the request (or an async iterator of them) and a ServerCall. `shares_port`: other
-        processes listen there, too.
+        `wrap` is called once for each method, with its name and handler. It returns the handler to use: a coroutine
+        that takes the request (or an async iterator of requests) and a ServerCall. `shares_port`: other processes
+        listen on the port, too.
         """
 
     @abstractmethod
     def open_channel(
         self, address: str, config: ChannelConfig, *, connect_timeout_seconds: float
     ) -> contextlib.AbstractAsyncContextManager[Channel]:
-        """A channel to `address` (host:port); its calls of one request end with the block.
+        """Open a channel to `address` (host:port) for the block; its calls of one request end with it.
 
-        grpc.aio goes by its own time to connect. Raises StartupError when a TLS or token file cannot be read.
+        grpc.aio has its own time limit to connect. Raises StartupError when a TLS or token file cannot be read.
         """
 
 
 def make_transport(config: ServerConfig) -> Transport:
-    """The transport that is configured: it serves, and a service calls others by it."""
+    """Make the configured transport, by which a process serves and calls other services."""
     return Http2Transport() if config.transport == "asyncio" else GrpcTransport()
 
 
 class GrpcTransport(Transport):
-    """grpc.aio."""
+    """Transport by grpc.aio."""
 
     def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
         return GrpcServer(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port)
@@ -163,7 +163,7 @@ class GrpcTransport(Transport):
 
 
 class Http2Transport(Transport):
-    """Our own HTTP/2."""
+    """Transport by our own HTTP/2."""
 
     def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
         return _ConfiguredHttp2Server(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port)
@@ -187,7 +187,7 @@ class Http2Transport(Transport):
 
 
 class _ConfiguredHttp2Server(Http2Server):
-    """Knows where to listen."""
+    """Http2Server that takes its address from the configuration."""
 
     def __init__(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> None:
         super().__init__(http2_limits(config, max_streams=max_calls), max_calls=max_calls, wrap=wrap)
@@ -200,7 +200,7 @@ class _ConfiguredHttp2Server(Http2Server):
 
 
 def http2_limits(config: ServerConfig, *, max_streams: int) -> Limits:
-    """Limits of a connection as configured; `max_streams` calls at once."""
+    """Make the configured limits of a connection; `max_streams` calls at once."""
     return Limits(
         max_message_bytes=config.receive_limit_bytes,
         max_header_list_bytes=MAX_METADATA_BYTES,
@@ -211,7 +211,7 @@ def http2_limits(config: ServerConfig, *, max_streams: int) -> Limits:
         stream_window_bytes=config.stream_window_bytes,
         connection_window_bytes=config.connection_window_bytes,
         write_buffer_bytes=config.write_buffer_bytes,
-        # Whatever a connection has in flight it may cancel at once.
+        # A connection may cancel all of its live calls at once.
         idle_frames=max(config.idle_frames, max_streams),
         idle_frames_per_second=config.idle_frames_per_second,
         early_reset_seconds=config.early_reset_seconds,

@@ -1,4 +1,4 @@
-"""What each id of a vocabulary contributes to decoded text."""
+"""Table of the text or bytes that each id of a vocabulary contributes to decoded text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """Exactly one of the two is set for an id."""
+    """Contributions by id; for an id that contributes exactly one of the two is set."""
 
     # Text of an id that stands for whole characters, else None.
     text: list[str | None]
@@ -17,7 +17,7 @@ class Table:
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], lone: Collection[int]) -> Table:
-        """From the bytes of each id. Those of `lone` stay bytes even where they are whole characters."""
+        """Make the table from the bytes of each id. Ids in `lone` stay bytes even where they are whole characters."""
         text: list[str | None] = []
         raw: dict[int, bytes] = {}
         for index, piece in enumerate(pieces):
@@ -30,11 +30,11 @@ class Table:
         return cls(text, raw)
 
     def pieces(self) -> Iterator[bytes]:
-        """The bytes of each id."""
+        """Bytes of each id."""
         return (self.raw[index] if text is None else text.encode() for index, text in enumerate(self.text))
 
     def without(self, ids: Sequence[int]) -> Table:
-        """With `ids` contributing nothing: what skip_special_tokens does."""
+        """Return a table in which `ids` contribute nothing, as with skip_special_tokens."""
         text = list(self.text)
         for index in ids:
             text[index] = ""

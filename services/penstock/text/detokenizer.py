@@ -1,4 +1,4 @@
-"""Ids to text by a table, a few at a time: `push` and `finish` together return what decoding all ids at once does.
+"""Decoding by a table, a few ids at a time: `push` and `finish` together return the text of decoding all at once.
 
 Two families of tokenizers decode token by token from a table: byte-level BPE (GPT-2, Llama 3, Qwen), and pieces with
 byte fallback (Llama 2, Mistral, Gemma).
@@ -17,17 +17,17 @@ TableKind = Literal["byte_level", "byte_fallback"]
 
 
 class Detokenizer(Protocol):
-    """State of one sequence."""
+    """Decoding state of one sequence."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that has become certain. Raises IndexError for an id at or above the table's limit."""
+        """Take ids and return the text that is certain. Raises IndexError for an id at or above the table's limit."""
 
     def finish(self) -> str:
-        """What was held back; incomplete characters are U+FFFD, as in the one-shot decode."""
+        """Return the text that was held back; incomplete characters are U+FFFD, as in the one-shot decode."""
 
 
 class ByteLevelDetokenizer:
-    """Bytes of consecutive ids are one UTF-8 text; invalid bytes become U+FFFD as Rust's from_utf8_lossy does it."""
+    """Detokenizer that joins the bytes of ids as UTF-8; invalid bytes become U+FFFD as in Rust's from_utf8_lossy."""
 
     __slots__ = ("_pending", "_raw", "_text")
 
@@ -67,16 +67,16 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """Pieces of text, and runs of single bytes.
+    """Detokenizer for pieces of text and runs of single bytes.
 
     tokenizers decodes a run of bytes as a whole: one invalid byte turns every byte of the run into U+FFFD. So a run is
-    held back until a piece ends it, or its text could be taken back.
+    held back until a piece ends it: text that was sent could not be taken back.
     """
 
     __slots__ = ("_raw", "_run", "_strip", "_strip_left", "_text")
 
     def __init__(self, table: Table, strip: str = "", strip_count: int = 0) -> None:
-        """Up to `strip_count` of `strip` are dropped from the beginning of the whole text."""
+        """Make it. Up to `strip_count` of `strip` are dropped from the beginning of the whole text."""
         self._text = table.text
         self._raw = table.raw
         self._run = b""
@@ -117,13 +117,16 @@ class ByteFallbackDetokenizer:
 
 
 class DecodeTable:
-    """A tokenizer's whole decoder."""
+    """Whole decoder of a tokenizer."""
 
     def __init__(
         self, kind: TableKind, table: Table, special_ids: Sequence[int], strip: str = "", strip_count: int = 0
     ) -> None:
-        """`special_ids` contribute nothing where they are skipped. Byte fallback: up to `strip_count` of `strip` are
-        dropped from the beginning of the text. Raises IndexError for special ids that are not in the table."""
+        """Make it. `special_ids` contribute nothing where they are skipped.
+
+        Byte fallback: up to `strip_count` of `strip` are dropped from the beginning of the text. Raises IndexError for
+        special ids that are not in the table.
+        """
         self.kind = kind
         self.table = table
         self.special_ids = special_ids
@@ -132,7 +135,7 @@ class DecodeTable:
         self._skipping = table.without(special_ids)
 
     def make(self, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for one sequence."""
+        """Make a detokenizer for one sequence."""
         table = self._skipping if skip_special_tokens else self.table
         if self.kind == "byte_level":
             return ByteLevelDetokenizer(table)

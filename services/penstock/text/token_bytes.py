@@ -1,8 +1,8 @@
-"""Which bytes of text each token stands for, read from a tokenizer.json without a tokenizer library.
+"""Bytes of text that each token stands for, read from a tokenizer.json without a tokenizer library.
 
-Covers the decoders of byte-level BPE (GPT-2, Llama 3, Qwen) and of SentencePiece models (Llama 2, Mistral, Gemma:
-`▁` for space, `<0xNN>` bytes). Concatenating what `TextCursor.feed` returns for a sequence of ids, and replacing what
-is not UTF-8, gives what the tokenizer decodes these ids to (with clean_up_tokenization_spaces off).
+It covers the decoders of byte-level BPE (GPT-2, Llama 3, Qwen) and of SentencePiece models (Llama 2, Mistral, Gemma:
+`▁` for space, `<0xNN>` bytes). The bytes that `TextCursor.feed` returns for a sequence of ids, joined and with invalid
+UTF-8 replaced, are the tokenizer's own decoding of these ids (with clean_up_tokenization_spaces off).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_TOKEN_ID = 1 << 24
-# A byte that no UTF-8 text holds: stands for a U+FFFD of the decoded text.
+# A byte that no UTF-8 text holds; it stands for a U+FFFD of the decoded text.
 _NOT_TEXT = b"\xff"
 
 
 class UnsupportedTokenizer(Exception):
-    """The folder has no tokenizer.json, or one whose decoder cannot be split by token; says which."""
+    """Error: the folder has no tokenizer.json, or its decoder cannot be split by token; the message says which."""
 
 
 class Leading(enum.Enum):
-    """What decoding does to spaces at the very start of a text."""
+    """Treatment of spaces at the very start of a decoded text."""
 
     KEEP = 0
     # Remove one.
@@ -47,7 +47,7 @@ class Leading(enum.Enum):
 
 
 class TokenBytes:
-    """The bytes of every token, in one buffer (about 8 bytes a token)."""
+    """Bytes of every token, in one buffer (about 8 bytes a token)."""
 
     def __init__(
         self,
@@ -58,8 +58,10 @@ class TokenBytes:
         leading: Leading = Leading.KEEP,
         first: Mapping[int, bytes] | None = None,
     ) -> None:
-        """`tokens`: by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`; `first` has
-        the tokens whose bytes at the start of a text do not follow from `leading`."""
+        """Make it. `tokens`: bytes by id, gaps allowed. `special` are skipped on request; `byte_tokens` are `<0xNN>`.
+
+        `first` has the tokens whose bytes at the start of a text do not follow from `leading`.
+        """
         self.leading = leading
         self.byte_tokens = frozenset(byte_tokens)
         self._first = dict(first or {})
@@ -80,24 +82,26 @@ class TokenBytes:
         return _build(document, config)
 
     def __len__(self) -> int:
-        """One more than the largest id."""
+        """Return one more than the largest id."""
         return len(self._offsets) - 1
 
     def bytes_of(self, token_id: int, *, skip_special: bool = True) -> bytes:
-        """Bytes of a token inside a text. Empty for ids the tokenizer does not know, and for skipped special ones."""
+        """Bytes of a token inside a text. Empty for unknown ids and for skipped special ones."""
         if token_id >= len(self._offsets) - 1 or self.skipped(token_id, skip_special=skip_special):
             return b""
         return self._buffer[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def texts(self) -> Iterator[tuple[int, bytes]]:
-        """Id and bytes of every token that has any and is not special."""
+        """Yield id and bytes of every token that has any and is not special."""
         for token_id, (first, end) in enumerate(pairwise(self._offsets)):
             if first < end and token_id not in self._special:
                 yield token_id, self._buffer[first:end]
 
     def first_bytes(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-        """The first eight bytes of each of these tokens as a number, zeros after shorter ones: as numbers they are in
-        the order of the bytes."""
+        """Return the first eight bytes of each token as a number, padded with zeros.
+
+        The numbers have the order of the bytes.
+        """
         import numpy as np
 
         buffer = np.frombuffer(self._buffer, dtype=np.uint8)
@@ -112,7 +116,7 @@ class TokenBytes:
         return numbers
 
     def bytes_at_start(self, token_id: int, data: bytes) -> bytes:
-        """What is left of the token's `data` when it is the first of a text that is not skipped."""
+        """Bytes that are left of the token's `data` when it is the first of a text that is not skipped."""
         match self.leading:
             case Leading.STRIP_ONE:
                 return data.removeprefix(b" ")
@@ -122,12 +126,12 @@ class TokenBytes:
                 return data
 
     def skipped(self, token_id: int, *, skip_special: bool) -> bool:
-        """Whether decoding leaves this token out."""
+        """True when decoding leaves this token out."""
         return skip_special and token_id in self._special
 
 
 class TextCursor:
-    """Walks one text token by token and says which bytes each token adds to it."""
+    """Cursor over one text: it returns the bytes that each token adds."""
 
     __slots__ = ("_at_start", "_invalid", "_partial", "_skip_special", "_table")
 
@@ -135,18 +139,18 @@ class TextCursor:
         self._table = table
         self._skip_special = skip_special
         self._at_start = table.leading is not Leading.KEEP
-        # Of the current run of byte tokens: an unfinished character, and whether the run can be text at all.
+        # The current run of byte tokens: its unfinished character, and a flag that the run can be text at all.
         self._partial = b""
         self._invalid = False
 
     def copy(self) -> TextCursor:
-        """A cursor at the same place."""
+        """Return a cursor at the same place."""
         twin = TextCursor(self._table, skip_special=self._skip_special)
         twin._at_start, twin._partial, twin._invalid = self._at_start, self._partial, self._invalid
         return twin
 
     def feed(self, token_id: int) -> bytes:
-        """Bytes that the token adds. O(length of the token)."""
+        """Return the bytes that the token adds. O(length of the token)."""
         table = self._table
         if table.skipped(token_id, skip_special=self._skip_special):
             return b""
@@ -159,7 +163,7 @@ class TextCursor:
         return data
 
     def _in_run(self, token_id: int, data: bytes) -> bytes:
-        """ByteFallback decodes a run of byte tokens as a whole: one bad byte, and none of the run is text."""
+        """Take a byte token. ByteFallback decodes a run as a whole: with one bad byte none of the run is text."""
         if token_id not in self._table.byte_tokens:
             self._partial, self._invalid = b"", False
             return data
@@ -176,11 +180,11 @@ class TextCursor:
 
 @dataclass(slots=True)
 class _Decoder:
-    """What a tokenizer.json's decoder does, as far as it can be done token by token."""
+    """Decoder of a tokenizer.json, as far as it works token by token."""
 
     byte_level: bool = False
     byte_fallback: bool = False
-    # Later steps see the whole text instead of each token.
+    # True once later steps act on the whole text instead of each token.
     fused: bool = False
     replacements: list[tuple[str, str]] = field(default_factory=list)
     leading: Leading = Leading.KEEP
@@ -277,7 +281,7 @@ def _replacing(replacements: list[tuple[str, str]]) -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of every byte: itself where it is printable, else the next free one from U+0100."""
+    """GPT-2's printable character for every byte: its own where that is printable, else the next free from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]
@@ -288,7 +292,7 @@ _ALPHABET = {ord(character): byte for character, byte in _byte_level_alphabet().
 
 
 def _byte_level_bytes(text: str) -> bytes:
-    """A token with a character outside the alphabet stands for itself, as in the tokenizers library."""
+    """Bytes of a token. With a character outside the alphabet it stands for itself, as in the tokenizers library."""
     try:
         return codecs.charmap_encode(text, "strict", _ALPHABET)[0]
     except UnicodeEncodeError:
@@ -296,39 +300,42 @@ def _byte_level_bytes(text: str) -> bytes:
 
 
 class TokenPrefixes:
-    """The tokens of a table sorted by their bytes (4 bytes a token), so that those with a common beginning are
-    neighbours. Immutable once made, which takes a fraction of a second for a large vocabulary."""
+    """Tokens of a table sorted by their bytes (4 bytes a token): tokens with a common beginning are neighbours.
+
+    It is immutable. Making it takes a fraction of a second for a large vocabulary.
+    """
 
     def __init__(self, table: TokenBytes) -> None:
-        """Only whole text takes part: no special tokens, and none that begin or end inside a character."""
+        """Make it of whole texts only: no special tokens, and none that begin or end inside a character."""
         self._bytes_of = table.bytes_of
         whole = array("I", (token_id for token_id, data in table.texts() if _is_text(data)))
         self._ids = _sorted(np.frombuffer(whole, dtype=np.uint32), table)
 
     def extensions(self, token_id: int) -> frozenset[int]:
-        """Ids whose text begins with that of `token_id`, itself included; none where that is no whole text."""
+        """Return ids whose text begins with that of `token_id`, itself included; none when that is no whole text."""
         beginning = self._bytes_of(token_id)
         if not _is_text(beginning):
             return frozenset()
-        # The next string that does not begin so: no byte of UTF-8 is 0xff.
+        # The end of that range: no byte of UTF-8 is 0xff.
         end = beginning[:-1] + bytes([beginning[-1] + 1])
         first = bisect_left(self._ids, beginning, key=self._bytes_of)
         return frozenset(self._ids[first : bisect_left(self._ids, end, lo=first, key=self._bytes_of)])
 
     def added_text(self, token_id: int, extension: int) -> str:
-        """What the text of `extension`, one of the extensions of `token_id`, has beyond that of `token_id`."""
+        """Return the text that `extension`, one of the extensions of `token_id`, has beyond that of `token_id`."""
         return self._bytes_of(extension)[len(self._bytes_of(token_id)) :].decode()
 
 
 def _sorted(ids: npt.NDArray[np.uint32], table: TokenBytes) -> array[int]:
-    """By their bytes, without an object for each of them: those would take megabytes of the process, once and for all.
+    """Sort tokens by their bytes, without an object for each: such objects would cost the process megabytes for good.
 
-    The first eight bytes as one number decide nearly everything."""
+    The first eight bytes as one number decide nearly everything.
+    """
     first_bytes = table.first_bytes(ids)
     order = np.argsort(first_bytes, kind="stable")
     result = array("I", ids[order].tobytes())
     is_tie = np.diff(first_bytes[order]) == 0
-    # Where runs of equal numbers begin, and end.
+    # Beginnings and ends of runs of equal numbers.
     edges = np.flatnonzero(np.diff(is_tie, prepend=False, append=False)).reshape(-1, 2)
     for first, last in edges.tolist():
         result[first : last + 1] = array("I", sorted(result[first : last + 1], key=table.bytes_of))

@@ -1,4 +1,4 @@
-"""The tokenizer process."""
+"""Tokenizer process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 
 class TokenizerApp:
-    """A penstock.serving.server.Service."""
+    """The tokenizer as a service. Implements serving.server.Service."""
 
     name = "tokenizer"
     grpc_services = (tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name,)
 
     def __init__(self, config: TokenizerConfig, registry: CollectorRegistry) -> None:
-        """Inside the event loop that will serve it."""
+        """Make it inside the event loop that will serve it."""
         self._config = config
         self._metrics = TokenizerMetrics(registry)
         self._servicer = TokenizerServicer(self._metrics)
@@ -31,14 +31,14 @@ class TokenizerApp:
 
     @property
     def service(self) -> TokenizerService:
-        """Raises RuntimeError before start() has returned."""
+        """The loaded service. Raises RuntimeError before start() has returned."""
         if self._service is None:
             raise RuntimeError("not started")
         return self._service
 
     async def start(self) -> None:
         """Load the tokenizer, start threads and template processes. Raises StartupError naming the file and MODEL."""
-        # Otherwise tokenizers shares one pool of threads among all requests, and small texts wait behind large ones.
+        # Otherwise all requests share one pool of tokenizers' threads, and small texts wait behind large ones.
         prepare_environment()
         self._service = await load_service(self._config, self._metrics)
         self._servicer.open(self._service)

@@ -1,4 +1,4 @@
-"""Which template, and its rendering with every control token's origin known."""
+"""Choice of a chat template, and its rendering with the origin of every control token known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinja2 import Environment, TemplateError
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.tokenizer.control_tokens import TRUSTED_ROLES, ControlMarks
 
-# Variables that the request sets through fields of its own.
+# Variables that the request sets by fields of its own.
 _RESERVED = {
     "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
@@ -21,7 +21,7 @@ _RESERVED = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is rendered with, as plain JSON values."""
+    """Input of a rendering, as plain JSON values."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -34,19 +34,19 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rendered:
-    """`text` as transformers renders it; `marked` is the same text with the template's control tokens as marks."""
+    """Result of a rendering: `text` as transformers has it; `marked` has the template's control tokens as marks."""
 
     text: str
     marked: str | None
 
 
 class ChatTemplates:
-    """The templates of one tokenizer."""
+    """Templates of one tokenizer."""
 
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, str], marks: ControlMarks, *, protect: bool
     ) -> None:
-        """With `protect`, control tokens come from the template alone."""
+        """Make it. With `protect`, control tokens come from the template alone."""
         self._templates = dict(templates)
         self._marks = marks
         self._protect = protect
@@ -63,16 +63,16 @@ class ChatTemplates:
 
     @property
     def default(self) -> str:
-        """The text of the default template; empty when there is none."""
+        """Text of the default template; empty when there is none."""
         return self._templates.get("default", "")
 
     @property
     def renderer_settings(self) -> dict[str, Any]:
-        """For template_process.Renderer."""
+        """Return the settings for template_process.Renderer."""
         return self._settings
 
     def request(self, conversation: Conversation) -> dict[str, Any]:
-        """What to ask of template_process. Raises InvalidArgument or FailedPrecondition (no template)."""
+        """Make the request for template_process. Raises InvalidArgument or FailedPrecondition (no template)."""
         if not conversation.messages:
             raise InvalidArgument("messages", "at least one message is needed")
         if conversation.continue_final_message and conversation.add_generation_prompt:
@@ -92,7 +92,10 @@ class ChatTemplates:
         }
 
     def result(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> Rendered:
-        """What the answer says. Raises InvalidArgument when the template refused, or would yield to the content."""
+        """Turn the answer into a Rendered.
+
+        Raises InvalidArgument when the template refused, or when the content would change its control flow.
+        """
         if "failure" in answer:
             raise InvalidArgument("messages", self._refusal(request, answer), reason="TEMPLATE_REFUSED")
         text, marked = answer["text"], answer["marked"]
@@ -110,7 +113,7 @@ class ChatTemplates:
         return Rendered(text, self._joints.join(marked))
 
     def _select(self, name: str, has_tools: bool) -> str:
-        """As transformers selects."""
+        """Select a template as transformers does."""
         if not self._templates:
             raise FailedPrecondition("this model has no chat template", reason="NO_CHAT_TEMPLATE")
         if name:
@@ -124,14 +127,14 @@ class ChatTemplates:
         return "default"
 
     def _refusal(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
-        """The template's own words when they are a literal of it: anything else may quote the messages."""
+        """Text of a refusal: the template's own when it is a literal of it, since any other may quote messages."""
         message = answer.get("message", "")
         if answer.get("kind") == "TemplateError" and message and message in self._templates[request["template"]]:
             return f"the chat template refused them: {message}"
         return f"the chat template cannot render them ({answer.get('kind')})"
 
     def _mark_source(self, source: str) -> str:
-        """`source` with its control tokens, and what it builds them from, as marks.
+        """Return `source` with marks for its control tokens, and for the parts that it builds them from.
 
         Only texts and string literals may change: a token whose marking would change the program stays as it is.
         """
@@ -147,7 +150,7 @@ class ChatTemplates:
         try:
             original = _lex(source, str)
         except TemplateError:
-            return True  # it will not compile either; the pool says so
+            return True  # it will not compile either, and the pool reports that
         try:
             return _lex(marked, self._marks.unmark) == original
         except TemplateError:
@@ -155,7 +158,7 @@ class ChatTemplates:
 
 
 class _Joints:
-    """Control tokens that a template builds around a role: '<|' + message.role + '|>'.
+    """Marking of control tokens that a template builds around a role: '<|' + message.role + '|>'.
 
     Both ends are marked, and a trusted role between two marked ends makes a control token.
     """
@@ -185,7 +188,7 @@ class _Joints:
         return source
 
     def join(self, marked: str) -> str:
-        """`marked` with built control tokens as marks and every other end as plain text."""
+        """Return `marked` with built control tokens as marks and every other end as plain text."""
         if self._pattern is None:
             return marked
         return self._pattern.sub(self._replacement, marked)
@@ -218,7 +221,7 @@ def _replace(source: str, tokens: Sequence[str], marks: ControlMarks) -> str:
 
 
 def _lex(source: str, unmark: Any) -> list[tuple[str, str]]:
-    """The template's tokens; texts and string literals pass through `unmark`, everything else is as it stands."""
+    """Split a template into tokens; texts and string literals pass through `unmark`, all others stay."""
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
     )

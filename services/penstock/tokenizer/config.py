@@ -1,4 +1,4 @@
-"""What the tokenizer service can be configured with."""
+"""Configuration of the tokenizer service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODEL, WORKERS, TEMPLATES, LIMITS = "Model", "Workers", "Chat templates", "Limit
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(ServerConfig):
-    """The tokenizer process. Holds no model weights and never imports torch."""
+    """Configuration of the tokenizer process, which holds no model weights and never imports torch."""
 
     port: int = option(TOKENIZER_PORT, "gRPC port; 0 takes a free one.", group="Network", minimum=0, maximum=65535)
     metrics_port: int = option(

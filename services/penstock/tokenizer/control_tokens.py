@@ -1,9 +1,9 @@
 """Control tokens that no request can spell.
 
-Every control token gets a *mark*: a short run of private-use characters that holds 64 random bits drawn when the
+Every control token gets a *mark*: a short run of private-use characters that holds 64 random bits, made when the
 process starts. The template's own control tokens are rewritten to their marks before it is rendered, and a second
-tokenizer knows the control tokens by their marks only. So a control id can come from the template and from nowhere
-else, whatever the template does with a message: trims it, upper-cases it, splits it or joins two of them.
+tokenizer knows the control tokens by their marks only. So a control id can only come from the template, whatever the
+template does with a message: trims it, upper-cases it, splits it or joins two of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ControlMarks:
     """Marks of a fixed list of literals: the control tokens first, then what templates build them from."""
 
     def __init__(self, control_tokens: dict[int, str], nonce: str | None = None) -> None:
-        """`control_tokens` by id. A nonce is four private-use characters; tests give their own."""
+        """Make marks for `control_tokens` by id. A nonce is four private-use characters; tests pass their own."""
         self.control_tokens = dict(control_tokens)
         self.nonce = nonce or "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(4))
         self._literals: list[str] = []
@@ -39,7 +39,7 @@ class ControlMarks:
         self._mark = re.compile(f"{self.nonce}(.)", re.DOTALL)
 
     def add(self, literal: str) -> str:
-        """The mark of `literal`, made on first use. Raises ValueError past 65534 of them."""
+        """Return the mark of `literal`, made on first use. Raises ValueError past 65534 of them."""
         if literal not in self._index:
             if len(self._literals) >= _MAX_MARKS:
                 raise ValueError("too many control tokens")
@@ -48,31 +48,31 @@ class ControlMarks:
         return self.nonce + chr(_FIRST_INDEX + self._index[literal])
 
     def unmark(self, text: str) -> str:
-        """`text` with every mark replaced by what it stands for."""
+        """Return `text` with every mark replaced by its literal."""
         if self.nonce not in text:
             return text
         return self._mark.sub(lambda match: self._literals[ord(match[1]) - _FIRST_INDEX], text)
 
     def mark_value(self, value: str) -> str:
-        """The mark of a whole control token; other text unchanged. For bos_token and its like."""
+        """Return the mark of a whole control token, such as bos_token; other text is returned unchanged."""
         return self.add(value) if value in self._index else value
 
 
 def is_control(token: AddedToken) -> bool:
-    """A special token of the vocabulary. White space is text even where a vocabulary calls it special."""
+    """True for a special token of the vocabulary. White space is text even where a vocabulary calls it special."""
     return bool(token.special and not token.content.isspace())
 
 
 def control_tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
-    """Control tokens by id, in the order of ids."""
+    """Return control tokens by id, in the order of ids."""
     added = tokenizer.get_added_tokens_decoder()
     return {index: added[index].content for index in sorted(added) if is_control(added[index])}
 
 
 def copy_tokenizer(base: Tokenizer, *, model: Any = None, rename: Callable[[str], str] = str) -> Tokenizer:
-    """A tokenizer of its own that shares `base`'s vocabulary and merges, which nothing changes after loading.
+    """Make a tokenizer of its own that shares `base`'s vocabulary and merges, which nothing changes after loading.
 
-    `rename` gives each control token another text. Raises ValueError if an added token would change its id.
+    `rename` gives each control token another text. Raises ValueError when an added token would change its id.
     """
     copy = Tokenizer(base.model if model is None else model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
@@ -97,14 +97,14 @@ def copy_tokenizer(base: Tokenizer, *, model: Any = None, rename: Callable[[str]
 
 
 def content_tokenizer(base: Tokenizer, marks: ControlMarks) -> Tokenizer:
-    """`base` with its control tokens known by their marks only; the ids are the same.
+    """Make a copy of `base` that knows its control tokens by their marks only; the ids are the same.
 
     Raises ValueError when the vocabulary does not allow it.
     """
     inside = {token for token in marks.control_tokens.values() if base.model.token_to_id(token) is not None}
     model = _renamed_model(base, inside, marks) if inside else base.model
     content = copy_tokenizer(base, model=model, rename=marks.add)
-    # A tokenizer that never parses special tokens must do so here: their texts are marks.
+    # Even a tokenizer that never parses special tokens must do so here: their texts are marks.
     content.encode_special_tokens = False
     for index, token in marks.control_tokens.items():
         if index not in content.encode(marks.add(token), add_special_tokens=False).ids:
@@ -113,7 +113,7 @@ def content_tokenizer(base: Tokenizer, marks: ControlMarks) -> Tokenizer:
 
 
 def _renamed_model(base: Tokenizer, tokens: set[str], marks: ControlMarks) -> Any:
-    """`base`'s model with the vocabulary entries `tokens` called by their marks, so that no text can spell them."""
+    """Return `base`'s model with the entries `tokens` renamed to their marks, so that no text can spell them."""
     description = json.loads(base.to_str())
     model = description["model"]
 

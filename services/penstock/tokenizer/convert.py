@@ -1,4 +1,4 @@
-"""Messages to plain values and back. Struct numbers that are whole come back as int, as JSON had them."""
+"""Conversion between messages and plain values. Whole numbers of a Struct become int, as JSON had them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PADDINGS: dict[int, Literal["", "longest", "max_length"]] = {
     pb.PADDING_STRATEGY_LONGEST: "longest",
     pb.PADDING_STRATEGY_MAX_LENGTH: "max_length",
 }
-# A Struct does not keep the order of its fields. Templates print schemas, so they get the order people write; other
-# names follow alphabetically.
+# A Struct does not keep the order of its fields, and templates print schemas. So these names come first, in the order
+# that people write; others follow alphabetically.
 _SCHEMA_ORDER = (
     "type",
     "title",
@@ -35,13 +35,13 @@ _SCHEMA_ORDER = (
     "properties",
     "required",
 )
-# Ids in one part of a decode table: a part takes less than a millisecond to make.
+# Number of ids in one part of a decode table: a part takes less than a millisecond to make.
 _TABLE_PART = 2048
 _RANK = {name: rank for rank, name in enumerate(_SCHEMA_ORDER)}
 
 
 def encode_options(request: pb.EncodeRequest) -> EncodeOptions:
-    """Raises InvalidArgument for values of enums that this release does not know."""
+    """Convert the options. Raises InvalidArgument for values of enums that this release does not know."""
     return EncodeOptions(
         add_special_tokens=_default(request, "add_special_tokens", True),
         truncation=request.truncation if request.HasField("truncation") else None,
@@ -55,7 +55,7 @@ def encode_options(request: pb.EncodeRequest) -> EncodeOptions:
 
 
 def encode_response(encodings: Sequence[Encoded]) -> pb.EncodeResponse:
-    """One Encoding per text, in order."""
+    """Make the response: one Encoding per text, in order."""
     response = pb.EncodeResponse()
     for encoded in encodings:
         encoding = response.encodings.add(ids=encoded.ids, attention_mask=encoded.attention_mask or ())
@@ -65,13 +65,13 @@ def encode_response(encodings: Sequence[Encoded]) -> pb.EncodeResponse:
 
 
 def conversation(request: pb.ApplyChatTemplateRequest) -> Conversation:
-    """In the shape that Hugging Face's templates expect. Raises InvalidArgument for tool calls that are not JSON."""
+    """Convert a conversation to the form of Hugging Face's templates. Raises InvalidArgument for bad tool calls."""
     continues = request.continue_final_message
     return Conversation(
         messages=[_message(message, f"messages[{place}]") for place, message in enumerate(request.messages)],
         tools=[_tool(tool) for tool in request.tools],
         documents=[{"title": document.title, "text": document.text} for document in request.documents],
-        # Asking to continue the last message already says that no new one is begun.
+        # A request to continue the last message implies that no new one is begun.
         add_generation_prompt=_default(request, "add_generation_prompt", not continues),
         continue_final_message=continues,
         variables=struct_to_dict(request.chat_template_kwargs),
@@ -80,7 +80,7 @@ def conversation(request: pb.ApplyChatTemplateRequest) -> Conversation:
 
 
 def _message(message: pb.Message, path: str) -> dict[str, Any]:
-    """Fields that are empty are left out, since templates ask whether they are defined; content always is."""
+    """Convert a message. Empty fields are left out, since templates test for them; content never is."""
     if not message.role:
         raise InvalidArgument(f"{path}.role", "is needed")
     value: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -99,7 +99,7 @@ def _tool_call(call: pb.ToolCall, path: str) -> dict[str, Any]:
         raise InvalidArgument(f"{path}.name", "is needed")
     try:
         arguments = json.loads(call.arguments or "{}")
-        if "\\u" in call.arguments:  # an escape can spell half a surrogate pair, which is JSON but no text
+        if "\\u" in call.arguments:  # an escape can spell half a surrogate pair, which is JSON but not text
             json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
@@ -116,7 +116,7 @@ def _tool(tool: pb.Tool) -> dict[str, Any]:
 
 
 def struct_to_dict(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Fields in a stable order: a Struct has none."""
+    """Convert a Struct to a dict with its fields in a stable order: a Struct has none."""
     names = sorted(struct.fields, key=lambda name: (_RANK.get(name, len(_RANK)), name))
     return {name: _value(struct.fields[name]) for name in names}
 
@@ -144,7 +144,7 @@ def _known(values: Mapping[int, Any], number: int, field: str) -> Any:
 
 
 def decode_table(table: DecodeTable | None) -> Iterator[pb.GetDecodeTableResponse]:
-    """A decoder in parts; a single empty one when it is no table."""
+    """Yield a decoder's table in parts; a single empty part when it is no table."""
     if table is None:
         yield pb.GetDecodeTableResponse()
         return
@@ -154,7 +154,7 @@ def decode_table(table: DecodeTable | None) -> Iterator[pb.GetDecodeTableRespons
         strip=table.strip,
         strip_count=table.strip_count,
         special_token_ids=table.special_ids,
-        # With byte level a piece is bytes exactly if it is no text.
+        # At byte level exactly the pieces that are not text are bytes, so the list is not needed.
         lone_byte_ids=() if is_byte_level else table.table.raw,
     )
     pieces = table.table.pieces()

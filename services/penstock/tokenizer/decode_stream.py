@@ -1,4 +1,4 @@
-"""Many sequences on one DecodeStream: one request message is one engine step, answered by one response message."""
+"""Decoding of many sequences on one DecodeStream: a request message is an engine step, and has one response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.text.stop_strings import Emission
+from penstock.text.stop_strings import ReadyText
 from penstock.text.text_decoder import TextDecoder
 from penstock.tokenizer.detokenizer import DetokenizerFactory
 from penstock.v1 import tokenizer_pb2 as pb
@@ -14,7 +14,7 @@ from penstock.v1 import tokenizer_pb2 as pb
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Of one DecodeStream."""
+    """Limits of one DecodeStream."""
 
     max_sequences: int = 4096
     max_stop_strings: int = 16
@@ -22,46 +22,46 @@ class DecodeLimits:
 
 
 class SequenceError(Exception):
-    """Ends one sequence; its text is the result's `error`."""
+    """Error that ends one sequence; its text is the result's `error`."""
 
 
 class DecodeSession:
-    """The live sequences of one DecodeStream call. Not for two threads at a time."""
+    """Live sequences of one DecodeStream call. Not for two threads at a time."""
 
     def __init__(
         self, factory: DetokenizerFactory, limits: DecodeLimits, *, serves: Callable[[str], bool], id_limit: int
     ) -> None:
-        """`serves` says whether a model name is ours; ids below `id_limit` can be decoded."""
+        """Make it. `serves(name)` is True when the model's name is ours; ids below `id_limit` can be decoded."""
         self._factory = factory
         self._limits = limits
         self._serves = serves
         self._id_limit = id_limit
         self._sequences: dict[int, TextDecoder] = {}
-        # Of the last message, for metrics.
+        # Counts of the last message, for metrics.
         self.tokens = 0
         self.characters = 0
 
     def __len__(self) -> int:
-        """Live sequences."""
+        """Return the number of live sequences."""
         return len(self._sequences)
 
     def process(self, request: pb.DecodeStreamRequest) -> pb.DecodeStreamResponse:
-        """One result per item, in order, except for items that drop their sequence."""
+        """Decode a message: one result per item, in order, except for items that drop their sequence."""
         begin = time.perf_counter()
         response = pb.DecodeStreamResponse()
         add, live = response.results.add, self._sequences.get
         tokens = characters = 0
-        for item in request.items:  # this loop runs once a token: its order and its locals are for speed
+        for item in request.items:  # this loop runs once a token: its order and its local names are for speed
             stream_id = item.stream_id
             sequence = live(stream_id)
             try:
                 if sequence is None or item.finish or item.drop or item.HasField("open"):
-                    emission = self._begin_or_end(stream_id, item)
-                    if emission is None:
+                    ready = self._begin_or_end(stream_id, item)
+                    if ready is None:
                         continue
-                    text, matched = emission
+                    text, matched = ready
                 else:
-                    ids = item.token_ids[:]  # a list: each look at a message's own costs more than the copy
+                    ids = item.token_ids[:]  # a copy: each access to a message's own field costs more
                     tokens += len(ids)
                     text, matched = sequence.push(ids), None
                     if sequence.stops is not None:
@@ -81,12 +81,12 @@ class DecodeSession:
         response.detokenize_seconds = time.perf_counter() - begin
         return response
 
-    def _begin_or_end(self, stream_id: int, item: pb.DecodeStreamItem) -> Emission | None:
-        """An item that is the first or the last of its sequence, or both. None: it has no answer."""
+    def _begin_or_end(self, stream_id: int, item: pb.DecodeStreamItem) -> ReadyText | None:
+        """Take an item that is the first or the last of its sequence, or both. None: it has no answer."""
         sequence = self._sequences.get(stream_id)
         if sequence is None or item.HasField("open"):
             if item.drop and not item.HasField("open"):
-                return None  # the other end gave up on a sequence that has failed here
+                return None  # the caller drops a sequence that has failed here
             sequence = self._open(stream_id, item)
         text = sequence.push(item.token_ids)
         if item.drop:
@@ -96,7 +96,7 @@ class DecodeSession:
             del self._sequences[stream_id]
             matched = item.matched_stop_string if item.HasField("matched_stop_string") else None
             return sequence.finish(text, matched)
-        return Emission(text) if sequence.stops is None else sequence.stops.push(text)
+        return ReadyText(text) if sequence.stops is None else sequence.stops.push(text)
 
     def _open(self, stream_id: int, item: pb.DecodeStreamItem) -> TextDecoder:
         if stream_id in self._sequences:

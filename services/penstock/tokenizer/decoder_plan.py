@@ -1,4 +1,4 @@
-"""A tokenizer's decoder as a table of what each id contributes, where that is all there is to it."""
+"""Decoder of a tokenizer as a table of each id's contribution, if it is no more than that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.text.detokenizer import DecodeTable, TableKind
 
 @dataclass(frozen=True)
 class Plan:
-    """How a decoder's work is split into a table and what is left to do between ids."""
+    """Split of a decoder's work into a table and the rest, which is done between ids."""
 
     kind: TableKind
     replacements: tuple[tuple[str, str], ...] = ()
@@ -22,7 +22,7 @@ class Plan:
     strip_count: int = 0
 
     def table(self, tokenizer: Tokenizer, limit: int, special_ids: Sequence[int]) -> DecodeTable:
-        """Ids without an entry, up to `limit`, contribute nothing; nor do `special_ids` where they are skipped."""
+        """Make the table. Ids below `limit` without an entry contribute nothing; nor do `special_ids` where skipped."""
         pieces = [b""] * limit
         lone: set[int] = set()
         contribution = byte_level_bytes if self.kind == "byte_level" else self._piece_bytes
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan_of(decoder: dict[str, Any] | None) -> Plan | None:
-    """The plan for a decoder as tokenizer.json describes it; None when it needs the window."""
+    """Make the plan for a decoder of tokenizer.json; None when it needs the window."""
     steps = _steps(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -75,7 +75,7 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes."""
+    """GPT-2's printable characters for bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -85,7 +85,7 @@ _BYTE_OF = _byte_characters()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes that ByteLevel decodes `token` to: all its stand-ins, or its own UTF-8 when one is none."""
+    """Bytes that ByteLevel decodes `token` to: one for each character, or its UTF-8 when one stands for no byte."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:

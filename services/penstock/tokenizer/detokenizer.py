@@ -1,5 +1,5 @@
-"""Ids to text, a few at a time, for any tokenizer: by its table if its decoder has one (common/detokenize), else by
-running the decoder again over a short window of ids.
+"""Decoding a few ids at a time, for any tokenizer: by the decoder's table if it has one (penstock.text.detokenizer),
+else by running the decoder again over a short window of ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.tokenizer.decoder_plan import plan_of
 
 
 class WindowDetokenizer:
-    """Decodes a window of ids before and after each step, and returns the difference. For decoders with no table."""
+    """Detokenizer that decodes a window of ids before and after each step; the difference is the new text."""
 
     __slots__ = ("_decode", "_emitted", "_ids", "_limit", "_read", "_start")
 
@@ -22,7 +22,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._limit = limit
         self._ids: list[int] = []
-        # Text of _ids[_start:_read] has been returned; it is decoded again because it shapes what follows.
+        # Text of _ids[_start:_read] was returned; it is decoded again because later text depends on it.
         self._start = 0
         self._read = 0
         self._emitted = ""
@@ -51,10 +51,10 @@ class WindowDetokenizer:
 
 
 class CleanedUpDetokenizer:
-    """transformers' clean-up of spaces before punctuation, on text that comes in portions.
+    """Detokenizer with transformers' clean-up of spaces before punctuation, on text that comes in portions.
 
-    Every space it removes opens one of its patterns, and only " ' " ends in one. So text can be cleaned up apart from
-    what follows wherever a space comes after something that is neither a space nor an apostrophe.
+    Every space that it removes opens one of its patterns, and only " ' " ends in one. So text can be cut for the
+    clean-up before any space that follows neither a space nor an apostrophe.
     """
 
     __slots__ = ("_clean_up", "_inner", "_text")
@@ -79,12 +79,12 @@ class CleanedUpDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes the detokenizer that fits a tokenizer; tables are built once."""
+    """Maker of the detokenizers of one tokenizer; tables are built once."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, id_limit: int, special_ids: Sequence[int], clean_up: Callable[[str], str] | None
     ) -> None:
-        """`clean_up` is applied to decoded text where transformers would."""
+        """Make it. `clean_up` is applied to decoded text where transformers would apply it."""
         self._tokenizer = tokenizer
         self._id_limit = id_limit
         self._clean_up = clean_up
@@ -93,16 +93,16 @@ class DetokenizerFactory:
 
     @property
     def kind(self) -> str:
-        """ "byte_level", "byte_fallback" or "window"."""
+        """Kind of decoding: "byte_level", "byte_fallback" or "window"."""
         return "window" if self._table is None else self._table.kind
 
     @property
     def table(self) -> DecodeTable | None:
-        """All there is to decoding, if it is a table."""
+        """Table of the whole decoder; None when it is no table."""
         return self._table if self._clean_up is None else None
 
     def make(self, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for one sequence."""
+        """Make a detokenizer for one sequence."""
         plain = self._make_plain(skip_special_tokens)
         return plain if self._clean_up is None else CleanedUpDetokenizer(plain, self._clean_up)
 

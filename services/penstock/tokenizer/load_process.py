@@ -1,8 +1,8 @@
-"""Child process: load a tokenizer folder with transformers, say what it became, and end.
+"""Child process that loads a tokenizer folder with transformers, writes the result, and ends.
 
-Going through transformers is what makes ids equal to its own: it rebuilds some tokenizers from their class, adds
-tokens from the configuration and sets the post-processor. Doing it in a process that ends keeps transformers, and the
-copies it makes, out of the service's memory.
+Ids are equal to transformers' own because it does the loading: it rebuilds some tokenizers from their class, adds
+tokens from the configuration and sets the post-processor. A process that ends keeps transformers, and the copies that
+it makes, out of the service's memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from penstock.common import child_io
 from penstock.tokenizer.bundle import LARGE_INTEGER, TokenizerBundle
 
-# Every id has a place in the decoding tables: a wrong number in a file must not take all memory.
+# Limit of ids. Each has a place in the decoding tables: a wrong number in a file must not take all memory.
 MAX_IDS = 1 << 24
 
 
 def load(folder: Path) -> TokenizerBundle:
-    """The folder's tokenizer. Raises what transformers raises, TypeError for one that has no fast backend."""
+    """Load the folder's tokenizer. Raises transformers' errors; TypeError for a tokenizer without a fast backend."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -48,7 +48,7 @@ def load(folder: Path) -> TokenizerBundle:
 
 
 def _id_limit(tokenizer: Any, folder: Path) -> int:
-    """Raises ValueError past MAX_IDS. A vocabulary with holes has ids beyond its length."""
+    """Find the limit of ids: a vocabulary with holes has ids beyond its length. Raises ValueError past MAX_IDS."""
     limit: int = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0), _embedding_rows(folder))
     if limit > MAX_IDS:
         raise ValueError(f"tokenizer.json or config.json speaks of {limit} ids, and at most {MAX_IDS} are served")
@@ -56,7 +56,7 @@ def _id_limit(tokenizer: Any, folder: Path) -> int:
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
-    """transformers ignores the option for BPE, where it would destroy text, unless it is forced."""
+    """True when transformers cleans up spaces: for BPE, where that would destroy text, only when it is forced."""
     forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     return bool(tokenizer.clean_up_tokenization_spaces and (type(backend.model).__name__ != "BPE" or forced))
 
@@ -84,7 +84,7 @@ def main() -> None:
     folder = Path(child_io.read(sys.stdin.buffer)["folder"])
     try:
         answer: dict[str, Any] = {"bundle": asdict(load(folder))}
-    except Exception as error:  # a process boundary: whatever is wrong with the folder is the parent's to report
+    except Exception as error:  # a process boundary: the parent reports any fault of the folder
         answer = {"error": f"{type(error).__name__}: {error}"}
     answers.write(child_io.pack(answer))
     answers.flush()

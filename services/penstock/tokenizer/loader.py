@@ -1,4 +1,4 @@
-"""A model folder to a TokenizerBundle, or one clear line about what is wrong with it."""
+"""Loading of a model folder as a TokenizerBundle, or one clear line about its fault."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.tokenizer.bundle import TokenizerBundle
 
 MODEL_FLAG = "MODEL"
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# Files any of which transformers can build a tokenizer from.
+# transformers can build a tokenizer from any of these files.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 async def load_bundle(folder: Path, *, timeout_seconds: float) -> TokenizerBundle:
-    """Raises StartupError naming the file and `--model`."""
+    """Load the bundle. Raises StartupError naming the file and MODEL."""
     check_folder(folder)
     child = await Child.spawn("penstock.tokenizer.load_process", child_environment())
     try:
@@ -36,7 +36,7 @@ async def load_bundle(folder: Path, *, timeout_seconds: float) -> TokenizerBundl
 
 
 def check_folder(folder: Path) -> None:
-    """What can be said without transformers. Raises StartupError naming the file and `--model`."""
+    """Check the folder as far as possible without transformers. Raises StartupError naming the file and MODEL."""
     if not folder.is_dir():
         raise StartupError(f"{folder} is not a folder; {MODEL_FLAG} names a model folder", flag=MODEL_FLAG)
     if not any((folder / name).is_file() for name in _VOCABULARIES):

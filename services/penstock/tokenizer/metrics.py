@@ -1,4 +1,4 @@
-"""The tokenizer's metrics. Label values are the closed sets named here."""
+"""Metrics of the tokenizer. Label values are the closed sets named here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DETOKENIZE_BUCKETS = (
 
 
 class TokenizerMetrics:
-    """Registered on the process's own registry."""
+    """Metrics on the process's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> StepHistogram:
@@ -47,7 +47,7 @@ class TokenizerMetrics:
             "Template processes that died or were killed for overrunning.",
             registry=registry,
         )
-        # Children are looked up once: DecodeStream counts in every engine step.
+        # Label children are looked up once: DecodeStream counts in every engine step.
         self.tokens = {operation: self._tokens.labels(operation) for operation in OPERATIONS}
         self.characters = {operation: self._characters.labels(operation) for operation in OPERATIONS}
         self.queue_depth = {lane: self._queue_depth.labels(lane) for lane in LANES}

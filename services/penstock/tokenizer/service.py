@@ -1,4 +1,4 @@
-"""Everything the tokenizer's RPCs work with, loaded. No gRPC here."""
+"""Loaded state behind the tokenizer's RPCs. No gRPC here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.tokenizer.workers import Workers
 
 @dataclass(frozen=True)
 class TokenizerService:
-    """One model's tokenizer, templates and workers."""
+    """Tokenizer, templates and workers of one model."""
 
     config: TokenizerConfig
     model: str
@@ -37,16 +37,16 @@ class TokenizerService:
     fingerprint: str
 
     def serves(self, model: str) -> bool:
-        """Whether a request that names `model` is for us; the empty name always is."""
+        """True when a request that names `model` is for us; the empty name always is."""
         return not model or model == self.model
 
     def check_model(self, model: str) -> None:
-        """Raises NotFound for another model's name."""
+        """Check a request's model. Raises NotFound for another model's name."""
         if not self.serves(model):
             raise NotFound("this tokenizer serves another model", reason="MODEL_NOT_FOUND")
 
     def decode_session(self) -> DecodeSession:
-        """The state of one DecodeStream call."""
+        """Make the state of one DecodeStream call."""
         limits = DecodeLimits(
             self.config.max_sequences, self.config.max_stop_strings, self.config.max_stop_string_chars
         )
@@ -69,7 +69,7 @@ async def load_service(config: TokenizerConfig, metrics: TokenizerMetrics) -> To
         bundle.templates,
         bundle.special_tokens,
         vocabulary.marks,
-        # A tokenizer that splits special tokens makes no control id from any text, the template's own included.
+        # A tokenizer that splits special tokens makes no control id from any text, not even the template's own.
         protect=not (config.allow_control_tokens_in_content or bundle.split_special_tokens),
     )
     pool = TemplatePool(templates.renderer_settings, _template_limits(config), metrics)
@@ -133,7 +133,7 @@ def _template_limits(config: TokenizerConfig) -> TemplateLimits:
 
 
 def _fingerprint(tokenizer: str, vocabulary: Vocabulary) -> str:
-    """sha256 over the tokenizer as loaded and its templates, each behind its name."""
+    """Hash (sha256) of the loaded tokenizer and its templates, each behind its name."""
     digest = hashlib.sha256(tokenizer.encode() or vocabulary.bundle.backend.encode())
     for name, source in sorted(vocabulary.bundle.templates.items()):
         digest.update(f"\0{name}\0{source}".encode("utf-8", "surrogatepass"))

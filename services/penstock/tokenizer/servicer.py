@@ -1,4 +1,4 @@
-"""TokenizerService over gRPC: checks bounds, hands work to threads and processes, and counts."""
+"""Handlers of TokenizerService: they check bounds, hand work to threads and processes, and count."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from penstock.tokenizer.tokenizer import Encoded, EncodeOptions, TextTokenizer
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 
-# The receive limit that every gRPC client starts with.
+# Default receive limit of gRPC clients.
 MAX_RESPONSE_BYTES = 4 << 20
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Handlers run on the event loop; encoding, decoding and rendering do not.
+    """Handlers of TokenizerService. They run on the event loop; encoding, decoding and rendering do not.
 
-    What costs less than handing it to a thread would is the exception: a DecodeStream message, which is one engine step
-    and takes microseconds an item, and encoding a few sentences. The size is bounded; what is larger goes to a thread.
+    The exception is work that costs less than handing it to a thread: a DecodeStream message, which is one engine step
+    and takes microseconds an item, and encoding a few sentences. Larger requests go to a thread.
     """
 
     def __init__(self, metrics: TokenizerMetrics) -> None:
@@ -41,7 +41,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.activity = Activity()
 
     def open(self, service: TokenizerService) -> None:
-        """From now on calls are answered."""
+        """Answer calls from now on."""
         self._service = service
 
     async def Encode(self, request: pb.EncodeRequest, context: Context) -> pb.EncodeResponse:
@@ -109,7 +109,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         session = service.decode_session()
         inline = service.config.inline_decode_bytes if service.detokenizers.kind != "window" else -1
         self._metrics.streams.inc()
-        # As counted: a call cancelled while a thread works on its message leaves a session that still changes.
+        # The number that was counted: the session of a call that is cancelled may still change, while a thread works
+        # on its message.
         live = 0
         try:
             async for request in request_iterator:
@@ -192,7 +193,7 @@ def _process(session: DecodeSession, request: pb.DecodeStreamRequest, _: TextTok
 
 
 def _padded(service: TokenizerService, request: pb.EncodeRequest, options: EncodeOptions) -> int:
-    """About how many ids are made by padding, of however little text. They take as long as so many bytes would."""
+    """Estimate the number of ids that padding makes. They take as long as so many bytes of text."""
     if not options.padding:
         return 0
     limit = options.max_length if options.max_length is not None else service.vocabulary.bundle.model_max_length
@@ -217,7 +218,7 @@ def _checked(response: M) -> M:
 
 
 class Activity:
-    """Counts calls at work and live sequences. Used on the event loop only."""
+    """Counts of calls at work and of live sequences. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._live = 0
@@ -227,7 +228,7 @@ class Activity:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around the work of one call."""
+        """Count one call while it works."""
         self.add(1)
         try:
             yield
@@ -235,7 +236,7 @@ class Activity:
             self.add(-1)
 
     def add(self, change: int) -> None:
-        """More or fewer live things."""
+        """Change the number of live calls and sequences by `change`."""
         self._live += change
         if self._live:
             self._idle.clear()
@@ -243,6 +244,6 @@ class Activity:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Have new calls refused; return when nothing is live. Open DecodeStreams may go on until then."""
+        """Refuse new calls; return when nothing is live. Open DecodeStreams may go on until then."""
         self.draining = True
         await self._idle.wait()

@@ -1,8 +1,8 @@
-"""Killable processes that render chat templates, replaced when they die or overrun.
+"""Processes that render chat templates; one that dies or overruns its time is replaced.
 
-A process renders one request after the other. It is given the next few before it has answered the first: at once they
-cost a fraction of what they cost one by one, with a wake-up of both processes for each. Those that stood behind one
-that overran are given to another process.
+A process renders one request after the other. It gets the next few before it has answered the first: one by one they
+would cost many times as much, with a wake-up of both processes for each. Requests behind one that overran are sent to
+another process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from penstock.common.errors import Internal, PenstockError, ResourceExhausted, S
 from penstock.common.logging import get_logger
 from penstock.tokenizer.metrics import TokenizerMetrics
 
-# Before another try at starting a process that did not start; doubled each time up to the second.
+# Seconds before another try at starting a process that did not start: doubled each time, from the first to the second.
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
-# Nothing is put behind a rendering that has taken this long already, or into a busy process when it is this large.
+# No request is put behind a rendering that has taken so many seconds already, or into a busy process when it has so
+# many bytes.
 _SLOW_SECONDS, _LARGE_BYTES = 0.01, 64 << 10
 _log = get_logger("penstock.tokenizer.template_pool")
 T = TypeVar("T")
@@ -32,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Of one rendering; `processes`, `pipeline` and `max_queued` are of the pool."""
+    """Limits of one rendering; `processes`, `pipeline` and `max_queued` are the pool's."""
 
     processes: int = 2
-    # Requests that one process has been given and not answered.
+    # Most requests that one process has at a time.
     pipeline: int = 4
     max_queued: int = 256
     seconds: float = 2.0
@@ -45,11 +46,11 @@ class TemplateLimits:
 
 @dataclass(eq=False, slots=True)
 class _Ask:
-    """A request, packed, and who waits for its answer; a caller that gave up has cancelled it."""
+    """A packed request and the future of its answer, which a caller that gave up has cancelled."""
 
     message: bytes
     answer: asyncio.Future[dict[str, Any]]
-    # It may be given to another process when this one dies: perhaps that was not its fault.
+    # True when it may be sent to another process after this one died: it may not be the cause.
     again: bool = True
 
     def fail(self, error: PenstockError) -> None:
@@ -59,7 +60,7 @@ class _Ask:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """A process and what it has been given, in order. The first is at work."""
+    """A process and its requests, in order. It works at the first."""
 
     child: Child
     asked: deque[_Ask] = field(default_factory=deque)
@@ -68,17 +69,17 @@ class _Worker:
 
 
 class TemplatePool:
-    """Renders with whichever process has least to do. All methods belong to one event loop."""
+    """Pool that renders with the process that has least to do. Belongs to one event loop."""
 
     def __init__(self, settings: Mapping[str, Any], limits: TemplateLimits, metrics: TokenizerMetrics) -> None:
-        """`settings` are Renderer's."""
+        """Make it. `settings` are Renderer's."""
         self._settings = {**settings, "cpu_seconds": limits.seconds, "memory_bytes": limits.memory_bytes}
         self._limits = limits
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Ask] = deque()
         self._workers: list[_Worker] = []
-        # Started and not asked yet, or to be killed.
+        # Processes that start, or that are to be killed.
         self._others: set[Child] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting: list[asyncio.Task[None]] = []
@@ -86,12 +87,12 @@ class TemplatePool:
 
     @property
     def queued(self) -> int:
-        """Requests waiting for a process."""
+        """Number of requests that wait for a process."""
         return len(self._waiting)
 
     @property
     def pids(self) -> list[int]:
-        """Of the live processes."""
+        """Process ids of the live processes."""
         return [worker.child.pid for worker in self._workers]
 
     async def start(self) -> None:
@@ -104,7 +105,7 @@ class TemplatePool:
         await asyncio.gather(*self._starting)
 
     async def render(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The child's answer. Raises ResourceExhausted (queue, time or memory) and Internal (the child died)."""
+        """Return the child's answer. Raises ResourceExhausted (queue, time or memory) and Internal (the child died)."""
         if len(self._waiting) >= self._limits.max_queued:
             raise ResourceExhausted("too many chat templates are waiting", reason="QUEUE_FULL", retry_after_seconds=0.1)
         ask = _Ask(pack(request), self._loop.create_future())
@@ -113,7 +114,7 @@ class TemplatePool:
         try:
             return await ask.answer
         except asyncio.CancelledError:
-            # What a process has been given it answers, to nobody.
+            # A request that a process has is answered all the same, and the answer dropped.
             with contextlib.suppress(ValueError):
                 self._waiting.remove(ask)
             raise
@@ -134,7 +135,7 @@ class TemplatePool:
         await asyncio.gather(*(child.kill() for child in (*self._others, *(worker.child for worker in workers))))
 
     def _dispatch(self) -> None:
-        """Give what waits to the processes that have room for it."""
+        """Send waiting requests to processes that have room."""
         alive = [worker for worker in self._workers if not worker.child.ended.done()]
         while self._waiting and alive:
             worker = min(alive, key=_length)
@@ -181,7 +182,7 @@ class TemplatePool:
         self._replace(worker)
 
     def _replace(self, worker: _Worker) -> None:
-        """Kill it and start another; what it has not answered is asked again."""
+        """Kill a process and start another; its requests without an answer are sent again."""
         self._stop_timer(worker)
         self._workers.remove(worker)
         self._others.add(worker.child)
@@ -198,7 +199,7 @@ class TemplatePool:
         self._spawn(self._keep_starting())
 
     def _ended(self, worker: _Worker, _: object) -> None:
-        """It answers no more, by itself."""
+        """Replace a process that ended by itself."""
         if worker in self._workers and not self._closed:
             self._stop_timer(worker)
             self._spawn(self._bury(worker))
@@ -209,7 +210,7 @@ class TemplatePool:
             return
         if worker.asked:
             first, status = worker.asked[0], worker.child.returncode
-            # Perhaps it was ended while it waited, which is not this request's fault: one more try.
+            # The process may have ended while it waited, which is not this request's fault: one more try.
             if not first.again or status == -signal.SIGXCPU:
                 worker.asked.popleft()
                 first.fail(_died(status))
@@ -217,7 +218,7 @@ class TemplatePool:
         self._replace(worker)
 
     async def _keep_starting(self) -> None:
-        """Start one process, however often it takes: a pool that shrinks ends up answering nobody."""
+        """Start one process, trying until it works: a pool that shrinks would end with no process."""
         delay = RESTART_SECONDS
         while not self._closed:
             try:

@@ -1,7 +1,7 @@
-"""Child process: renders chat templates with transformers' own renderer, within CPU and memory limits.
+"""Child process that renders chat templates with transformers' own renderer, within CPU and memory limits.
 
-A template is a program from the model's folder. transformers runs it in Jinja's sandbox, which bounds what it can reach
-but not how long it runs or how much it builds; the limits here do, and the parent kills this process when time is over.
+A template is a program from the model's folder. transformers runs it in Jinja's sandbox, which bounds its access but
+not its time or its memory. The limits here do, and the parent kills this process when the time is over.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from penstock.common.child_limits import limit_cpu, limit_memory
 
 
 class Renderer:
-    """The templates of one tokenizer, each as it is and with its control tokens marked."""
+    """Templates of one tokenizer, each in its own form and with its control tokens marked."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """`settings`: templates {name: [plain, marked]}, special_tokens and marked_special_tokens."""
+        """Make it. `settings`: templates {name: [plain, marked]}, special_tokens and marked_special_tokens."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render_jinja_template: Any = render_jinja_template
         self._templates: dict[str, list[str]] = settings["templates"]
         self._special_tokens: dict[str, str] = settings["special_tokens"]
         self._marked_special_tokens: dict[str, str] = settings["marked_special_tokens"]
-        # Template -> its marked rendering tells the other one, too.
-        self._tells_both: dict[str, bool] = {}
+        # Template -> True when its marked rendering determines the plain one.
+        self._derives_plain: dict[str, bool] = {}
 
     def check(self) -> dict[str, str]:
-        """What is wrong with which template: {name: message}."""
+        """Compile every template and return the errors, {name: message}."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -40,7 +40,7 @@ class Renderer:
             try:
                 for source in versions:
                     _compile_jinja_template(source)
-                self._does_tell_both(name)
+                self._can_derive_plain(name)
             except TemplateError as error:
                 wrong[name] = str(error).partition("\n")[0]
             except MemoryError:  # Jinja computes constant expressions while it compiles
@@ -50,22 +50,22 @@ class Renderer:
         return wrong
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{text, marked}: the same rendering, without and with marks; marked is None when not asked for.
+        """Return {text, marked}: the same rendering, without and with marks; marked is None when not asked for.
 
-        Text is None where it can be nothing but the marked one without its marks.
+        Text is None when it is sure to be the marked one without its marks.
         """
         name = request["template"]
         plain, marked = self._templates[name]
         if not request["mark"]:
             return {"text": self._render(plain, self._special_tokens, request), "marked": None}
         with_marks = self._render(marked, self._marked_special_tokens, request)
-        # What is cut behind a message that is continued may be different.
-        if self._does_tell_both(name) and not request["continue_final_message"]:
+        # The part that is cut behind a continued message may be different.
+        if self._can_derive_plain(name) and not request["continue_final_message"]:
             return {"text": None, "marked": with_marks}
         return {"text": self._render(plain, self._special_tokens, request), "marked": with_marks}
 
-    def _does_tell_both(self, name: str) -> bool:
-        found = self._tells_both.get(name)
+    def _can_derive_plain(self, name: str) -> bool:
+        found = self._derives_plain.get(name)
         if found is None:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -76,7 +76,7 @@ class Renderer:
             )
             tokens, marks = self._special_tokens, self._marked_special_tokens
             variables = {variable for variable in tokens if tokens[variable] != marks[variable]}
-            found = self._tells_both[name] = are_only_shown(plain, marked, variables)
+            found = self._derives_plain[name] = are_only_shown(plain, marked, variables)
         return found
 
     def _render(self, source: str, special_tokens: dict[str, str], request: dict[str, Any]) -> str:
@@ -94,12 +94,12 @@ class Renderer:
 
 
 def answer_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request; failures are answers too."""
+    """Make the answer to one request; failures are answers, too."""
     try:
         return renderer.render(request)
     except MemoryError:
         return {"failure": "memory"}
-    except Exception as error:  # whatever a template raises is about the template and the messages, not about us
+    except Exception as error:  # any error that a template raises is about the template and the messages, not about us
         return {"failure": "refused", "kind": type(error).__name__, "message": str(error)}
 
 
@@ -127,16 +127,16 @@ if __name__ == "__main__":
     main()
 
 
-# Where a node stands: text written straight to the result, a part of an expression that is, or anything else.
+# Place of a node: text written straight to the result, a part of an expression that is, or any other.
 _Place = Literal["body", "shown", "used"]
 _BODIES = frozenset({"body", "else_", "elif_"})
 
 
 def are_only_shown(plain: nodes.Node, marked: nodes.Node, variables: Collection[str]) -> bool:
-    """Whether what differs between a template and its marked form, and `variables`, is written out and no more.
+    """True when the differences between a template and its marked form, and `variables`, are only written out.
 
-    Nothing that the template decides, cuts, counts or keeps depends on them then, so both forms render the same but for
-    the marks, whatever they are given. False when in doubt: for text that a macro, a filter or a block could look at.
+    Then nothing that the template decides, cuts, counts or keeps depends on them, and for any input both forms render
+    the same but for the marks. False when in doubt: for text that a macro, a filter or a block could look at.
     """
     return _is_sound(plain, marked, frozenset(variables), "body")
 
@@ -167,10 +167,10 @@ def _children(node: nodes.Node) -> Iterator[tuple[str, nodes.Node]]:
 
 
 def _place_of(parent: nodes.Node, field: str, place: _Place) -> _Place:
-    """Where a child of `parent`, which is at `place` itself, stands."""
+    """Place of a child of `parent`, which is at `place` itself."""
     if place == "body":
         if isinstance(parent, nodes.For) and parent.recursive:
-            return "used"  # by whoever calls loop(...)
+            return "used"  # loop(...) may use the text
         if isinstance(parent, nodes.Template | nodes.If | nodes.For) and field in _BODIES:
             return "body"
         return "shown" if isinstance(parent, nodes.Output) else "used"

@@ -1,6 +1,6 @@
-"""Text to ids and back, with transformers' results.
+"""Encoding and decoding of text, with transformers' results.
 
-One TextTokenizer per thread: truncation is set on the tokenizer itself, and one in use by others refuses it.
+There is one TextTokenizer per thread: truncation is set on the tokenizer itself, which refuses it while others use it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.control_tokens import ControlMarks, content_tokenizer, control_tokens_of, copy_tokenizer
 
 SideName = Literal["left", "right"]
-# Padded positions of one request. Each travels as a byte of id and a byte of mask at least, and two of an offset, in an
-# answer below 4 MiB.
+# Most padded positions of one request. Each takes a byte of id, a byte of mask and perhaps two of an offset at least,
+# in an answer below 4 MiB.
 MAX_PADDED_IDS = 2 << 20
 
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """As in transformers' `tokenizer(...)`; None and "" are transformers' defaults."""
+    """Options of transformers' `tokenizer(...)`; None and "" are transformers' defaults."""
 
     add_special_tokens: bool = True
     truncation: bool | None = None
@@ -32,13 +32,13 @@ class EncodeOptions:
     padding: Literal["", "longest", "max_length"] = ""
     padding_side: SideName | None = None
     return_offsets: bool = False
-    # False: text that spells a control token is text.
+    # False: text that spells a control token stays text.
     parse_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids; a mask when padded; (start, end) in code points when asked for."""
+    """Ids; the mask when padded; (start, end) offsets in code points when asked for."""
 
     ids: list[int]
     attention_mask: list[int] | None = None
@@ -46,10 +46,10 @@ class Encoded:
 
 
 class Vocabulary:
-    """What all threads share: the loaded tokenizer, never changed after this, and its ids."""
+    """State that all threads share: the loaded tokenizer, which never changes again, and its special ids."""
 
     def __init__(self, bundle: TokenizerBundle, nonce: str | None = None) -> None:
-        """Raises ValueError when control tokens cannot be kept apart from text."""
+        """Make it. Raises ValueError when control tokens cannot be kept apart from text."""
         self.bundle = bundle
         self.tokenizer = Tokenizer.from_str(bundle.backend)
         self.tokenizer.encode_special_tokens = bundle.split_special_tokens
@@ -58,24 +58,24 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Entries, added tokens included."""
+        """Number of entries, added tokens included."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
     def special_ids(self) -> list[int]:
-        """Every id that skip_special_tokens skips, in order."""
+        """All ids that skip_special_tokens skips, in order."""
         added = self.tokenizer.get_added_tokens_decoder()
         return sorted(index for index, token in added.items() if token.special)
 
     def special_id(self, name: str) -> int | None:
-        """The id of bos_token, pad_token and so on; None when the tokenizer has none."""
+        """Return the id of bos_token, pad_token and so on; None when the tokenizer has none."""
         token = self.bundle.special_tokens.get(name)
         index: int | None = self.tokenizer.token_to_id(token) if token is not None else None
         return index
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokenizer's first, then those of generation_config.json."""
+        """End-of-sequence ids: the tokenizer's first, then those of generation_config.json."""
         own = self.special_id("eos_token")
         found = ([] if own is None else [own]) + self.bundle.generation_eos_token_ids
         return list(dict.fromkeys(found))
@@ -92,13 +92,13 @@ class TextTokenizer:
         self._nonce = vocabulary.marks.nonce
 
     def encode(self, texts: Sequence[str], options: EncodeOptions) -> list[Encoded]:
-        """One Encoded per text. Raises InvalidArgument for options that the tokenizer cannot honour."""
+        """Encode texts, one Encoded each. Raises InvalidArgument for options that the tokenizer cannot honour."""
         tokenizer = self._plain if options.parse_special_tokens else self._content
         if not options.parse_special_tokens and any(self._nonce in text for text in texts):
             raise InvalidArgument("texts", "holds characters that are reserved")
         self._set_truncation(tokenizer, options)
-        # encode_batch lets other threads run meanwhile, encode does not; one text at a time keeps the batch from
-        # being spread over every core. The fast form leaves offsets out.
+        # encode_batch lets other threads run meanwhile, encode does not. One text at a time, since a batch would be
+        # spread over every core. The fast form leaves offsets out.
         run = tokenizer.encode_batch if options.return_offsets else tokenizer.encode_batch_fast
         encodings = [run([text], add_special_tokens=options.add_special_tokens)[0] for text in texts]
         padded = self._pad(encodings, options)
@@ -112,7 +112,7 @@ class TextTokenizer:
         ]
 
     def encode_rendered(self, text: str, marked: str | None) -> list[int]:
-        """Ids of a rendered chat. With `marked`, only its marks become control ids; without, `text` is parsed."""
+        """Encode a rendered chat. With `marked`, only its marks become control ids; without, `text` is parsed."""
         tokenizer = self._plain if marked is None else self._content
         tokenizer.no_truncation()
         encoding = tokenizer.encode_batch_fast([text if marked is None else marked], add_special_tokens=False)[0]
@@ -120,7 +120,7 @@ class TextTokenizer:
         return ids
 
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """One text per sequence, as transformers decodes it. Raises InvalidArgument for ids outside the vocabulary."""
+        """Decode sequences as transformers does. Raises InvalidArgument for ids outside the vocabulary."""
         limit = self._bundle.id_limit
         for number, ids in enumerate(sequences):
             if ids and max(ids) >= limit:
@@ -130,7 +130,7 @@ class TextTokenizer:
 
     def _set_truncation(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
         wanted = options.truncation
-        if wanted is None:  # transformers: a max_length by itself truncates
+        if wanted is None:  # as in transformers, a max_length alone truncates
             wanted = options.max_length is not None and not options.padding
         length = options.max_length if options.max_length is not None else self._bundle.model_max_length
         if not wanted or length is None:
@@ -155,7 +155,7 @@ class TextTokenizer:
         if pad_id is None:
             raise InvalidArgument("padding", "this tokenizer has no padding token")
         most = MAX_PADDED_IDS // 2 if options.return_offsets else MAX_PADDED_IDS
-        if len(encodings) * length > most:  # refused before the memory is taken
+        if len(encodings) * length > most:  # refused before the memory is allocated
             raise InvalidArgument("padding", f"must make at most {most} ids together", reason="TOO_LARGE")
         for encoding in encodings:
             encoding.pad(
@@ -169,7 +169,7 @@ class TextTokenizer:
 
 
 def clean_up(text: str) -> str:
-    """transformers' clean_up_tokenization: spaces that word-piece decoders leave before punctuation."""
+    """Remove spaces that word-piece decoders leave before punctuation, as transformers' clean_up_tokenization."""
     for spaced, joined in CLEAN_UPS:
         text = text.replace(spaced, joined)
     return text

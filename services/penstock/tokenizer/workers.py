@@ -2,7 +2,7 @@
 
 tokenizers works outside the interpreter lock, so threads are enough to keep the event loop free. Large texts have a
 lane of their own: a small one never queues behind a 200 k-character prompt, it only shares the cores with it. Texts of
-a few sentences are encoded on the event loop: the way to a thread and back costs several times what encoding them does.
+a few sentences are encoded on the event loop: the way to a thread and back costs several times as much as encoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Runs functions that need a tokenizer. Bounded: what does not fit is refused at once."""
+    """Runs functions that need a tokenizer. The number is bounded: further ones are refused at once."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Workers:
         max_queued: int,
         inline_bytes: int = 0,
     ) -> None:
-        """`inline_bytes`: `encode` does not leave the event loop for requests up to this size."""
+        """Make the threads. `inline_bytes`: `encode` does not leave the event loop for requests up to this size."""
         self._inline = TextTokenizer(vocabulary) if inline_bytes else None
         self._inline_bytes = inline_bytes
         self._vocabulary = vocabulary
@@ -50,13 +50,13 @@ class Workers:
         self._queued: dict[Lane, int] = {"small": 0, "large": 0}
 
     async def encode(self, size_bytes: int, work: Callable[[TextTokenizer], T]) -> T:
-        """`work`'s result, for work that takes little time for few bytes. Raises as `run`."""
+        """Return `work`'s result, for work that takes little time for few bytes. Raises as `run`."""
         if self._inline is not None and size_bytes <= self._inline_bytes and size_bytes < self._large_bytes:
             return work(self._inline)
         return await self.run(size_bytes, work)
 
     async def run(self, size_bytes: int, work: Callable[[TextTokenizer], T]) -> T:
-        """`work`'s result. Raises ResourceExhausted when too many are waiting or running, and whatever `work` raises.
+        """Return `work`'s result. Raises ResourceExhausted when too many wait or run, and the errors of `work`.
 
         Cancelling the caller takes waiting work out of the queue; running work is left to end.
         """
@@ -76,7 +76,7 @@ class Workers:
             self._count(lane, -1)
 
     def close(self) -> None:
-        """Finish what runs, drop what waits."""
+        """Finish running work, drop waiting work."""
         for lane in self._lanes.values():
             lane.shutdown(wait=True, cancel_futures=True)
 

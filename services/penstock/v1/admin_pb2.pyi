@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Load(_message.Message):
-    """What a router needs to place a request."""
+    """Facts that a router needs to place a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -455,7 +455,7 @@ class EngineState(_message.Message):
     def pool(self) -> Global___PoolState: ...
     @_builtins.property
     def last_step(self) -> Global___StepState:
-        """The step that was put together last."""
+        """The step that was scheduled last."""
 
     @_builtins.property
     def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
@@ -463,7 +463,7 @@ class EngineState(_message.Message):
     def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
     @_builtins.property
     def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where the engine's thread is, innermost last, when it did not answer in time; the rest may be half of a step then."""
+        """Stack of the engine's thread, innermost last, when it did not answer in time; other fields may be of half a step."""
 
     def __init__(
         self,
@@ -503,7 +503,7 @@ class PoolState(_message.Message):
     free: _builtins.int
     evictable: _builtins.int
     reserve: _builtins.int
-    """What admission leaves free."""
+    """Blocks that admission leaves free."""
     references: _builtins.int
     """Holders of used blocks, of shared ones several."""
     def __init__(
@@ -540,7 +540,7 @@ class StepState(_message.Message):
     rows: _builtins.int
     rows_left: _builtins.int
     ended_by: _builtins.str
-    """Why nothing more is in it: nothing, budget, sequences, blocks."""
+    """The limit that it reached: nothing, budget, sequences, blocks."""
     more_groups: _builtins.int
     admitted: _builtins.int
     preempted: _builtins.int
@@ -568,7 +568,7 @@ Global___StepState: _TypeAlias = StepState  # noqa: Y015
 
 @_typing.final
 class StepRows(_message.Message):
-    """What one request computed in a step."""
+    """The part of one request in a step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -621,7 +621,7 @@ class GroupState(_message.Message):
     state: _builtins.str
     """waiting, running."""
     decoding: _builtins.str
-    """What decodes it."""
+    """The strategy that decodes it."""
     priority: _builtins.int
     age_seconds: _builtins.float
     running_seconds: _builtins.float

@@ -115,7 +115,7 @@ class GenerationAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DumpState(self, request, context):
-        """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+        """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
         Changes nothing. Answers also when the engine's thread does not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

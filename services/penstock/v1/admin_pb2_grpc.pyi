@@ -42,7 +42,7 @@ class GenerationAdminServiceStub:
     """Forgets every reusable prefix that no running request holds."""
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]
     DumpState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]
-    """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+    """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
     Changes nothing. Answers also when the engine's thread does not.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
@@ -63,7 +63,7 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     """Forgets every reusable prefix that no running request holds."""
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
     DumpState: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]  # type: ignore[assignment]
-    """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+    """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
     Changes nothing. Answers also when the engine's thread does not.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
@@ -117,7 +117,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DumpStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DumpStateResponse, _abc.Awaitable[_admin_pb2.DumpStateResponse]]:
-        """The engine's state, for whoever looks for what is wrong: sizes and states, never a token, a text or a request id.
+        """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
         Changes nothing. Answers also when the engine's thread does not.
         """
 

@@ -75,10 +75,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 8
     """Aborted by Abort, drain or the operator."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 9
-    """This sequence failed; the stream's status says why."""
+    """This sequence failed; the stream's status has the reason."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a returned sequence ended."""
+    """The reason for which a returned sequence ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP_EOS: FinishReason.ValueType  # 1
@@ -98,7 +98,7 @@ FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 7
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 8
 """Aborted by Abort, drain or the operator."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 9
-"""This sequence failed; the stream's status says why."""
+"""This sequence failed; the stream's status has the reason."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _GenerationMode:
@@ -119,7 +119,7 @@ class _GenerationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Genera
     GENERATION_MODE_DOLA_GENERATION: _GenerationMode.ValueType  # 9
 
 class GenerationMode(_GenerationMode, metaclass=_GenerationModeEnumTypeWrapper):
-    """What generate() did, in Hugging Face's terms."""
+    """Mode of generation, in Hugging Face's terms."""
 
 GENERATION_MODE_UNSPECIFIED: GenerationMode.ValueType  # 0
 GENERATION_MODE_GREEDY_SEARCH: GenerationMode.ValueType  # 1
@@ -456,7 +456,7 @@ class SequenceResult(_message.Message):
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of num_return_sequences."""
+    """Index, below num_return_sequences."""
     finish_reason: Global___FinishReason.ValueType
     stop_token_id: _builtins.int
     stop_string: _builtins.str

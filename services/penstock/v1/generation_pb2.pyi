@@ -43,7 +43,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique among live requests of the process; chosen by the caller. Empty: the server makes one."""
     attempt_epoch: _builtins.int
-    """Which try this is, from 0; frames carry it back."""
+    """Number of the attempt, from 0; frames carry it back."""
     seed: _builtins.int
     """Set by the router always; config.seed counts when this is unset."""
     cache_salt: _builtins.str
@@ -52,7 +52,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Higher runs first."""
     tokenizer_fingerprint: _builtins.str
-    """What the caller believes it talks to; a difference is FAILED_PRECONDITION."""
+    """Facts that the caller expects of the service; a difference is FAILED_PRECONDITION."""
     model: _builtins.str
     """Empty means the only model served."""
     timeout_seconds: _builtins.float
@@ -137,7 +137,7 @@ class Started(_message.Message):
     healed_text: _builtins.str
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What transformers only warns about."""
+        """Faults of the request that transformers only warns about."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
@@ -145,7 +145,7 @@ class Started(_message.Message):
 
     @_builtins.property
     def healed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token healing: what the prompt's last token became, and its text beyond that of the token it replaced."""
+        """Token healing: the token that replaced the prompt's last one, and its text beyond that one's."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class TokenDelta(_message.Message):
     seq: _builtins.int
     """Gapless from 0 over the request."""
     index: _builtins.int
-    """Which returned sequence."""
+    """Index of the returned sequence."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -295,8 +295,8 @@ class SessionRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """With `submit`: a number by which the session may tell this try's plain tokens (SessionEvent.tokens), not used
-    before in the session. 0: every token is a delta.
+    """With `submit`: a number, not used before in the session, that marks this attempt's plain tokens
+    (SessionEvent.tokens). 0: every token is a delta.
     """
     @_builtins.property
     def submit(self) -> Global___GenerateRequest: ...
@@ -345,7 +345,7 @@ Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """Everything one engine step produced for this session."""
+    """All output of one engine step for this session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -419,8 +419,8 @@ Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
 
 @_typing.final
 class SessionTokens(_message.Message):
-    """Deltas that are nothing but one token of the returned sequence 0, of requests that have a handle: a column for each
-    of their fields, all equally long. Reading a row takes a fraction of what reading a delta takes.
+    """Deltas with nothing but one token of returned sequence 0, of requests with a handle: a column for each field, all
+    equally long. Reading a row takes a fraction of the time for a delta.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -684,8 +684,8 @@ class DetectWatermarkRequest(_message.Message):
 
     @_builtins.property
     def watermarking_config(self) -> _config_pb2.WatermarkingConfig:
-        """That of the requests the text may come from. Unset: that of the model's generation_config.json, or transformers'
-        defaults where it has none.
+        """The watermark of the requests that the text may come from. Unset: that of the model's generation_config.json, or
+        transformers' defaults where it has none.
         """
 
     def __init__(
@@ -807,7 +807,7 @@ class AbortResponse(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that were live."""
+        """Ids of the requests that were live."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probabilities of given continuations.
+        """Returns log-probabilities of the request's continuations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +100,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DetectWatermark(self, request, context):
-        """Tells whether tokens were generated under a watermark.
+        """Judges whether tokens were generated under a watermark.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,11 +38,11 @@ class GenerationServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]
     """Many requests on one stream; one response message per engine step carries every delta."""
     Score: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]
-    """Log-probabilities of given continuations."""
+    """Returns log-probabilities of the request's continuations."""
     Embed: _grpc.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]
     """Pooled hidden states."""
     DetectWatermark: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetectWatermarkRequest, _generation_pb2.DetectWatermarkResponse]
-    """Tells whether tokens were generated under a watermark."""
+    """Judges whether tokens were generated under a watermark."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends requests; their blocks are free after the next step."""
 
@@ -56,11 +56,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Session: _aio.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]  # type: ignore[assignment]
     """Many requests on one stream; one response message per engine step carries every delta."""
     Score: _aio.UnaryUnaryMultiCallable[_generation_pb2.ScoreRequest, _generation_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Log-probabilities of given continuations."""
+    """Returns log-probabilities of the request's continuations."""
     Embed: _aio.UnaryUnaryMultiCallable[_generation_pb2.EmbedRequest, _generation_pb2.EmbedResponse]  # type: ignore[assignment]
     """Pooled hidden states."""
     DetectWatermark: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetectWatermarkRequest, _generation_pb2.DetectWatermarkResponse]  # type: ignore[assignment]
-    """Tells whether tokens were generated under a watermark."""
+    """Judges whether tokens were generated under a watermark."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends requests; their blocks are free after the next step."""
 
@@ -89,7 +89,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ScoreResponse, _abc.Awaitable[_generation_pb2.ScoreResponse]]:
-        """Log-probabilities of given continuations."""
+        """Returns log-probabilities of the request's continuations."""
 
     @_abc_1.abstractmethod
     def Embed(
@@ -105,7 +105,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.DetectWatermarkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.DetectWatermarkResponse, _abc.Awaitable[_generation_pb2.DetectWatermarkResponse]]:
-        """Tells whether tokens were generated under a watermark."""
+        """Judges whether tokens were generated under a watermark."""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -48,7 +48,7 @@ class GenerateTextRequest(_message.Message):
     priority: _builtins.int
     """Higher runs first."""
     cache_salt: _builtins.str
-    """Narrows whose prefix blocks are shared."""
+    """Prefix blocks are shared only within one tenant and one salt."""
     request_id: _builtins.str
     """Empty: the router makes one."""
     session_id: _builtins.str
@@ -199,7 +199,7 @@ class TextDelta(_message.Message):
     seq: _builtins.int
     """Gapless from 0 in a stream."""
     index: _builtins.int
-    """Which returned sequence."""
+    """Index of the returned sequence."""
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -272,7 +272,7 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which call of the answer."""
+    """Index of the call in the answer."""
     id: _builtins.str
     name: _builtins.str
     arguments: _builtins.str
@@ -550,7 +550,7 @@ class DetectWatermarkTextResponse(_message.Message):
     def evidence(self) -> _generation_pb2.WatermarkEvidence: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Those that were judged; positions of `evidence` are theirs."""
+        """The ids that were judged; positions of `evidence` refer to them."""
 
     def __init__(
         self,

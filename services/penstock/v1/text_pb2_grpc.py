@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TextServiceStub:
-    """What clients call; served by the router.
+    """The service that clients call; the router serves it.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class TextServiceStub:
 
 
 class TextServiceServicer:
-    """What clients call; served by the router.
+    """The service that clients call; the router serves it.
     """
 
     def Generate(self, request, context):
@@ -102,7 +102,7 @@ class TextServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probabilities of given continuations.
+        """Returns log-probabilities of the request's continuations.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
@@ -111,7 +111,7 @@ class TextServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DetectWatermark(self, request, context):
-        """Tells whether a text was generated under a watermark.
+        """Judges whether a text was generated under a watermark.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
@@ -178,7 +178,7 @@ def add_TextServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TextService:
-    """What clients call; served by the router.
+    """The service that clients call; the router serves it.
     """
 
     @staticmethod

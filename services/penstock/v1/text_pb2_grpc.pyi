@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TextServiceStub:
-    """What clients call; served by the router."""
+    """The service that clients call; the router serves it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -46,12 +46,12 @@ class TextServiceStub:
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Score: _grpc.UnaryUnaryMultiCallable[_text_pb2.ScoreTextRequest, _text_pb2.ScoreTextResponse]
-    """Log-probabilities of given continuations.
+    """Returns log-probabilities of the request's continuations.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     DetectWatermark: _grpc.UnaryUnaryMultiCallable[_text_pb2.DetectWatermarkTextRequest, _text_pb2.DetectWatermarkTextResponse]
-    """Tells whether a text was generated under a watermark.
+    """Judges whether a text was generated under a watermark.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
@@ -60,7 +60,7 @@ class TextServiceStub:
 
 @_typing.type_check_only
 class TextServiceAsyncStub(TextServiceStub):
-    """What clients call; served by the router."""
+    """The service that clients call; the router serves it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_text_pb2.GenerateTextRequest, _text_pb2.GenerateTextResponse]  # type: ignore[assignment]
@@ -76,12 +76,12 @@ class TextServiceAsyncStub(TextServiceStub):
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Score: _aio.UnaryUnaryMultiCallable[_text_pb2.ScoreTextRequest, _text_pb2.ScoreTextResponse]  # type: ignore[assignment]
-    """Log-probabilities of given continuations.
+    """Returns log-probabilities of the request's continuations.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     DetectWatermark: _aio.UnaryUnaryMultiCallable[_text_pb2.DetectWatermarkTextRequest, _text_pb2.DetectWatermarkTextResponse]  # type: ignore[assignment]
-    """Tells whether a text was generated under a watermark.
+    """Judges whether a text was generated under a watermark.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
@@ -89,7 +89,7 @@ class TextServiceAsyncStub(TextServiceStub):
     GetModel: _aio.UnaryUnaryMultiCallable[_text_pb2.GetModelRequest, _text_pb2.GetModelResponse]  # type: ignore[assignment]
 
 class TextServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What clients call; served by the router."""
+    """The service that clients call; the router serves it."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -127,7 +127,7 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _text_pb2.ScoreTextRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.ScoreTextResponse, _abc.Awaitable[_text_pb2.ScoreTextResponse]]:
-        """Log-probabilities of given continuations.
+        """Returns log-probabilities of the request's continuations.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
@@ -138,7 +138,7 @@ class TextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _text_pb2.DetectWatermarkTextRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_text_pb2.DetectWatermarkTextResponse, _abc.Awaitable[_text_pb2.DetectWatermarkTextResponse]]:
-        """Tells whether a text was generated under a watermark.
+        """Judges whether a text was generated under a watermark.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """

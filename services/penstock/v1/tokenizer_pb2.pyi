@@ -32,7 +32,7 @@ class _SideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Side.ValueType],
     SIDE_RIGHT: _Side.ValueType  # 2
 
 class Side(_Side, metaclass=_SideEnumTypeWrapper):
-    """Which side padding or truncation works on."""
+    """The side on which padding or truncation works."""
 
 SIDE_UNSPECIFIED: Side.ValueType  # 0
 SIDE_LEFT: Side.ValueType  # 1
@@ -70,17 +70,17 @@ class _DecodeTableKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decod
     DECODE_TABLE_KIND_UNSPECIFIED: _DecodeTableKind.ValueType  # 0
     """This tokenizer's decoder is no table: use DecodeStream."""
     DECODE_TABLE_KIND_BYTE_LEVEL: _DecodeTableKind.ValueType  # 1
-    """All bytes are one UTF-8 text; what is invalid becomes U+FFFD (maximal subparts, Unicode 3.9)."""
+    """All bytes are one UTF-8 text; invalid bytes become U+FFFD (maximal subparts, Unicode 3.9)."""
     DECODE_TABLE_KIND_BYTE_FALLBACK: _DecodeTableKind.ValueType  # 2
     """A run of ids in lone_byte_ids is one UTF-8 text, or as many U+FFFD as it has bytes; all others are text."""
 
 class DecodeTableKind(_DecodeTableKind, metaclass=_DecodeTableKindEnumTypeWrapper):
-    """How the bytes of a table's ids become text."""
+    """The rule by which bytes of a table's ids become text."""
 
 DECODE_TABLE_KIND_UNSPECIFIED: DecodeTableKind.ValueType  # 0
 """This tokenizer's decoder is no table: use DecodeStream."""
 DECODE_TABLE_KIND_BYTE_LEVEL: DecodeTableKind.ValueType  # 1
-"""All bytes are one UTF-8 text; what is invalid becomes U+FFFD (maximal subparts, Unicode 3.9)."""
+"""All bytes are one UTF-8 text; invalid bytes become U+FFFD (maximal subparts, Unicode 3.9)."""
 DECODE_TABLE_KIND_BYTE_FALLBACK: DecodeTableKind.ValueType  # 2
 """A run of ids in lone_byte_ids is one UTF-8 text, or as many U+FFFD as it has bytes; all others are text."""
 Global___DecodeTableKind: _TypeAlias = DecodeTableKind  # noqa: Y015
@@ -325,7 +325,7 @@ class Message(_message.Message):
     """Name of the participant or tool."""
     tool_call_id: _builtins.str
     reasoning_content: _builtins.str
-    """What the assistant thought before content."""
+    """The assistant's reasoning before content."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
     def __init__(
@@ -488,7 +488,7 @@ Global___ApplyChatTemplateResponse: _TypeAlias = ApplyChatTemplateResponse  # no
 
 @_typing.final
 class DecodeStreamRequest(_message.Message):
-    """One message carries news of many sequences: one engine step of a whole batch."""
+    """One message carries new ids of many sequences: one engine step of a whole batch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -510,7 +510,7 @@ Global___DecodeStreamRequest: _TypeAlias = DecodeStreamRequest  # noqa: Y015
 
 @_typing.final
 class DecodeStreamItem(_message.Message):
-    """News of one sequence."""
+    """New ids of one sequence, its beginning or its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -609,7 +609,7 @@ class DecodeStreamResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     DETOKENIZE_SECONDS_FIELD_NUMBER: _builtins.int
     detokenize_seconds: _builtins.float
-    """Time this message took, in seconds."""
+    """Time for this message, in seconds."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeStreamResult]: ...
     def __init__(
@@ -685,7 +685,7 @@ Global___GetDecodeTableRequest: _TypeAlias = GetDecodeTableRequest  # noqa: Y015
 
 @_typing.final
 class GetDecodeTableResponse(_message.Message):
-    """One part of the table. The first one says what it is."""
+    """One part of the table. All fields but `pieces` are set in the first part only."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -705,11 +705,11 @@ class GetDecodeTableResponse(_message.Message):
 
     @_builtins.property
     def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """What ids contribute, in order; those of a part follow those of the part before."""
+        """Bytes that ids contribute, in order of ids; those of a part follow those of the part before."""
 
     @_builtins.property
     def lone_byte_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of all ids, those that are single bytes of a run."""
+        """Ids that are single bytes of a run."""
 
     def __init__(
         self,
@@ -775,7 +775,7 @@ class GetTokenizerResponse(_message.Message):
     fingerprint: _builtins.str
     """Lower-case hex sha256 over tokenizer and template."""
     tokenizer_fingerprint: _builtins.str
-    """Lower-case hex sha256 over the tokenizer alone: what a model is compared with."""
+    """Lower-case hex sha256 over the tokenizer alone; a model's is compared with it."""
     model_max_length: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

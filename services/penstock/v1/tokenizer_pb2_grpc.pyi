@@ -44,7 +44,7 @@ class TokenizerServiceStub:
     GetDecodeTable: _grpc.UnaryStreamMultiCallable[_tokenizer_pb2.GetDecodeTableRequest, _tokenizer_pb2.GetDecodeTableResponse]
     """The decoder as a table, in parts, for callers that turn ids into text themselves."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerRequest, _tokenizer_pb2.GetTokenizerResponse]
-    """What this tokenizer is."""
+    """Facts about this tokenizer."""
 
 @_typing.type_check_only
 class TokenizerServiceAsyncStub(TokenizerServiceStub):
@@ -62,7 +62,7 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     GetDecodeTable: _aio.UnaryStreamMultiCallable[_tokenizer_pb2.GetDecodeTableRequest, _tokenizer_pb2.GetDecodeTableResponse]  # type: ignore[assignment]
     """The decoder as a table, in parts, for callers that turn ids into text themselves."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerRequest, _tokenizer_pb2.GetTokenizerResponse]  # type: ignore[assignment]
-    """What this tokenizer is."""
+    """Facts about this tokenizer."""
 
 class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Encodes, decodes and renders chat templates. Holds no model and needs no torch."""
@@ -113,6 +113,6 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.GetTokenizerResponse, _abc.Awaitable[_tokenizer_pb2.GetTokenizerResponse]]:
-        """What this tokenizer is."""
+        """Facts about this tokenizer."""
 
 def add_TokenizerServiceServicer_to_server(servicer: TokenizerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -80,7 +80,7 @@ async def test_cancelled_sequence_is_not_left_at_the_tokenizer() -> None:
     add(detokenizer, late, 2)
     # One is known to the tokenizer, the other waits in a message that has not left yet.
     for sequence in (early, late):
-        sequence.sink.closed = True
+        sequence.receiver.closed = True
         detokenizer.drop([sequence])
     await asyncio.sleep(0)
     writer.cancel()
@@ -102,7 +102,7 @@ async def test_steps_that_wait_become_one_message_and_ids_of_a_sequence_one_item
     writer.cancel()
     assert sent(call)[2:] == [[3, 4, 5, 6, 7, 30, 40, 50, 60, 70]]
     assert detokenizer.outstanding == 2
-    assert one.sink.buffer.coalesced == 4
+    assert one.receiver.buffer.coalesced == 4
 
 
 async def test_what_was_not_answered_is_sent_again_to_the_next_tokenizer() -> None:
@@ -129,4 +129,4 @@ async def test_steps_beyond_the_bound_fail_however_few_messages_they_are() -> No
     sequences = [new_sequence() for _ in range(6)]
     for sequence in sequences:
         add(detokenizer, sequence, 1)
-    assert [sequence.sink.failed for sequence in sequences] == [False] * 4 + [True] * 2
+    assert [sequence.receiver.failed for sequence in sequences] == [False] * 4 + [True] * 2

@@ -72,7 +72,7 @@ def rendered(source: str, **wanted: Any) -> dict[str, Any]:
     return Renderer(settings).render({**request, **wanted})
 
 
-def test_one_rendering_is_made_where_it_tells_both() -> None:
+def test_one_rendering_is_made_where_it_determines_both() -> None:
     source = "{{ pad_token | length }}{{ bos_token }}{% for m in messages %}<s>{{ m.content }}{% endfor %}"
     assert rendered(source) == {"text": None, "marked": f"1{MARK}{MARK}hello"}
     assert rendered(source, mark=False) == {"text": "1<s><s>hello", "marked": None}

@@ -1,4 +1,4 @@
-"""`penstock bench`: load against a running router or generation service."""
+"""Command `penstock bench`: load against a running router or generation service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECRETS = ("token_file", "client_cert", "client_key", "tls_ca")
 
 
 class ProgressLine:
-    """On a terminal one line that is written over, otherwise a line now and then; on standard error."""
+    """Progress on standard error: on a terminal one line that is written over, otherwise a line now and then."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._next = quiet, 0.0
@@ -50,7 +50,7 @@ class ProgressLine:
 
 
 def run_bench(given: Overrides) -> int:
-    """Send the load and show the figures; exit code 1 when no request succeeded. Raises StartupError, PenstockError."""
+    """Send the load and show the figures; return 1 when no request succeeded. Raises StartupError, PenstockError."""
     config = from_env_and_flags(BenchConfig, given)
     _check_writable(config.json)
     result = asyncio.run(_measure(config))
@@ -72,7 +72,7 @@ async def _measure(config: BenchConfig) -> dict[str, Any]:
 
 
 def _check_writable(path: str | None) -> None:
-    """Before the load rather than after it."""
+    """Check the file before the load rather than after it. Raises StartupError."""
     if path in (None, "-"):
         return
     try:

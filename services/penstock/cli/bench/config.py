@@ -11,7 +11,7 @@ LOAD, REQUESTS, OBJECTIVES, REPORT = "Load", "Requests", "Objectives", "Report"
 
 
 def lengths(text: str) -> tuple[int, int]:
-    """`128`, or `32-512` for any length between, each as likely: smallest and largest. Raises ValueError."""
+    """Parse `128`, or `32-512` for uniformly random lengths: smallest and largest. Raises ValueError."""
     low, dash, high = text.partition("-")
     try:
         first, last = int(low), int(high if dash else low)
@@ -23,14 +23,14 @@ def lengths(text: str) -> tuple[int, int]:
 
 
 def _checked(text: str) -> str:
-    """`text`, when it is lengths."""
+    """Return `text` when `lengths` can parse it. Raises ValueError."""
     lengths(text)
     return text
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(ConnectionConfig):
-    """What is sent, how fast, and what counts as good enough. Times are from when a request was due."""
+    """Configuration: the requests, their rate, and the objectives. Times count from when a request was due."""
 
     concurrency: int | None = option(
         None,
@@ -100,7 +100,7 @@ class BenchConfig(ConnectionConfig):
     quiet: bool = option(False, "Show no progress.", group=REPORT)
 
     def __post_init__(self) -> None:
-        from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
+        from penstock.common.errors import StartupError  # imports grpc, which --help must not wait for
 
         if self.rate is not None and self.concurrency is not None:
             raise StartupError("--rate is an open loop and --concurrency a closed one: choose", flag="--rate")
@@ -116,10 +116,10 @@ class BenchConfig(ConnectionConfig):
 
     @property
     def num_requests(self) -> int | None:
-        """None: as many as --duration has time for."""
+        """Number of requests; None: as many as --duration has time for."""
         return 64 if self.requests is None and self.duration_seconds is None else self.requests
 
     @property
     def num_streams(self) -> int:
-        """Of a closed loop."""
+        """Number of streams of a closed loop."""
         return self.concurrency or 8

@@ -13,26 +13,26 @@ from typing import Protocol
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.bench.target import Prompt, Prompts, Sample
 
-# Of an open loop whose server does not keep up: the request was never sent.
+# Error of an open loop when the server does not keep up: the request was never sent.
 NOT_SENT = "NOT_SENT max_open_requests"
 
 
 class Server(Protocol):
-    """What the loops need of a Target."""
+    """Part of a Target that the loops use."""
 
     async def run(self, prompt: Prompt, due: float) -> Sample:
-        """One request to its end."""
+        """Run one request to its end."""
         ...
 
 
 @dataclass(slots=True)
 class Run:
-    """What has been sent and what came of it."""
+    """Requests that were sent, and their samples."""
 
     samples: list[Sample] = field(default_factory=list)
     sent: int = 0
     open: int = 0
-    # time.perf_counter() when sending began, and when the last answer was in.
+    # time.perf_counter() when sending began, and after the last answer.
     started: float = 0.0
     ended: float = 0.0
 
@@ -41,14 +41,14 @@ Progress = Callable[[Run], None]
 
 
 class Loop:
-    """Sends `config`'s load once."""
+    """Sender of `config`'s load, once."""
 
     def __init__(self, config: BenchConfig, server: Server, prompts: Prompts, progress: Progress) -> None:
         self._config, self._server, self._prompts, self._progress = config, server, prompts, progress
         self._run = Run()
 
     async def warm_up(self) -> None:
-        """Requests that do not count, no more at a time than the load has."""
+        """Send requests that do not count, no more at a time than the load has."""
         left = iter(range(self._config.warmup))
 
         async def stream() -> None:
@@ -58,7 +58,7 @@ class Loop:
         await asyncio.gather(*(stream() for _ in range(min(self._config.warmup, self._config.num_streams))))
 
     async def measure(self) -> Run:
-        """The load, to the end of its last request."""
+        """Send the load, and wait for the end of its last request."""
         run = self._run
         run.started = time.perf_counter()
         await (self._closed() if self._config.rate is None else self._open(self._config.rate))

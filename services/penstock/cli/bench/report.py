@@ -1,4 +1,4 @@
-"""What came of a load, as figures and as tables."""
+"""Results of a load, as figures and as tables."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TITLES = {
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """The smallest value with at least `share` of all at or below it; `ordered` is sorted and not empty."""
+    """Return the smallest value with at least `share` of all at or below it; `ordered` is sorted and not empty."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def distribution(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, percentiles and largest, in milliseconds; None when there are no values."""
+    """Return mean, percentiles and maximum in milliseconds; None when there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -39,7 +39,7 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def meets(sample: Sample, config: BenchConfig) -> bool:
-    """Whether a request ended well and within every objective that was given."""
+    """True when a request ended well and within every objective that is set."""
     if sample.failure:
         return False
     measured = (
@@ -51,14 +51,14 @@ def meets(sample: Sample, config: BenchConfig) -> bool:
 
 
 def has_objectives(config: BenchConfig) -> bool:
-    """Whether goodput differs from throughput."""
+    """True when any objective is set, so that goodput may differ from throughput."""
     return any(
         bound is not None for bound in (config.slo_ttft_seconds, config.slo_tpot_seconds, config.slo_total_seconds)
     )
 
 
 def summary(run: Run, config: BenchConfig) -> dict[str, Any]:
-    """Everything that is reported. Rates are over the time from the first request to the end of the last."""
+    """Return all figures. Rates are over the time from the first request to the end of the last."""
     good = [sample for sample in run.samples if not sample.failure]
     within = [sample for sample in good if meets(sample, config)]
     seconds = max(run.ended - run.started, 1e-9)
@@ -67,7 +67,7 @@ def summary(run: Run, config: BenchConfig) -> dict[str, Any]:
         "requests": len(run.samples),
         "succeeded": len(good),
         "failures": dict(Counter(sample.failure for sample in run.samples if sample.failure).most_common()),
-        # Of each kind of failure the first.
+        # The first failure of each kind.
         "failure_messages": {one.failure: one.message for one in reversed(run.samples) if one.failure and one.message},
         "requests_per_second": round(len(good) / seconds, 3),
         "prompt_tokens_per_second": round(sum(sample.prompt_tokens for sample in good) / seconds, 1),
@@ -90,7 +90,7 @@ def summary(run: Run, config: BenchConfig) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """For people."""
+    """Make tables for people."""
     overview = Table("", "", show_header=False)
     overview.add_row("requests", f"{result['succeeded']} of {result['requests']} in {result['seconds']:.1f} s")
     overview.add_row("throughput", _rates(result) + f", prompts {result['prompt_tokens_per_second']:g} tok/s")

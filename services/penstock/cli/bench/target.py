@@ -1,4 +1,4 @@
-"""The server under load: one request as a stream, and when its tokens came."""
+"""Server under load: one request as a stream, and the times of its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import grpc
 from penstock_client import ClientConfig
 
 from penstock.cli.bench.config import BenchConfig, lengths
-from penstock.cli.client.connection import nobody_answers
+from penstock.cli.client.connection import no_answer
 from penstock.common.errors import (
     DeadlineExceeded,
     NotFound,
@@ -35,29 +35,29 @@ from penstock.v1 import (
     text_pb2_grpc,
 )
 
-# Of a status that is gRPC's own.
+# Reason of a status that is gRPC's own.
 _NO_REASON = "UNKNOWN"
-# Of four letters or fewer: most tokenizers have a token for each, with the space before it.
+# Words of four letters or fewer: most tokenizers have a token for each, with the space before it.
 WORDS = ("time", "year", "day", "way", "man", "life", "hand", "part", "eye", "work", "week", "case", "fact", "room")
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request. Times are time.perf_counter()."""
+    """One request. Times are of time.perf_counter()."""
 
     due: float
     prompt_tokens: int
-    # When each delta came, and how many tokens it had.
+    # Time and number of tokens of each delta.
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     ended: float = 0.0
-    # Status and reason; empty: it ended well.
+    # Status and reason; empty when it ended well.
     failure: str = ""
-    # What the server said to it.
+    # The server's message.
     message: str = ""
 
     @property
     def output_tokens(self) -> int:
-        """That came."""
+        """Number of tokens that came."""
         return sum(count for _, count in self.arrivals)
 
     @property
@@ -72,7 +72,7 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after those of the first delta; None where there are none."""
+        """Seconds a token after those of the first delta; None when there are none."""
         first, after = self.arrivals[0][0], self.output_tokens - self.arrivals[0][1]
         return (self.arrivals[-1][0] - first) / after if after else None
 
@@ -85,7 +85,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request asks. `text` where words are sent instead of ids."""
+    """Prompt of a request. `text` is set where words are sent instead of ids."""
 
     token_ids: list[int]
     text: str | None
@@ -93,7 +93,7 @@ class Prompt:
 
 
 class Prompts:
-    """Random requests: another every time, the same for the same seed."""
+    """Random prompts: each is another, and the same seed makes the same ones."""
 
     def __init__(self, config: BenchConfig, vocab_size: int) -> None:
         self._config, self._vocab_size = config, vocab_size
@@ -115,10 +115,10 @@ class Target:
     """A connection to a router, or to a generation service. No retries: a refusal is a figure."""
 
     def __init__(self, config: BenchConfig, client: ClientConfig) -> None:
-        """To be made on the event loop. Raises as ClientConfig does for files and tokens."""
+        """Make it, on the event loop. Raises as ClientConfig does for files and tokens."""
         self._config, address = config, config.address
         self._metadata = client.metadata(address)
-        # The same seed asks the same again: what an earlier run left in the prefix cache must not answer it.
+        # The same seed makes the same prompts: blocks of an earlier run in the prefix cache must not be used.
         self._salt = secrets.token_hex(8)
         options = client.channel_options()
         if client.tls:
@@ -138,10 +138,10 @@ class Target:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), self._config.connect_timeout_seconds)
         except TimeoutError:
-            raise nobody_answers(self._config) from None
+            raise no_answer(self._config) from None
 
     async def vocab_size(self) -> int:
-        """Of the model under load. Raises PenstockError, StartupError where the address is of another service."""
+        """Ask for the model's vocabulary size. Raises PenstockError; StartupError at the address of another service."""
         direct = self._config.direct
         try:
             return await self._vocab_size(direct=direct)
@@ -162,7 +162,7 @@ class Target:
         return int(model.model.vocab_size)
 
     async def _wrong_service(self) -> StartupError:
-        """What is at the address instead: who serves the other method is the other service, whatever it answers."""
+        """Find the service at the address: a server that has the other method is the other service, for any answer."""
         address, direct = self._config.address, self._config.direct
         try:
             await self._vocab_size(direct=not direct)
@@ -174,7 +174,7 @@ class Target:
         return StartupError(f"{address} is a generation service: add --direct, or give a router", flag="--direct")
 
     async def run(self, prompt: Prompt, due: float) -> Sample:
-        """One request to its end; what goes wrong is in the sample."""
+        """Run one request to its end; an error is noted in the sample."""
         sample = Sample(due, len(prompt.token_ids))
         finished = False
         try:
@@ -213,7 +213,7 @@ class Target:
         return self._text.Generate(request, **call)
 
     def _explained(self, error: PenstockError) -> str:
-        """What was said, and of it what only we know."""
+        """Return the error's message, with a hint where this command knows more."""
         if isinstance(error, NotFound) and self._config.model:
             return f"{error.message} (--model {self._config.model})"
         if isinstance(error, DeadlineExceeded) and error.reason == _NO_REASON and self._config.timeout_seconds:

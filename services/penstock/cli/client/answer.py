@@ -1,4 +1,4 @@
-"""Streams one answer to the terminal, and says how it went."""
+"""Output of one streamed answer to the terminal, with its statistics."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STAGES = (
 
 
 def stream_answer(stream: Stream) -> Completion | None:
-    """Write deltas as they come; of several sequences the first, and at the end the others, each on a line of its own.
+    """Write deltas as they come. Of several sequences only the first; the others follow, each on a line of its own.
 
-    Ctrl-C cancels the request and returns None. Raises PenstockError.
+    Ctrl-C cancels the request; then the result is None. Raises PenstockError.
     """
     others: dict[int, list[Delta]] = {}
     with stream:
@@ -68,13 +68,13 @@ def _end_line() -> None:
 
 
 def stats_line(completion: Completion) -> str:
-    """Counts, time to first token, speed and finish reason in one line."""
+    """Format counts, time to first token, speed and finish reason in one line."""
     usage, timings = completion.usage, completion.timings
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     parts = [f"{usage.prompt_tokens} prompt{cached} + {usage.completion_tokens} tokens"]
     if timings.HasField("time_to_first_token_seconds"):
         parts.append(f"first after {format_duration(timings.time_to_first_token_seconds)}")
-    # Beams come at their end, at once: there is no rate.
+    # Beams come all at once at the end: there is no rate.
     streamed = completion.finished.last_seq + 1 > len(completion.choices)
     if streamed and timings.decode_seconds > 0 and usage.completion_tokens > 1:
         parts.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.0f} tok/s")
@@ -86,17 +86,17 @@ def stats_line(completion: Completion) -> str:
 
 
 def warnings_of(completion: Completion) -> list[str]:
-    """What the server warned about."""
+    """Return the server's warnings."""
     return [f"warning: {text}" for text in completion.started.warnings]
 
 
 def stage_timings(timings: common_pb2.StageTimings) -> list[tuple[str, str]]:
-    """(stage, time) of every stage that ran, in order."""
+    """Return (stage, time) of every stage that ran, in order."""
     ran = {descriptor.name: seconds for descriptor, seconds in timings.ListFields()}
     return [(label, format_duration(ran[name])) for label, name in STAGES if name in ran]
 
 
 def allow_any_text() -> None:
-    """Have a terminal that cannot show a character show a replacement instead of failing."""
+    """Make a terminal that cannot show a character show a replacement instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal."""
+"""Command `penstock chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HELP = "/reset forgets the conversation, /system TEXT gives instructions, /stats
 
 
 def split_options(given: Overrides) -> tuple[ConnectionConfig, SamplingConfig]:
-    """The two configurations that a client command's flags belong to."""
+    """Split a client command's flags into its two configurations."""
     names = {bound.name for bound in options_of(ConnectionConfig)}
     connection = from_env_and_flags(ConnectionConfig, {n: v for n, v in given.items() if n in names})
     return connection, from_env_and_flags(SamplingConfig, {n: v for n, v in given.items() if n not in names})
 
 
 def run_chat(given: Overrides) -> None:
-    """Converse until /quit or the end of input. Raises StartupError when nobody answers."""
+    """Converse until /quit or the end of input. Raises StartupError when no server answers."""
     connection, sampling = split_options(given)
     allow_any_text()
     with open_client(connection) as client:
@@ -43,7 +43,7 @@ def run_chat(given: Overrides) -> None:
 
 @dataclass
 class Conversation:
-    """Messages so far, and what the user may do to them."""
+    """Messages so far, and the user's commands on them."""
 
     client: Client
     sampling: SamplingConfig
@@ -55,7 +55,7 @@ class Conversation:
         self.show_stats = self.sampling.stats
 
     def run(self, read: Callable[[], str]) -> None:
-        """Take lines from `read` until /quit or EOFError."""
+        """Answer lines from `read` until /quit or EOFError."""
         while True:
             try:
                 line = read().strip()
@@ -87,7 +87,7 @@ class Conversation:
         try:
             completion = stream_answer(self.client.chat([*system, *asked], **self.sampling.request_options()))
         except PenstockError as error:
-            # The conversation goes on without the question that could not be answered.
+            # The conversation goes on without the question that failed.
             complain(f"{error.code.name}: {error.message}")
             return
         if completion is None:

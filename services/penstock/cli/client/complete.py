@@ -1,4 +1,4 @@
-"""`penstock complete`: one text continued on standard output."""
+"""Command `penstock complete`: one text continued on standard output."""
 
 from __future__ import annotations
 

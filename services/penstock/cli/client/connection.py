@@ -1,4 +1,4 @@
-"""Where the commands that call a server find it."""
+"""Connection of the commands that call a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionConfig:
-    """A router and how to reach it."""
+    """Configuration of a connection to a router."""
 
     address: str = option(f"127.0.0.1:{ROUTER_PORT}", "host:port of the router.", group=GROUP, metavar="HOST:PORT")
     tls: bool = option(False, "Use TLS (system CAs).", group=GROUP)
@@ -34,7 +34,7 @@ class ConnectionConfig:
 
 
 def open_client(config: ConnectionConfig) -> Client:
-    """A connected client. Raises StartupError for unreadable files, and when nobody answers."""
+    """Yield a connected client. Raises StartupError for unreadable files, and without an answer."""
     from penstock_client import Client
 
     from penstock.common.errors import Unavailable
@@ -44,12 +44,12 @@ def open_client(config: ConnectionConfig) -> Client:
         client.wait_ready()
     except Unavailable:
         client.close()
-        raise nobody_answers(config) from None
+        raise no_answer(config) from None
     return client
 
 
 def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
-    """What `make` makes of the client's configuration. Raises StartupError naming the flag of an unreadable file."""
+    """Call `make` with the client's configuration. Raises StartupError naming the flag of an unreadable file."""
     from penstock_client import ClientConfig, TimeoutConfig, TLSConfig
 
     from penstock.common.errors import StartupError
@@ -76,15 +76,15 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
         raise StartupError(str(error), flag="--tls-ca") from error
 
 
-def nobody_answers(config: ConnectionConfig) -> StartupError:
-    """The address is wrong, or nothing runs there."""
+def no_answer(config: ConnectionConfig) -> StartupError:
+    """Make the error for an address without an answer: it is wrong, or no server runs there."""
     from penstock.common.errors import StartupError
 
-    return StartupError(f"nobody answers at {config.address}; is `penstock serve` running?", flag="--address")
+    return StartupError(f"no server answers at {config.address}; is `penstock serve` running?", flag="--address")
 
 
 def _flag_of(config: ConnectionConfig, file: object) -> str:
-    """The flag that named a TLS file."""
+    """Return the flag that named a TLS file."""
     files = {"--client-cert": config.client_cert, "--client-key": config.client_key}
     named = (flag for flag, name in files.items() if name and str(Path(name).expanduser()) == str(file))
     return next(named, "--tls-ca")

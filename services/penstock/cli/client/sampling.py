@@ -1,4 +1,4 @@
-"""Options of `chat` and `complete`: flags of the most useful options, and --option for every other one."""
+"""Generation options of `chat` and `complete`: flags for the most useful ones, and --option for every other."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from penstock.generation.options.option_spec import OptionSpec
 
 STRUCTURE = "Structured output"
-# Where penstock_client's errors name the option.
+# The option's name in penstock_client's errors.
 _OPTION_NAME = re.compile(r"options? '(\w+)'")
 
 
 def _text_or_file(text: str) -> str:
-    """`text`, or what is in the file that `@path` names. Raises ValueError for a file that cannot be read."""
+    """Return `text`, or for `@path` the file's text. Raises ValueError for a file that cannot be read."""
     if not text.startswith("@"):
         return text
     try:
@@ -33,7 +33,7 @@ def _text_or_file(text: str) -> str:
 
 
 def _name_and_value(text: str) -> tuple[tuple[str, Any], ...]:
-    """`NAME=JSON`. Raises ValueError."""
+    """Parse `NAME=JSON`. Raises ValueError."""
     name, separator, value = text.partition("=")
     if not name or not separator:
         raise ValueError("expected NAME=JSON")
@@ -44,7 +44,7 @@ def _name_and_value(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _layers(text: str) -> str | tuple[int, ...]:
-    """`low`, `high`, or numbers with commas between. Raises ValueError."""
+    """Parse `low`, `high`, or numbers with commas between. Raises ValueError."""
     if text in ("low", "high"):
         return text
     try:
@@ -54,7 +54,7 @@ def _layers(text: str) -> str | tuple[int, ...]:
 
 
 def _early_stopping(text: str) -> bool | str:
-    """`true`, `false` or `never`. Raises ValueError."""
+    """Parse `true`, `false` or `never`. Raises ValueError."""
     known: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
     if text not in known:
         raise ValueError("expected true, false or never")
@@ -84,7 +84,7 @@ _OptionFlags: Any = make_dataclass(
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the table's
-    """Options of a request; what is left out is the model's own default."""
+    """Options of a request; for those left out the model's own defaults hold."""
 
     model: str | None = option(
         None,
@@ -118,7 +118,7 @@ class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the 
     )
 
     def request_options(self) -> GenerationOptions:
-        """Keyword options of penstock_client, those that were given. Raises StartupError for an unknown --option."""
+        """Make penstock_client's keyword options from those that are set. Raises StartupError for a bad --option."""
         apart = {"stop", "stats", "others", "choice"}
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         given: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
@@ -133,10 +133,13 @@ class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the 
 
 
 def _check(given: dict[str, Any], flags: Mapping[str, str]) -> None:
-    """What the client would refuse is a wrong flag here, before anything is asked. `flags`: option -> its flag."""
+    """Check options before the call: one that the client refuses is a wrong flag. `flags`: option -> its flag.
+
+    Raises StartupError.
+    """
     from penstock_client import check_options
 
-    from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
+    from penstock.common.errors import StartupError  # imports grpc, which --help must not wait for
 
     try:
         check_options(**given)

@@ -1,4 +1,4 @@
-"""`penstock watermark detect`: evidence that a text was generated under a watermark."""
+"""Command `penstock watermark detect`: evidence that a text was generated under a watermark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCHEME = ("greenlist_ratio", "hashing_key", "seeding_scheme", "context_width")
 
 @dataclass(frozen=True, kw_only=True)
 class WatermarkConfig:
-    """The watermark to look for; what is left out is the model's own, or transformers' default."""
+    """Configuration of the watermark; options left out are the model's own, or transformers' defaults."""
 
     model: str | None = option(
         None,
@@ -41,7 +41,7 @@ class WatermarkConfig:
     json: bool = option(False, "Write the evidence as JSON.", group=GROUP)
 
     def scheme(self) -> dict[str, object] | None:
-        """Given fields of WatermarkingConfig; None when there are none, which leaves it to the model."""
+        """Fields of WatermarkingConfig that are set; None, which leaves it to the model, when there are none."""
         given = {name: getattr(self, name) for name in _SCHEME if getattr(self, name) is not None}
         return given or None
 

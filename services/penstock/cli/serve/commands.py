@@ -1,4 +1,4 @@
-"""The commands of `penstock serve`, made from the services' configurations."""
+"""Commands of `penstock serve`, made from the services' configurations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Examples:
 
 
 class TreeCommand(TyperCommand):
-    """Shown without the name that ServeGroup puts in."""
+    """Command of the whole tree, shown without the name that ServeGroup puts in."""
 
     def get_usage(self, ctx: Any) -> str:
         return super().get_usage(ctx).replace(f" {EVERYTHING} ", " ")
@@ -39,7 +39,7 @@ commands = typer.Typer()
 
 
 def _parent_parameters() -> list[inspect.Parameter]:
-    """How a child of the tree is told about its parent: flags only, since children inherit variables."""
+    """Options that describe the parent to a child of the tree: flags only, since children inherit variables."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [
         inspect.Parameter(name, keyword, default=typer.Option(None, hidden=True), annotation=int | None)

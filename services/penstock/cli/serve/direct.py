@@ -1,7 +1,7 @@
-"""`penstock serve` read by argparse: typer, with what it imports, takes 0.2 s and 8 to 15 MiB of every process.
+"""Reading of `penstock serve` by argparse: typer, with its imports, takes 0.2 s and 8 to 15 MiB of every process.
 
-Only what is right: whatever else there is, help included, is typer's, which says what is wrong. Flags mean the same in
-both, since both only sort texts by field; reading them is the configuration's.
+It reads correct command lines only. All others, help included, are left to typer, which explains the fault. Flags mean
+the same in both, since both only sort texts by field; the configuration parses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.common.options import MODEL_ARGUMENT, BoundOption, options_of
 
 
 def run_plainly(arguments: Sequence[str]) -> int | None:
-    """The exit code of `serve [SERVICE] ...`, served to its end; None, and nothing done, where typer is to read it."""
+    """Run `serve [SERVICE] ...` to its end; return the exit code, or None, with nothing done, for typer to read it."""
     if arguments[:1] != ["serve"] or arguments[1:2] == [EVERYTHING]:
         return None
     role, rest = ROLES.get("".join(arguments[1:2])), arguments[1:]
@@ -33,18 +33,20 @@ def _taken_from(given: dict[str, Any]) -> dict[str, int | None]:
 
 
 class _NotPlain(Exception):
-    """Something for typer."""
+    """Raised for a command line that typer must read."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """See ArgumentParser; typer tells the user."""
+        """See ArgumentParser; typer explains the error to the user."""
         raise _NotPlain(message)
 
 
 def read(words: Iterable[str], options: Iterable[BoundOption]) -> dict[str, Any] | None:
-    """Values by field: texts, truths, lists of texts, and numbers from the parent. None where a word is neither one of
-    `options` nor of the parent's, nor its value."""
+    """Read values by field: texts, booleans, lists of texts, and numbers from the parent.
+
+    None when a word is neither a flag of `options` or of the parent nor a flag's value.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in PARENT_OPTIONS:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
@@ -64,7 +66,7 @@ def read(words: Iterable[str], options: Iterable[BoundOption]) -> dict[str, Any]
     except _NotPlain:
         return None
     given = vars(found)
-    # An optional positional argument would only be taken in front of all flags.
+    # An optional positional argument would be read only in front of all flags.
     if others and (not takes_model or len(others) > 1 or others[0].startswith("-")):
         return None
     return {"model": others[0]} | given if others else given

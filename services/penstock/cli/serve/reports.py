@@ -1,7 +1,7 @@
-"""What a process of the tree tells the one that started it: JSON lines over an inherited pipe.
+"""Reports of a process of the tree to its parent: JSON lines over an inherited pipe.
 
-A child reports `listening`, then `ready`, or one `error`; a worker `loaded` instead of the first. The end of the pipe
-is the end of the child.
+A child reports `listening`, then `ready`, or one `error`; a worker reports `loaded` instead of `listening`. The end of
+the pipe is the end of the child.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Report:
     flag: str | None = None
 
     def encode(self) -> bytes:
-        """One line of JSON."""
+        """Encode as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
     def decode(line: bytes) -> Report:
-        """The inverse of `encode`."""
+        """Invert `encode`."""
         fields = json.loads(line)
         return Report(**{**fields, "lines": tuple(fields["lines"])})
 
 
 class Reporter:
-    """Writes reports to a file descriptor; without one it drops them."""
+    """Writer of reports to a file descriptor; without one it drops them."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -53,28 +53,28 @@ class Reporter:
 
     @property
     def is_heard(self) -> bool:
-        """True when a parent prints in our place."""
+        """True when there is a parent, which prints in our place."""
         return self._fd is not None
 
     def send(self, report: Report) -> None:
-        """Write `report`; a parent that has gone does not matter here, the kernel ends us with it."""
+        """Write `report`. A lost parent is no error here: the kernel ends this process with it."""
         if self._fd is not None:
             os.write(self._fd, report.encode())
 
     def listening(self, name: str, bound: BoundAddresses) -> None:
-        """The ports are open; nothing is loaded yet."""
+        """Report that the ports are open; nothing is loaded yet."""
         self.send(Report(LISTENING, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}))
 
     def loaded(self) -> None:
-        """A worker is ready to open its port."""
+        """Report that a worker is ready to open its port."""
         self.send(Report(LOADED, {}, {}))
 
     def ready(self, name: str, bound: BoundAddresses, lines: list[str]) -> None:
-        """Health is SERVING."""
+        """Report that health is SERVING."""
         self.send(Report(READY, {name: bound.grpc}, {name: bound.metrics} if bound.metrics else {}, tuple(lines)))
 
     def give_up(self, error: StartupError, *, debug: bool) -> int:
-        """The process cannot start: the parent says so, and this returns the exit code.
+        """Report that the process cannot start, and return the exit code; the parent prints the error.
 
         Raises the error when there is no parent, or for its traceback.
         """

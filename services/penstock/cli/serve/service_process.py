@@ -1,4 +1,4 @@
-"""One service in this process: `penstock serve tokenizer|generation|router`."""
+"""Service in this process: `penstock serve tokenizer|generation|router`."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from penstock.common.environment import prepare_environment
 from penstock.common.errors import StartupError
 from penstock.common.process import die_with_parent
 
-# The name under which `serve [MODEL]` is registered; nobody types it.
+# The name under which `serve [MODEL]` is registered; it is never typed.
 EVERYTHING = "all"
-# Flags by which a process of the tree is told about its parent, which are in no configuration: children inherit
+# Flags that describe the parent to a process of the tree. They are in no configuration, since children inherit
 # variables.
 PARENT_OPTIONS = ("report_fd", "parent_pid", "gate_fd")
-# Python's own first one is 700: with hundreds of requests live, that is a look at all their objects every few
-# milliseconds, though hardly any is garbage that its references do not free.
+# Python's own first threshold is 700: with hundreds of live requests all their objects would be looked at every few
+# milliseconds, though hardly any is garbage that reference counts do not free.
 _GC_THRESHOLDS = (20_000, 10, 10)
 
 
 @dataclass(frozen=True)
 class Role:
-    """Where a service's configuration and application are; imported when needed, since applications are heavy."""
+    """Paths of a service's configuration and application; imported when needed, since applications are heavy."""
 
     name: str
     config_path: str
     app_path: str
-    # A light function of the configuration, called before the application is imported; what it returns is the
-    # application's third argument.
-    early_path: str | None = None
+    # A light function of the configuration, called before the application is imported; its result is the application's
+    # third argument.
+    preload_path: str | None = None
 
     def begin(self, config: ServerConfig) -> tuple[Any, ...]:
-        """Begin what goes on while the application is imported; what it is given of that."""
-        return () if self.early_path is None else (_load(self.early_path)(config),)
+        """Begin work that goes on while the application is imported; return the application's further arguments."""
+        return () if self.preload_path is None else (_load(self.preload_path)(config),)
 
     def config_class(self) -> type[ServerConfig]:
-        """The configuration dataclass (light to import)."""
+        """Import the configuration dataclass (light)."""
         return cast("type[ServerConfig]", _load(self.config_path))
 
     def app_class(self) -> Callable[..., Any]:
-        """The application. Raises StartupError when its dependencies are not installed."""
+        """Import the application. Raises StartupError when its dependencies are not installed."""
         try:
             return cast("Callable[..., Any]", _load(self.app_path))
         except ModuleNotFoundError as error:
@@ -67,7 +67,7 @@ ROLES = {
             "generation",
             "penstock.generation.config:GenerationServiceConfig",
             "penstock.generation.app:GenerationApp",
-            early_path="penstock.generation.startup.preload:begin",
+            preload_path="penstock.generation.startup.preload:begin",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
     )
@@ -75,17 +75,17 @@ ROLES = {
 
 
 class Gate:
-    """Where a worker waits until all of them are loaded."""
+    """Gate at which a worker waits until all of them are loaded."""
 
     def __init__(self, fd: int, reporter: Reporter) -> None:
-        """`fd` ends when the gate opens; below 0 it is open."""
+        """Make it. The pipe `fd` ends when the gate opens; with an fd below 0 the gate is open."""
         self._fd = fd
         self._reporter = reporter
         if fd >= 0:
             os.set_inheritable(fd, False)
 
     async def __call__(self) -> None:
-        """Tell the parent, then wait."""
+        """Report to the parent, then wait."""
         self._reporter.loaded()
         if self._fd >= 0:
             loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ def _load(path: str) -> Any:
 def run_role(
     role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None
 ) -> int:
-    """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
+    """Serve until a signal to stop; return the exit code. Raises StartupError unless it was reported to the parent."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
@@ -129,7 +129,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
     began = time.monotonic()
     if not reporter.is_heard:
         say(f"{role.name}: loading")
-    # Nearly all that is made until it is ready stays: looking through it again and again takes a fifth of the imports.
+    # Nearly all objects made until it is ready stay: collections would take a fifth of the imports' time.
     gc.disable()
     begun = role.begin(config)
     app_class = role.app_class()
@@ -144,7 +144,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
         service = app_class(config, registry, *begun)
 
         def on_ready(bound: BoundAddresses) -> None:
-            # Modules, tables and the model live as long as the process: without this, every full collection would look
+            # Modules, tables and the model live as long as the process. Without this every full collection would look
             # at all of them again, and stop every thread's Python for tens of milliseconds.
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)

@@ -1,4 +1,4 @@
-"""A tree of service processes that starts together, is ready together and ends together."""
+"""Tree of service processes that start together, are ready together and end together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.cli.serve.reports import ERROR, LISTENING, LOADED, READY, Report
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
 
-# A child that got SIGTERM may take its drain grace and this much more before it is killed.
+# After SIGTERM a child may take its drain grace and so many seconds more before it is killed.
 KILL_MARGIN_SECONDS = 10.0
 
 
 class ChildEnded(Exception):
-    """A process of the tree ended although nobody had asked it to."""
+    """A process of the tree ended without a request to end."""
 
     def __init__(self, name: str, exit_code: int) -> None:
         super().__init__(f"{name} ended unexpectedly with exit code {exit_code}")
@@ -40,18 +40,18 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would say it: 128 + n for signal n. An end that nobody asked for is never 0."""
+        """Exit code as in a shell: 128 + n for signal n. It is never 0 for an end that was not requested."""
         code = self.ended.result()
         return 128 - code if code < 0 else code or 1
 
     @property
     def address(self) -> str:
-        """gRPC address; valid once it listens."""
+        """Address of gRPC; valid once it listens."""
         return next(iter(self.listening.result().addresses.values()))
 
 
 class Supervisor:
-    """Starts children, waits for them, and stops them. Used on the main thread only: see `die_with_parent`."""
+    """Starts children, waits for them, and stops them. For the main thread only: see `die_with_parent`."""
 
     def __init__(self, *, drain_grace_seconds: float) -> None:
         self._patience = drain_grace_seconds + KILL_MARGIN_SECONDS
@@ -62,7 +62,7 @@ class Supervisor:
     ) -> Child:
         """Start `penstock ARGUMENTS` as a child that reports to us and dies with us.
 
-        It does not see the variables `without`, and inherits `fds`.
+        It does not get the variables `without`, and inherits `fds`.
         """
         read_end, write_end = os.pipe()
         loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ class Supervisor:
         for waiting in (child.listening, child.loaded, child.ready):
             if not waiting.done():
                 waiting.set_exception(ChildEnded(child.name, 128 - code if code < 0 else code or 1))
-                # Looked at or not: the tree ends either way.
+                # Marks the error as retrieved: the tree ends in any case.
                 waiting.exception()
         return code
 
@@ -112,14 +112,14 @@ class Supervisor:
                     waiting.exception()
 
     async def wait_any_end(self) -> Child:
-        """The first child that ends."""
+        """Wait for and return the first child that ends."""
         await asyncio.wait([child.ended for child in self.children], return_when=asyncio.FIRST_COMPLETED)
         return next(child for child in self.children if child.ended.done())
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """SIGTERM to each child in reverse order of start, one after the other; `hurry` or impatience kills.
+        """Send SIGTERM to each child in reverse order of start, one after the other; `hurry` or a timeout kills.
 
-        Children started last use those started first, so streams end before what they depend on goes away.
+        Later children use earlier ones, so streams end before the services that they depend on.
         """
         for child in reversed(self.children):
             if not child.ended.done():
@@ -127,7 +127,7 @@ class Supervisor:
                 await self._wait_end(child, hurry)
 
     async def stop_together(self, hurry: asyncio.Event) -> None:
-        """As `stop`, but all at once: children that do not use each other."""
+        """Stop as `stop`, but all at once: for children that do not use each other."""
         living = [child for child in self.children if not child.ended.done()]
         for child in living:
             child.process.send_signal(signal.SIGTERM)
@@ -145,7 +145,7 @@ class Supervisor:
 async def first_of(wanted: list[asyncio.Future[Report]], stop: asyncio.Event, on_each: Callable[[int], None]) -> bool:
     """Wait for every report; False when `stop` came first. Raises the first StartupError or ChildEnded.
 
-    `on_each(i)` is called as each arrives.
+    `on_each(i)` is called as each report arrives.
     """
     stopped = asyncio.create_task(stop.wait())
     open_reports = dict(enumerate(wanted))

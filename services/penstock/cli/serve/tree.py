@@ -1,4 +1,4 @@
-"""`penstock serve [MODEL]`: tokenizer, generation × N and router as one process tree."""
+"""Command `penstock serve [MODEL]`: tokenizer, generation × N and router as one process tree."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
 
 MAX_LINES = 15
-# Set by the tree itself, or of no use inside it.
+# Options that the tree sets itself, or that are of no use inside it.
 WIRED = {"tokenizer", "backend", "start_timeout_seconds"} | {field.name for field in fields(ChannelConfig)}
-# Of ServerConfig: what is the business of the one process that others reach. The rest goes to every process.
+# Fields of ServerConfig for the one process that clients reach. The others go to every process.
 FRONT = {"host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "insecure_bind"}
-# One value for several services; any other name that two services share is set per service.
+# Options with one value for several services; any other name that two services share is set per service.
 SHARED = {"model", "served_model_name"}
-# The tree waits for its children as long as they live; loading a large model takes what it takes.
+# The tree waits for its children as long as they live: loading a large model may take any time.
 FOREVER = "24h"
-# Children's routine logs would drown the start-up print.
+# Routine logs of children would drown the start-up print.
 QUIET_LEVEL = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
-    """What only the tree has."""
+    """Options that only the tree has."""
 
     generation_replicas: int = option(
         1, "Generation processes; each loads the model.", group="Process tree", minimum=1, maximum=64
@@ -45,7 +45,7 @@ class TreeConfig:
 
 
 def tree_options() -> list[BoundOption]:
-    """Every option of `penstock serve`: the tree's, those of all processes, and those that one service has alone."""
+    """List the options of `penstock serve`: the tree's, those of all processes, and those of a single service."""
     common = [bound for bound in options_of(ROLES["router"].config_class()) if bound.name in _server_fields()]
     own = [bound for role in ROLES for bound in _options_of_own(role)]
     unique = {bound.name: bound for bound in [*own, *options_of(TreeConfig), *common]}
@@ -62,7 +62,7 @@ def _options_of_own(role: str) -> list[BoundOption]:
 
 
 def _own(role: str) -> set[str]:
-    """Names that go to `role` because it alone has them, or because they are shared."""
+    """Names of options that go to `role`, because it alone has them or because they are shared."""
     names = {
         name: {bound.name for bound in options_of(ROLES[name].config_class())} - _server_fields() for name in ROLES
     }
@@ -71,7 +71,7 @@ def _own(role: str) -> set[str]:
 
 
 def role_arguments(role: str, given: dict[str, Any]) -> list[str]:
-    """`serve ROLE --flag value …` for what was given to the tree."""
+    """Make `serve ROLE --flag value …` from the tree's options."""
     names = _own(role) | (_server_fields() - (set() if role == "router" else FRONT))
     bound_options = {bound.name: bound for bound in options_of(ROLES[role].config_class())}
     arguments = ["serve", role]
@@ -94,7 +94,7 @@ class Tree:
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> int:
-        """Start, serve, stop; returns the exit code. Raises StartupError when a child could not start."""
+        """Start, serve, stop; return the exit code. Raises StartupError when a child could not start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
@@ -192,15 +192,15 @@ class Tree:
 
 
 def _front_variables() -> set[str]:
-    """PENSTOCK_* variables meant for the router: inner processes listen on loopback, without TLS."""
+    """PENSTOCK_* variables that are for the router: inner processes listen on loopback, without TLS."""
     options = options_of(ROLES["router"].config_class())
     return {bound.env for bound in options if bound.name in FRONT} | {"PENSTOCK_LOG_LEVEL"}
 
 
 def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
-    """The router's configuration and the model's name.
+    """Return the router's configuration and the model's name.
 
-    What would stop a service later stops the tree now: a wrong option, a taken port.
+    Faults that would stop a service later stop the tree now: a wrong option, a taken port.
     """
     read = {
         role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
@@ -221,7 +221,7 @@ def _only(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
 def run_tree(
     given: dict[str, Any], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None = None
 ) -> int:
-    """Serve until told to stop; returns the exit code. Raises StartupError unless the parent was told."""
+    """Serve until a signal to stop; return the exit code. Raises StartupError unless it was reported to the parent."""
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)

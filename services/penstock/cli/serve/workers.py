@@ -1,7 +1,8 @@
-"""`--processes N`: one service as several worker processes on one port, which the kernel spreads connections over.
+"""Worker processes (`--processes N`): several processes of a service on one port, which share its connections.
 
-The parent holds the port, starts the workers, replaces one that dies, sums their metrics, and stops them together. It
-serves no call itself. The workers open the port only once they are loaded, at the beginning all at the same time.
+The kernel spreads connections over them. The parent holds the port, starts the workers, replaces one that dies, sums
+their metrics, and stops them together. It serves no call itself. The workers open the port only once they are loaded,
+at the beginning all at the same time.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from penstock.common.metrics import BoundMetrics, start_metrics_server
 from penstock.common.options import options_of
 from penstock.serving.summed_metrics import SummedMetrics
 
-# Before a worker that died is replaced; doubled while its successors die soon, too.
+# Seconds before a worker that died is replaced; doubled while its successors die soon, too.
 MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 30.0
-# A worker that lived this long starts the waits anew.
+# After a worker that lived so many seconds the waits start anew.
 STABLE_SECONDS = 60.0
-# What the parent decides for its workers.
+# Options that the parent sets for its workers.
 _OWN = ("processes", "port", "metrics_port")
 
 
 @contextlib.contextmanager
 def shared_port(host: str, port: int) -> Iterator[int]:
-    """A port that only processes of this user can share, held without listening. Raises StartupError naming --port."""
+    """Hold a port without listening; only processes of this user can share it. Raises StartupError naming --port."""
     if not hasattr(socket, "SO_REUSEPORT") or sys.platform != "linux":
         raise StartupError("several processes on one port need Linux", flag="--processes")
     require_free_port(host, port, "--port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as holder:
-        # As the workers do: connections of the last run, of one process perhaps, may still be closing.
+        # Set as by the workers: connections of the last run, perhaps of one process, may still be closing.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host.strip("[]"), port))
@@ -53,7 +54,7 @@ def shared_port(host: str, port: int) -> Iterator[int]:
 
 
 class Workers:
-    """One run. Used on the main thread only: see Supervisor."""
+    """One run of the workers. For the main thread only: see Supervisor."""
 
     def __init__(self, role: str, given: dict[str, Any], config: ServerConfig, reporter: Reporter) -> None:
         self._role = role
@@ -68,7 +69,7 @@ class Workers:
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
-        """Start, serve, stop; returns the exit code. Raises StartupError when a worker could not start."""
+        """Start, serve, stop; return the exit code. Raises StartupError when a worker could not start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
@@ -107,14 +108,14 @@ class Workers:
         return BoundAddresses(f"{host}:{port}", f"{host}:{endpoint.port}" if endpoint is not None else None)
 
     async def _start(self, port: int) -> list[Child]:
-        """Every worker, ready; none when a signal came first."""
+        """Start all workers and return them when they are ready; none when a signal came first."""
         gate, opener = os.pipe()
         try:
             children = [await self._start_one(slot, port, gate) for slot in range(self._count)]
             if not await first_of([child.loaded for child in children], self._ended, lambda _: None):
                 return []
         finally:
-            # The end of the pipe opens the gate; workers that are to be stopped open nothing any more.
+            # The end of the pipe opens the gate; workers that are to be stopped must not open the port any more.
             os.close(opener)
             os.close(gate)
         if not await first_of([child.ready for child in children], self._ended, lambda _: None):
@@ -145,16 +146,16 @@ class Workers:
         await asyncio.wait([stop, *keepers], return_when=asyncio.FIRST_COMPLETED)
         for keeper in keepers:
             if keeper.done():
-                keeper.result()  # it ends by an error only
+                keeper.result()  # it ends only by an error
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)
         await self._supervisor.stop_together(self._hurry)
         codes = [child.ended.result() for child in self._supervisor.children]
-        # Killed by the signal itself: a replacement that was not far enough to take it, and had nothing to finish.
+        # Killed by the signal itself: a replacement that did not handle it yet, and had no work to finish.
         return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
 
     async def _keep(self, slot: int, port: int, child: Child) -> None:
-        """Replace the worker of `slot` whenever it ends."""
+        """Replace the worker of `slot` each time it ends."""
         wait = MIN_WAIT_SECONDS
         while True:
             began = time.monotonic()
@@ -170,7 +171,7 @@ class Workers:
                 wait = min(2 * wait, MAX_WAIT_SECONDS)
                 try:
                     replacement = await self._start_one(slot, port, None)
-                except OSError as error:  # no process, file or memory to be had just now
+                except OSError as error:  # no process, file or memory is available now
                     complain(f"{name} cannot be started ({error.strerror}); the next try is in {wait:g} s")
             child = replacement
             with contextlib.suppress(ChildEnded, StartupError):
@@ -191,7 +192,7 @@ class Workers:
 
 
 def run_workers(role: str, given: dict[str, Any], config: ServerConfig, reporter: Reporter) -> int:
-    """Serve until told to stop; returns the exit code. Raises StartupError."""
+    """Serve until a signal to stop; return the exit code. Raises StartupError."""
     if not reporter.is_heard:
         say(f"{role}: loading")
 

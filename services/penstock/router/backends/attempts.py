@@ -1,4 +1,4 @@
-"""Tries of a request: the first, replays before the first token, moves after it (contract 3 and 7)."""
+"""Attempts of a request: the first, replays before the first token, moves after it (contract 3 and 7)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _log = get_logger("penstock.router")
 
 
 class RetryBudget:
-    """Keeps retries a small share of requests, so that an overloaded cluster is not hit harder for being overloaded.
+    """Budget that keeps retries a small share of requests, so that retries do not add to an overload.
 
-    A bucket that starts full with `burst` retries; each request adds `ratio` of one.
+    It is a bucket that starts full with `burst` retries; each request adds `ratio` of one.
     """
 
     def __init__(self, ratio: float, burst: int) -> None:
@@ -41,12 +41,12 @@ class RetryBudget:
         self._left = float(burst)
 
     def note_request(self) -> None:
-        """A request was placed for the first time."""
+        """Count a request that was placed for the first time."""
         self._left = min(self._burst, self._left + self._ratio)
 
     def take(self) -> bool:
         """Spend one more retry; False when the budget has none."""
-        # Ten times a tenth is not quite one.
+        # The sum of ten times 0.1 is a little less than 1.
         if self._left < 1.0 - 1e-9:
             return False
         self._left -= 1.0
@@ -54,7 +54,7 @@ class RetryBudget:
 
 
 class Attempts:
-    """Used from one event loop; called by the handlers of the streams."""
+    """Starts attempts; called by the handlers of the streams. Belongs to one event loop."""
 
     def __init__(
         self, pool: BackendPool, policy: Policy[Backend], config: RouterConfig, metrics: RouterMetrics
@@ -66,11 +66,11 @@ class Attempts:
         self._budget = RetryBudget(config.retry_budget_ratio, config.retry_budget_burst)
         # Two routers in front of one backend must not choose the same id for different requests.
         self._suffix = secrets.token_hex(3)
-        # Model -> requests whose prompt is being made.
+        # Model -> number of requests that wait for their prompt's ids.
         self._preparing: Counter[str] = Counter()
 
     def prepare(self, model: str) -> Callable[[], None]:
-        """Set room aside before work is put into a prompt; call the result once it is placed or given up.
+        """Set room aside before a prompt is computed; call the result once the request is placed or given up.
 
         Raises as `place`: in a flood a refusal must not wait for the prompts of all that came before it.
         """
@@ -79,7 +79,7 @@ class Attempts:
         return partial(self._prepared, model)
 
     def check_capacity(self, model: str) -> None:
-        """Raises as `place` when a request that came now could not be placed."""
+        """Check that a request that came now could be placed. Raises as `place`."""
         if sum(max(0, backend.room) for backend in self._pool.ready(model)) <= self._preparing[model]:
             raise self.nowhere(model)
 
@@ -89,7 +89,7 @@ class Attempts:
             del self._preparing[model]
 
     def note_request(self) -> None:
-        """A request was placed: it adds to what may be retried."""
+        """Count a request that was placed: it adds to the retry budget."""
         self._budget.note_request()
 
     def may_retry(self) -> bool:
@@ -97,7 +97,10 @@ class Attempts:
         return self._budget.take()
 
     def place(self, state: RequestState) -> None:
-        """The first try. Raises Unavailable, ResourceExhausted or FailedPrecondition when there is nowhere to go."""
+        """Start the first attempt.
+
+        Raises Unavailable, ResourceExhausted or FailedPrecondition when no backend can take it.
+        """
         self.note_request()
         backend = self._choose(state)
         if backend is None:
@@ -158,7 +161,7 @@ class Attempts:
         request = command.submit
         request.CopyFrom(state.spec.template)
         epoch = state.attempts
-        # Unique for each try: a backend that comes back may not have forgotten the last one yet.
+        # Unique for each attempt: a backend that comes back may not have forgotten the last one yet.
         request.request_id = f"{state.spec.request_id}.{self._suffix}.{epoch}"
         request.attempt_epoch = epoch
         if state.timings.deadline is not None:
@@ -169,7 +172,7 @@ class Attempts:
         backend.submit(state, command)
 
     def nowhere(self, model: str) -> PenstockError:
-        """Why a request cannot be placed."""
+        """Make the error for a request that no backend can take."""
         retry = self._config.retry_after_seconds
         if self._pool.ready(model):
             return ResourceExhausted("every backend's queue is full", reason="QUEUE_FULL", retry_after_seconds=retry)
@@ -186,7 +189,7 @@ def mismatch() -> FailedPrecondition:
 
 
 def _resume(request: generation_pb2.GenerateRequest, state: RequestState) -> None:
-    """Go on after what was emitted. max_new_tokens counts resumed ids too, so the budget left is right as it is."""
+    """Add the emitted ids to the request: it goes on after them. max_new_tokens counts them, too, so it stays."""
     for index in range(state.spec.num_sequences):
         sequence = state.sequences.get(index)
         request.resumed_token_ids.append(common_pb2.TokenIds(ids=sequence.token_ids if sequence else ()))

@@ -1,4 +1,4 @@
-"""One generation backend: connects, checks that it belongs here, watches health and load, and carries one Session."""
+"""Connection to one generation backend: checks that it belongs here, watches health and load, carries one Session."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HEALTH_NAME = "penstock.v1.GenerationService"
 _log = get_logger("penstock.router")
 
 
-# What a call ends with when its connection does.
+# Statuses that a call gets when its connection ends.
 _BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.UNKNOWN,
@@ -51,7 +51,7 @@ _BROKEN = (
 
 
 class BackendState(enum.Enum):
-    """CONNECTING until first ready and after a loss; DRAINING finishes what it has and takes nothing new."""
+    """State of a backend: CONNECTING until first ready and after a loss; DRAINING takes nothing new."""
 
     CONNECTING = 1
     READY = 2
@@ -60,19 +60,19 @@ class BackendState(enum.Enum):
 
 
 class _Lost(Exception):
-    """The connection is of no use any more; the message is for the log."""
+    """Loss of the connection; the message is for the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendAddress:
-    """A backend's address, and the configured target that it came from (a closed set, so usable as a label)."""
+    """Address of a backend, and the configured target that it came from (a closed set, so usable as a label)."""
 
     address: str
     target: str
 
 
 class Backend:
-    """Implements policy.Candidate. Used from one event loop."""
+    """One generation backend. Implements policy.Candidate. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Backend:
         on_change: Callable[[], None],
         on_death: Callable[[], int],
     ) -> None:
-        """`on_change`: state changed. `on_death`: the backend was lost; returns a number unique to that death."""
+        """Make it. `on_change`: its state changed. `on_death`: it was lost; returns a number unique to that death."""
         self.where = where
         self.state = BackendState.CONNECTING
         self.info: model_pb2.GetModelInfoResponse | None = None
@@ -99,41 +99,41 @@ class Backend:
         self._on_death = on_death
         self._session: BackendSession | None = None
         self._stub: GenerationStub | None = None
-        # Calls that are answered at once, without their answer.
+        # Number of calls with a single answer that have none yet.
         self._calls = 0
         self._report = admin_pb2.Load()
         self._reported_in_flight = 0
         self._has_report = self._serving = False
-        # Signs of life so far.
+        # Number of signs of life so far.
         self._frames = 0
         self._prefixes = PrefixIndex(config.max_known_blocks)
 
     @property
     def key(self) -> str:
-        """Unique among backends."""
+        """Key that is unique among backends."""
         return self.where.address
 
     @property
     def in_flight(self) -> int:
-        """Requests of ours at this backend; a call that is answered at once is one."""
+        """Number of our requests at this backend, calls with a single answer included."""
         return self._calls + (self._session.in_flight if self._session is not None else 0)
 
     @property
     def load(self) -> float:
-        """Its last report, corrected by what we sent and finished since."""
+        """Number of requests in its last report, corrected by ours that were sent and finished since."""
         reported = self._report.waiting_requests + self._report.running_requests
         return float(max(reported + self.in_flight - self._reported_in_flight, self.in_flight))
 
     @property
     def is_full(self) -> bool:
-        """Another request would be refused."""
+        """True when another request would be refused."""
         return self.room <= 0
 
     @property
     def room(self) -> float:
-        """Requests that its queue would still take; infinite when it tells no bound."""
+        """Number of requests that its queue would still take; infinite when it reports no bound."""
         report = self._report
-        # What came since the report waits until the next one says otherwise; running requests are not in the queue.
+        # Requests sent since the report count as waiting until the next one; running requests are not in the queue.
         waiting = report.waiting_requests + self.in_flight - self._reported_in_flight
         return report.max_queued_requests - waiting if report.max_queued_requests else math.inf
 
@@ -149,7 +149,7 @@ class Backend:
         return self.info.kv.block_size if self.info is not None else 0
 
     def match(self, hashes: Sequence[int]) -> int:
-        """Leading blocks it probably has cached."""
+        """Number of leading blocks that it probably has cached."""
         return self._prefixes.match(hashes)
 
     def submit(self, state: RequestState, command: generation_pb2.SessionRequest) -> None:
@@ -166,9 +166,10 @@ class Backend:
         hashes: Sequence[int],
         deadline: float | None,
     ) -> AnswerT:
-        """One call that is answered at once. `deadline` is a time.monotonic(); `hashes` are what it will have cached.
+        """Make one call with a single answer.
 
-        Raises what the backend said, Unavailable BACKEND_LOST when it was lost meanwhile.
+        `deadline` is a time of time.monotonic(); `hashes` are blocks that the backend will have cached.
+        Raises the backend's error; Unavailable BACKEND_LOST when the backend was lost meanwhile.
         """
         if self._stub is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
@@ -179,7 +180,7 @@ class Backend:
             return await call(self._stub, None if deadline is None else deadline - time.monotonic())
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
-            # Without a reason nobody of ours said so: the connection broke.
+            # A status without a reason is not the backend's: the connection broke.
             if failure.reason == "UNKNOWN" and error.code() in _BROKEN:
                 raise _backend_lost() from error
             raise failure from error
@@ -187,7 +188,7 @@ class Backend:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Our own end of the connection was closed: the backend is taken for lost.
+            # Our own end of the connection was closed: the backend counts as lost.
             raise _backend_lost() from None
         finally:
             self._calls -= 1
@@ -247,7 +248,7 @@ class Backend:
     async def _serve(self, channel: Channel) -> None:
         stub: GenerationStub = generation_pb2_grpc.GenerationServiceStub(channel.for_stubs)
         parse = generation_pb2.SessionResponse.FromString
-        # What waits is read as one: a step's message is its events, and several are those of all of them.
+        # Messages that wait are parsed as one: a message is a list of events, and merging joins the lists.
         call: StreamCall[generation_pb2.SessionResponse] = await channel.open_stream(
             f"/{HEALTH_NAME}/Session", parse, joins=True
         )
@@ -271,8 +272,8 @@ class Backend:
 
     def _end_session(self, session: BackendSession) -> None:
         was_usable = self.state in (BackendState.READY, BackendState.DRAINING)
-        # A backend that stops while it has work of ours died; one that had none may have been told to. So was one that
-        # drained, whatever its grace left unfinished: no request is to blame for a restart.
+        # A backend that stops while it has work of ours died; one without work may have been told to stop. One that
+        # drained was told to, even if its grace left work unfinished: no request is to blame for a restart.
         died = was_usable and session.in_flight and not self._report.draining
         death = self._on_death() if died else None
         self._set_state(BackendState.CONNECTING)
@@ -308,7 +309,7 @@ class Backend:
                 self._refresh_state()
 
     async def _watch_silence(self) -> None:
-        """Raises _Lost once a backend with work has said nothing for the stall timeout."""
+        """Raise _Lost once a backend with work has been silent for the stall timeout."""
         limit = self._config.stall_timeout_seconds
         await until_silent(limit, lambda: self._frames, lambda: self.in_flight > 0)
         raise _Lost(f"silent for {limit:g} s with {self.in_flight} requests")
@@ -336,7 +337,7 @@ def _backend_lost() -> Unavailable:
 
 
 def _named(config: RouterConfig, target: str) -> RouterConfig:
-    """Certificates carry the configured name, also when the connection goes to one of its addresses."""
+    """Return the name in the certificate: the configured one, also when the connection goes to one of its addresses."""
     host, _ = split_target(target, "--backend")
     if config.channel_tls_server_name is not None or is_address(host):
         return config

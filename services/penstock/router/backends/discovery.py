@@ -1,4 +1,4 @@
-"""Turns configured `host:port` targets into addresses; a name may stand for several, and they may change."""
+"""Resolution of configured `host:port` targets to addresses; a name may stand for several, and they may change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = get_logger("penstock.router")
 
 
 async def resolve(targets: Iterable[str]) -> dict[str, set[BackendAddress]]:
-    """Addresses of each target. A name that cannot be resolved now is left out: its last addresses stay in use."""
+    """Resolve each target. A name that cannot be resolved now is left out: its last addresses stay in use."""
     found: dict[str, set[BackendAddress]] = {}
     for target in targets:
         addresses = await _addresses(target)
@@ -31,10 +31,10 @@ async def _addresses(target: str) -> list[str]:
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        # UnicodeError: no name that DNS could hold.
+        # UnicodeError: DNS cannot hold such a name.
         _log.warning("cannot resolve a backend name", backend=target, errno=getattr(error, "errno", None))
         return []
-    # A name that has both families usually names the same process twice: keep one family.
+    # A name with both families usually names the same process twice: keep one family.
     families = {info[0] for info in infos}
     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return [join_address(str(info[4][0]), port) for info in infos if info[0] == family]

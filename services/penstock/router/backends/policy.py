@@ -1,4 +1,4 @@
-"""Chooses the backend of a request: its session's, else the longest cached prefix, else the least load.
+"""Choice of a request's backend: its session's, else the longest cached prefix, else the least load.
 
 Affinity yields to load: a backend that is clearly busier than the idlest one is not preferred for its cache, because
 recomputing a prefix costs less than waiting behind others. Pure: no I/O, no clock.
@@ -13,26 +13,26 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """A backend as the policy looks at it."""
+    """A backend, as seen by the policy."""
 
     @property
     def key(self) -> str:
-        """Unique among backends."""
+        """Key that is unique among backends."""
 
     @property
     def load(self) -> float:
-        """Requests waiting or running there, ours that it has not reported yet included."""
+        """Number of requests that wait or run there, ours that it has not reported yet included."""
 
     @property
     def is_full(self) -> bool:
-        """Another request would be refused."""
+        """True when another request would be refused."""
 
     @property
     def kv_pressure(self) -> float:
         """Share of KV blocks held by running requests, 0 to 1."""
 
     def match(self, hashes: Sequence[int]) -> int:
-        """Leading blocks it probably has cached."""
+        """Number of leading blocks that it probably has cached."""
 
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
@@ -49,7 +49,7 @@ class PolicyConfig:
 
 
 class Policy(Generic[CandidateT]):
-    """Remembers which backend each session used, least recently used sessions forgotten first."""
+    """Chooses backends, and remembers each session's; the least recently used session is forgotten first."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class Policy(Generic[CandidateT]):
         session: str = "",
         avoid: Collection[str] = (),
     ) -> CandidateT | None:
-        """The backend to use, or None when every candidate is full or there is none.
+        """Choose a backend; None when every candidate is full or there is none.
 
         `avoid` names backends that this request was lost on: used only when nothing else is there.
         """
@@ -99,7 +99,7 @@ class Policy(Generic[CandidateT]):
         return best
 
     def _least_loaded(self, usable: Sequence[CandidateT]) -> CandidateT:
-        # Equals take turns, or the first in the list would get every request of an idle cluster.
+        # Equal candidates take turns, or the first in the list would get every request of an idle cluster.
         self._turn += 1
         turn = self._turn % len(usable)
         rotated = [*usable[turn:], *usable[:turn]]

@@ -1,4 +1,4 @@
-"""The set of generation backends: follows what the configured names resolve to, and says which are ready."""
+"""Set of the generation backends: it follows the addresses that configured names resolve to, and tells ready ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.v1 import model_pb2
 
 Resolver = Callable[[Iterable[str]], Awaitable[dict[str, set[BackendAddress]]]]
-# Deaths remembered to tell a poisonous request from bad luck: far more than a request can live through.
+# Number of deaths remembered, to tell a poisonous request from bad luck: far more than a request can survive.
 _MAX_DEATHS = 1024
 _log = get_logger("penstock.router")
 
 
 class BackendPool:
-    """Used from one event loop."""
+    """Backends by address. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class BackendPool:
         on_failure: Callable[[BaseException], None],
         resolver: Resolver = resolve,
     ) -> None:
-        """`on_change`: some backend's state changed. `on_failure`: a bug ended a task that must not end."""
+        """Make it. `on_change`: some backend's state changed. `on_failure`: a bug ended a task that must not end."""
         self._config = config
         self._detokenizer = detokenizer
         self._metrics = metrics
@@ -48,7 +48,7 @@ class BackendPool:
         self._resolver = resolver
         self._backends: dict[BackendAddress, Backend] = {}
         self._tasks: dict[BackendAddress, asyncio.Task[None]] = {}
-        # No longer in their name: they finish their streams (a rolling restart) and get nothing new.
+        # Backends that no name resolves to any more: they finish their streams (a rolling restart) and get nothing new.
         self._leaving: set[BackendAddress] = set()
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -70,7 +70,7 @@ class BackendPool:
 
     @property
     def backends(self) -> list[Backend]:
-        """Every known backend."""
+        """All known backends."""
         return list(self._backends.values())
 
     @property
@@ -94,7 +94,7 @@ class BackendPool:
         return states == {BackendState.MISMATCH}
 
     def choose_model(self, asked: str) -> str:
-        """The model's name; empty while none is known. Raises NotFound, InvalidArgument when several are served."""
+        """Choose the model's name; empty while none is known. Raises NotFound; InvalidArgument when it must be set."""
         if asked and self._models and asked not in self._models:
             raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
         served = [asked] if asked else [name for name in self._models if self.ready(name)] or list(self._models)
@@ -116,7 +116,7 @@ class BackendPool:
         return True
 
     def is_poison(self, state: RequestState) -> bool:
-        """True when the request ran on every backend that died since it came, and these were two or more."""
+        """True when every backend that died since the request came ran it, and two or more died."""
         since = state.timings.received_at
         recent = {number for at, number in self._deaths if at >= since}
         return len(state.deaths) >= 2 and recent <= state.deaths

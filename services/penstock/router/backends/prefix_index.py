@@ -1,4 +1,4 @@
-"""An estimate of what each backend has in its prefix cache: approximate, bounded, never asked over the wire."""
+"""Estimate of each backend's prefix cache: approximate, bounded, never asked over the wire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, salt: str, max_blocks: int) -> list[int]:
-    """Chained hashes of the full blocks at the head of a prompt, at most `max_blocks`.
+    """Return chained hashes of the full blocks at the head of a prompt, at most `max_blocks`.
 
     Equal hashes mean equal salt and equal ids up to the end of that block (64-bit hashes of one process: a collision
     costs a cache miss, never a wrong answer).
@@ -42,7 +42,7 @@ class PrefixIndex:
         return len(hashes)
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Remember blocks as most recently used: the head last, since it is what others share."""
+        """Remember blocks as most recently used: the head last, since other prompts share it."""
         known = self._known
         for chain in reversed(hashes):
             known[chain] = None

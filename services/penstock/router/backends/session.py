@@ -1,7 +1,7 @@
-"""One Session stream to one backend: many requests on it, one message per engine step.
+"""Session stream to one backend: many requests on it, one message per engine step.
 
-The path of every token begins here: a step's message is walked once, its ids go to the tokenizer as one message, and no
-task or await is spent on a single token.
+The path of every token begins here. A step's message is walked once, its ids go to the tokenizer as one message, and
+there is no task or await for a single token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.v1 import generation_pb2
 
 
 class Attempt:
-    """One try of a request at one backend. Frames carry its id and epoch back."""
+    """One attempt of a request at one backend. Frames carry its id and epoch back."""
 
     __slots__ = ("_session", "epoch", "expected_seq", "handle", "repeats_ended", "state", "wire_id")
 
@@ -40,20 +40,23 @@ class Attempt:
         self.state = state
         self.wire_id = wire_id
         self.epoch = epoch
-        # By which its plain tokens are told.
+        # The number that marks its plain tokens.
         self.handle = handle
-        # None: take what comes first, since a resumed attempt may go on counting or begin again.
+        # None: take any first one, since a resumed attempt may go on counting or begin again.
         self.expected_seq: int | None = 0 if epoch == 0 else None
-        # Some sequence had ended before: the backend was given it again and may go on with it.
+        # True when some sequence had ended before: it was sent to the backend again, which may go on with it.
         self.repeats_ended = any(sequence.result is not None for sequence in state.sequences.values())
 
     def abort(self) -> None:
-        """Tell the backend to stop, and forget the try."""
+        """Tell the backend to stop, and forget the attempt."""
         self._session.abort(self)
 
 
 class BackendSession:
-    """Used from one event loop. The number of commands waiting is bounded by the number of admitted requests."""
+    """One Session call and its attempts. Belongs to one event loop.
+
+    Admission bounds the number of requests, and so the number of commands that wait.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class BackendSession:
         metrics: RouterMetrics,
         on_frame: Callable[[], None],
     ) -> None:
-        """`on_frame` is called whenever the backend gives a sign of life."""
+        """Make it. `on_frame` is called at every message: a sign of life."""
         self._call = call
         self._backend = backend
         self._detokenizer = detokenizer
@@ -78,13 +81,13 @@ class BackendSession:
 
     @property
     def in_flight(self) -> int:
-        """Requests at this backend."""
+        """Number of requests at this backend."""
         return len(self._attempts)
 
     def submit(self, state: RequestState, command: generation_pb2.SessionRequest) -> None:
-        """Start an attempt: `command`, from now on the session's own, carries its id and epoch."""
+        """Start an attempt. `command` carries its id and epoch, and belongs to the session from now on."""
         request = command.submit
-        # Who wants more than ids gets deltas, and rows of nobody.
+        # A request for more than ids gets no handle: its tokens come as deltas, never as plain rows.
         if not state.spec.wants_logprobs and not state.spec.wants_tensors:
             self._last_handle = command.handle = self._last_handle + 1
         attempt = Attempt(self, state, request.request_id, request.attempt_epoch, command.handle)
@@ -103,7 +106,7 @@ class BackendSession:
             self._wakeup.set()
 
     def lose(self, error: PenstockError | None, death: int | None) -> None:
-        """The stream is gone: every request on it needs another backend."""
+        """Give up every attempt: the stream is gone, and its requests need another backend."""
         self._closed = True
         attempts, self._attempts = self._attempts, {}
         self._by_handle.clear()
@@ -114,14 +117,14 @@ class BackendSession:
         """Send commands until the stream breaks."""
         while True:
             while self._commands:
-                # Of requests that came together: one system call.
+                # Commands of requests that came together take one system call.
                 commands = list(self._commands)
                 self._commands.clear()
                 await self._call.write_all(commands)
             await self._wakeup.wait()
 
     async def run_reader(self) -> None:
-        """Take messages until the stream ends, which with a live backend it never does."""
+        """Take messages until the stream ends, which does not happen while the backend lives."""
         await self._call.run(self._take)
 
     def _take(self, message: generation_pb2.SessionResponse) -> None:
@@ -133,14 +136,14 @@ class BackendSession:
             for event in message.events:
                 tokens += self._on_event(event, batch, now)
         finally:
-            # What came before a message broke off counts.
+            # Pieces from before the bad event count.
             if tokens:
                 self._metrics.generation_tokens.inc(tokens)
             if batch.pieces:
                 self._detokenizer.send(batch)
 
     def _on_event(self, event: generation_pb2.SessionEvent, batch: Batch, now: float) -> int:
-        """Returns how many tokens it brought. Raises Internal when it makes no sense."""
+        """Take one event and return its number of tokens. Raises Internal when the event breaks the protocol."""
         kind = event.WhichOneof("event")
         if kind == "tokens":
             return self._on_tokens(event.tokens, batch)
@@ -158,7 +161,7 @@ class BackendSession:
         return 0
 
     def _on_tokens(self, tokens: generation_pb2.SessionTokens, batch: Batch) -> int:
-        # Lists at once: every look at a message's own costs more than the copy.
+        # Copies as lists: every access to a message's own field costs more than the copy.
         handles, seqs, token_ids = tokens.handles[:], tokens.seqs[:], tokens.token_ids[:]
         if not len(handles) == len(seqs) == len(token_ids):
             raise _broken("columns of different lengths")
@@ -200,9 +203,9 @@ class BackendSession:
             return 0
         sequence = state.sequences.get(index) or state.sequence(index)
         if sequence.result is not None:
-            # It ended in an earlier attempt; the backend was asked again for its sisters only.
+            # It ended in an earlier attempt; the backend was asked again only for the request's other sequences.
             return 0
-        # A list at once: every look at a message's own costs more than the copy.
+        # A copy as a list: every access to a message's own field costs more than the copy.
         ids = delta.token_ids[:]
         sequence.token_ids += ids
         if delta.HasField("finished"):
@@ -224,7 +227,7 @@ class BackendSession:
                 break
             sequence = state.sequence(result.index)
             if sequence.result is None:
-                # The last delta did not say so (an abort between steps): flush what the tokenizer holds back.
+                # The last delta had no result (an abort between steps): flush the text that the tokenizer holds back.
                 self._detokenizer.add(batch, sequence, [], (), result)
                 sequence.result = result
         if not state.all_sequences_ended:
@@ -243,24 +246,24 @@ class BackendSession:
                 attempt.state.on_lost(Loss(_broken("a status that is none"), None, self._backend))
                 return
         failure = from_status(status)
-        # A stream that has begun cannot be shed: a backend without room for it is one that it cannot be moved to.
+        # A stream that has begun cannot be shed: when this backend has no room for it, it cannot be moved here.
         is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.state.has_tokens
         if isinstance(failure, Unavailable) or is_elsewhere:
             attempt.state.on_lost(Loss(failure, None, self._backend))
         elif isinstance(failure, InvalidArgument) and failure.field == "resumed_token_ids":
-            # The router's field, not the client's.
+            # A field of the router's request, not of the client's.
             why = "the backend was lost after tokens were sent and no other can go on after them"
             attempt.state.fail(Aborted(why, reason="BACKEND_LOST"))
         else:
             attempt.state.fail(failure)
 
     def _forget(self, attempt: Attempt) -> bool:
-        """Take what still comes of it for stale; False when it is forgotten already."""
+        """Forget an attempt, so that its further frames are stale; False when it is forgotten already."""
         self._by_handle.pop(attempt.handle, None)
         return self._attempts.pop(attempt.wire_id, None) is not None
 
     def _break_off(self, attempt: Attempt, what: str) -> None:
-        """The backend does not keep to the protocol: this attempt cannot be trusted any further."""
+        """Give an attempt up: the backend broke the protocol, so its further frames cannot be trusted."""
         self.abort(attempt)
         attempt.state.on_lost(Loss(_broken(what), None, self._backend))
 

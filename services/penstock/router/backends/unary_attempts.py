@@ -1,4 +1,4 @@
-"""Tries of a call that is answered at once (Score, Embed): it changes nothing, so it may be tried elsewhere."""
+"""Attempts of a call with a single answer (Score, Embed): it changes nothing, so it may be tried elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 
 AnswerT = TypeVar("AnswerT")
-# (stub, seconds left): the call.
+# (stub, seconds left) -> the call.
 Call = Callable[[GenerationStub, float | None], Awaitable[AnswerT]]
-# Backends that a request may cost: after as many it is taken for the cause.
+# Number of backends that may die under one request: after as many it is taken for the cause.
 _MAX_LOSSES = 2
 _log = get_logger("penstock.router")
 
 
 class UnaryAttempts:
-    """Used from one event loop; called by the handlers."""
+    """Runs calls for the handlers. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class UnaryAttempts:
         self._metrics = metrics
 
     def check_capacity(self, model: str) -> None:
-        """Raises as `run` when a call that came now could not be placed."""
+        """Check that a call that came now could be placed. Raises as `run`."""
         self._attempts.check_capacity(model)
 
     async def run(self, call: Call[AnswerT], *, model: str, hashes: Sequence[int], deadline: float | None) -> AnswerT:
-        """The first answer. `deadline` is a time.monotonic().
+        """Return the first answer. `deadline` is a time of time.monotonic().
 
-        Raises what the backend says of the request itself; Unavailable when no backend could answer, Internal POISON
-        when those that tried died.
+        Raises the backend's error when it is about the request itself; Unavailable when no backend could answer,
+        Internal POISON when the backends that tried died.
         """
         self._attempts.note_request()
         lost_on: set[str] = set()
@@ -87,7 +87,7 @@ class UnaryAttempts:
 
 
 def _is_elsewhere(error: PenstockError) -> bool:
-    """True when another backend may do better."""
+    """True when another backend may be able to answer."""
     if isinstance(error, DeadlineExceeded):
         return False
     return isinstance(error, Unavailable) or error.reason == "ENGINE_FAILED"

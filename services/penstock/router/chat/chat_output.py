@@ -1,7 +1,7 @@
-"""Takes a chat model's text apart: `<think>…</think>`, `<tool_call>{json}</tool_call>` and the rest.
+"""Parser of a chat model's text: `<think>…</think>`, `<tool_call>{json}</tool_call>` and the rest.
 
-Works on text as it arrives; what comes out does not depend on how the text is split, and text without such tags
-comes out as it went in.
+It works on text as it arrives. Its output does not depend on how the text is split, and text without such tags comes
+out as it went in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THINK_CLOSE = "</think>"
 
 @dataclass(slots=True)
 class ChatPiece:
-    """Text, thought and calls that a piece of text turned into."""
+    """Text, reasoning and tool calls that a piece of text turned into."""
 
     text: str = ""
     reasoning: str = ""
@@ -37,7 +37,7 @@ class _State(enum.Enum):
 
 
 def new_call_id() -> str:
-    """A tool call id no other call has."""
+    """Make a tool call id that no other call has."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -47,7 +47,7 @@ def prompt_opens_reasoning(prompt: str) -> bool:
 
 
 class ChatParser:
-    """One returned answer.
+    """Parser of one returned answer.
 
     A thought counts only at the very beginning of an answer, tool calls only when `parse_tools` (the request offered
     tools). Newlines around a thought belong to the tags, as in Qwen3's own template.
@@ -87,7 +87,7 @@ class ChatParser:
         return self._ends_in_calls
 
     def feed(self, text: str) -> ChatPiece:
-        """Take more text. Empty text is allowed."""
+        """Take more text, which may be empty, and return what is certain."""
         piece = ChatPiece()
         if self.is_plain:
             piece.text = text
@@ -98,7 +98,7 @@ class ChatParser:
         return piece
 
     def finish(self) -> ChatPiece:
-        """No more text comes: hand out what was held back."""
+        """Return what was held back: no more text comes."""
         piece = ChatPiece()
         held, self._held = self._held, ""
         if self._state is _State.REASONING:
@@ -107,7 +107,7 @@ class ChatParser:
             result = self._call.finish()
             self._take_call(result, piece)
         elif self._state is _State.AFTER_CALL:
-            # Held here is white space, or white space and the beginning of another tag.
+            # The held text is white space, or white space and the beginning of another tag.
             if held.strip():
                 piece.text, self._ends_in_calls = held, False
         elif self._state is not _State.AFTER_REASONING:
@@ -115,7 +115,7 @@ class ChatParser:
         return piece
 
     def _step(self, piece: ChatPiece) -> bool:
-        """Consume some of what is held; False when more text is needed."""
+        """Consume some of the held text; False when more text is needed."""
         return self._STEPS[self._state](self, piece)
 
     def _start(self, piece: ChatPiece) -> bool:

@@ -1,4 +1,4 @@
-"""Reads one Hermes tool call, `{"name": …, "arguments": {…}}`, from text that arrives in arbitrary pieces."""
+"""Reader of one Hermes tool call, `{"name": …, "arguments": {…}}`, from text that arrives in arbitrary pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
-# The usual order of keys: from here on the arguments can be streamed as they come.
+# The usual order of keys: the arguments that follow can be streamed as they come.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
 
 
@@ -42,7 +42,7 @@ class _Phase(enum.Enum):
 
 
 class ToolCallReader:
-    """The text between `<tool_call>` and `</tool_call>`. What it finds does not depend on how the text is split."""
+    """Reads the text between `<tool_call>` and `</tool_call>`. The result does not depend on how the text is split."""
 
     def __init__(self, index: int, call_id: str, max_head_chars: int) -> None:
         """`max_head_chars`: more than this without a recognisable call is plain text."""
@@ -55,11 +55,11 @@ class ToolCallReader:
         self._in_string = False
         self._escaped = False
         self._well_formed = False
-        # All of them so far: only as a whole do they turn out to be JSON.
+        # The whole of the arguments so far: only as a whole can they be told to be JSON.
         self._arguments: list[str] = []
 
     def feed(self, text: str) -> CallResult:
-        """Take more text."""
+        """Take more text and return what it completes."""
         result = CallResult()
         self._buffer += text
         if self._phase is _Phase.HEAD:
@@ -71,7 +71,7 @@ class ToolCallReader:
         return result
 
     def finish(self) -> CallResult:
-        """No more text comes: a call whose closing tag was cut off still counts when its JSON is whole."""
+        """Return the rest: no more text comes. A call without its closing tag still counts when its JSON is whole."""
         result = CallResult(closed=True)
         if self._phase is _Phase.HEAD:
             self._read_whole(self._buffer, result, OPEN_TAG + self._buffer)
@@ -122,7 +122,7 @@ class ToolCallReader:
             self._arguments.clear()
 
     def _scan(self, text: str) -> int | None:
-        """Place in `text` at which the arguments' object ends; None when it goes on."""
+        """Index in `text` at which the arguments' object ends; None when it goes on."""
         for position, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -163,7 +163,7 @@ def _loads(text: str) -> object:
 
 
 def _refuse(constant: str) -> object:
-    """NaN and Infinity, which Python reads and JSON does not have."""
+    """Refuse NaN and Infinity, which Python reads and JSON does not have. Raises ValueError."""
     raise ValueError(constant)
 
 
@@ -180,7 +180,7 @@ def _argument_text(arguments: object) -> str | None:
 
 
 def _is_text(value: str) -> bool:
-    """True when it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """True when the value has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Bounds how many requests are live and how many wait, fairly between tenants.
+"""Admission of requests: bounds on the live and on the waiting ones, fair between tenants.
 
 Waiting requests are let in one per tenant in turn. When the queue is full the tenant with the most waiting requests
 loses its newest one, so that one tenant's flood cannot shut out another.
@@ -19,14 +19,14 @@ DEFAULT_TENANT = "default"
 
 
 def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Hash of the caller's credentials; a constant while nobody has to authenticate."""
+    """Hash of the caller's credentials; a constant where no authentication is needed."""
     if config.auth_token_file is None:
         return DEFAULT_TENANT
     return hashlib.sha256(str(dict(metadata or ()).get("authorization", "")).encode()).hexdigest()
 
 
 class Admission:
-    """Used from one event loop."""
+    """Places for live requests, and the queue of those that wait. Belongs to one event loop."""
 
     def __init__(self, *, max_live: int, max_waiting: int, retry_after_seconds: float) -> None:
         self._max_live = max_live
@@ -40,12 +40,12 @@ class Admission:
 
     @property
     def live(self) -> int:
-        """Requests let in and not done."""
+        """Number of requests that were let in and are not done."""
         return self._live
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return sum(len(queue) for queue in self._queues.values())
 
     def drain(self) -> None:
@@ -82,7 +82,7 @@ class Admission:
             raise _expired() from None
         finally:
             if not entered and place.done() and not place.cancelled() and place.exception() is None:
-                # Let in and given up in the same turn of the loop.
+                # It was let in and cancelled in the same turn of the loop.
                 self.leave()
             self._forget(tenant, place)
 
@@ -102,7 +102,7 @@ class Admission:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Leaves at the end of the block."""
+        """Give the place back at the end of the block."""
         try:
             yield
         finally:
@@ -113,7 +113,7 @@ class Admission:
         self._empty.clear()
 
     def _shed(self, tenant: str) -> None:
-        """Make room for `tenant` at the expense of a tenant that has more waiting, or refuse."""
+        """Make room for `tenant` by refusing a request of a tenant that has more waiting, or refuse this one."""
         largest, queue = max(self._queues.items(), key=lambda item: len(item[1]), default=(tenant, deque()))
         if len(queue) <= len(self._queues.get(tenant, ())) + 1:
             raise self._full()

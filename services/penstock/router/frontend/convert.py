@@ -1,4 +1,4 @@
-"""Public requests to internal ones, and internal output to public messages. Pure functions, no I/O."""
+"""Conversion of public requests to internal ones, and of internal output to public messages. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONTEXT_IDS = 4
 # Clients receive at most 4 MiB by default.
 MAX_RESPONSE_BYTES = 4 << 20
 _OPTIONS = ("config", "stop", "output", "constraint")
-# How generation calls fields that have another name here.
+# Fields that have another name here than in the generation service.
 _FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt", "token_ids": "prompt"}
 
 
 def check(request: PublicRequest, config: RouterConfig) -> None:
-    """Refuse what needs neither tokenizer nor model for that. Raises InvalidArgument naming the field."""
+    """Refuse a request that is wrong whatever the tokenizer and the model. Raises InvalidArgument naming the field."""
     _check_length("request_id", request.request_id, config.max_request_id_chars)
     _check_length("session_id", request.session_id, config.max_session_id_chars)
     _check_length("cache_salt", request.cache_salt, config.max_session_id_chars)
@@ -62,7 +62,10 @@ def _check_length(field: str, value: str, limit: int) -> None:
 
 
 def _check_options_size(request: PublicRequest, limit: int) -> None:
-    """Options are copied and sent on; millions of tiny entries would hold up every stream of this process."""
+    """Refuse options that take too many bytes. Raises InvalidArgument.
+
+    They are copied and sent on: millions of tiny entries would hold up every stream of this process.
+    """
     if request.ByteSize() <= limit:
         return
     sizes = {name: getattr(request, name).ByteSize() for name in _OPTIONS}
@@ -77,12 +80,12 @@ def _check_options_size(request: PublicRequest, limit: int) -> None:
 
 
 def prompt_field(request: PublicRequest) -> str:
-    """The field that holds the prompt."""
+    """Name of the field that holds the prompt."""
     return "messages" if isinstance(request, text_pb2.ChatRequest) else "prompt"
 
 
 def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgument:
-    """A backend's complaint, about the field as the client knows it."""
+    """Return a backend's error with the field's name as the client knows it."""
     field = _FIELDS.get(error.field or "", error.field or "request")
     if field == "prompt":
         field = prompt_field(request)
@@ -94,7 +97,7 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
 def to_template(
     request: PublicRequest, prompt: Prompt, *, model: str, salt: str, fingerprint: str
 ) -> generation_pb2.GenerateRequest:
-    """The request for any backend, less the fields of an attempt. `seed` is always set."""
+    """Make the request for any backend, without the fields of an attempt. `seed` is always set."""
     template = generation_pb2.GenerateRequest(
         prompt_token_ids=prompt.token_ids,
         stop=request.stop if request.HasField("stop") else None,
@@ -109,7 +112,7 @@ def to_template(
     template.config.CopyFrom(request.config)
     if request.HasField("output"):
         template.output.CopyFrom(request.output)
-        # Text is added here; generation has none.
+        # The router adds the text; generation has none.
         template.output.ClearField("echo")
     return template
 
@@ -122,12 +125,12 @@ def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse |
 
 
 def warnings_of(request: PublicRequest) -> tuple[str, ...]:
-    """Warnings of options without effect, as far as the router knows; the backend adds its own."""
+    """Warnings of options without effect that the router knows of; the backend adds its own."""
     return ("metadata has no effect: nothing reads it yet",) if request.HasField("metadata") else ()
 
 
 def comes_in_bursts(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> bool:
-    """True when many tokens of a sequence may come at once, in several messages: no reader can be up to date then."""
+    """True when many tokens of a sequence may come at once, in several messages: no reader can keep up then."""
     config = request.config if request.config.HasField("num_beams") or info is None else info.default_config
     return config.num_beams > 1 or request.output.stream_interval > 1
 
@@ -138,7 +141,7 @@ def wants_tensors(output: config_pb2.OutputConfig) -> bool:
 
 
 def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.DecodeStreamOpen:
-    """Options of decoding. A completion goes on from its prompt's last characters; a chat answer begins anew."""
+    """Make the decode options. A completion goes on from its prompt's last characters; a chat answer begins anew."""
     options = tokenizer_pb2.DecodeStreamOpen(
         stop_strings=request.stop.stop_strings,
         include_stop_string_in_output=request.stop.include_stop_string_in_output,
@@ -151,12 +154,12 @@ def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.D
 
 
 def cache_salt(tenant: str, client_salt: str) -> str:
-    """Prefix blocks are shared within it: the tenant's, narrowed by what the client asked for."""
+    """Salt within which prefix blocks are shared: the tenant's, narrowed by the client's own."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{client_salt}".encode()).hexdigest()
 
 
 def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:
-    """One delta of Generate. Fields are set one by one: keyword arguments take twice as long, for every token."""
+    """Make one delta of Generate. Fields are set one by one: keyword arguments take twice as long, for every token."""
     response = text_pb2.GenerateTextResponse()
     message = response.delta
     message.seq, message.index, message.text = seq, delta.index, delta.text
@@ -170,7 +173,7 @@ def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:
 
 
 def chat_delta(seq: int, delta: PendingDelta) -> text_pb2.ChatResponse:
-    """One delta of Chat."""
+    """Make one delta of Chat."""
     response = text_pb2.ChatResponse()
     message = response.delta
     message.seq, message.index, message.text = seq, delta.index, delta.text
@@ -191,7 +194,7 @@ EventT = TypeVar("EventT", generation_pb2.Started, generation_pb2.Finished)
 
 
 def check_size(event: EventT) -> EventT:
-    """Raises ResourceExhausted for an event that clients could not receive."""
+    """Refuse an event that is larger than clients can receive. Raises ResourceExhausted."""
     size = event.ByteSize()
     if size > MAX_RESPONSE_BYTES - 1024:
         raise ResourceExhausted(

@@ -1,4 +1,4 @@
-"""The end of a drain's grace: calls that still run end by themselves, with a last word, before the server cuts them."""
+"""End of a drain's grace: calls that still run end by themselves, with a last message, before the server cuts them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from penstock.common.errors import Aborted, PenstockError, Unavailable
 from penstock.router.requests.request_state import RequestState
 from penstock.serving.server import STOP_GRACE_SECONDS
 
-# What readers have to take their Finished. The status of those who do not has the rest of the server's own grace.
+# Seconds that a reader has to take its Finished. A status that follows has the rest of the server's own grace.
 LAST_WORD_SECONDS = STOP_GRACE_SECONDS / 2
 
 
 def grace_over(kind: type[PenstockError] = Aborted) -> PenstockError:
-    """Make the error, worded as the generation service's: Unavailable for a call without output, Aborted for others."""
+    """Make the error with the generation service's words: Unavailable for a call without output, Aborted for others."""
     return kind("the process stops and its grace is over", reason="DRAIN_GRACE_OVER")
 
 
 @dataclass(slots=True, eq=False)
 class GraceEnd:
-    """The way that one call ends then."""
+    """End of one call when the grace is over."""
 
     limit: asyncio.Timeout
-    # Set once it is a stream that can end by itself.
+    # Set once the call is a stream that can end by itself.
     state: RequestState | None = None
-    # Raised where its handler is cut off.
+    # Raised where the call's handler is cut off.
     error: Callable[[], PenstockError] = field(default=partial(grace_over, Unavailable))
 
-    def come(self) -> None:
+    def end_call(self) -> None:
         """End the call: a stream by Finished, unless its reader is stuck, anything else at once."""
         now = asyncio.get_running_loop().time()
         if self.state is None:
@@ -42,14 +42,14 @@ class GraceEnd:
 
 
 class Drain:
-    """The calls that run now. Used from one event loop."""
+    """Calls that run now. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._calls: set[GraceEnd] = set()
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[GraceEnd]:
-        """Around a call's work. Raises the error of its GraceEnd when the work was cut off."""
+        """Register a call while it works. Raises the error of its GraceEnd when the work was cut off."""
         grace_end = GraceEnd(asyncio.timeout(None))
         self._calls.add(grace_end)
         try:
@@ -63,7 +63,7 @@ class Drain:
             self._calls.discard(grace_end)
 
     def end_grace(self) -> None:
-        """The grace is over."""
+        """End every call: the grace is over."""
         calls, self._calls = self._calls, set()
         for call in calls:
-            call.come()
+            call.end_call()

@@ -1,4 +1,4 @@
-"""One stream of TextService from request to Finished: admission, prompt, backend, deltas, end."""
+"""Serving of one TextService stream from request to Finished: admission, prompt, backend, deltas, end."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _log = get_logger("penstock.router")
 
 
 class TextFlow:
-    """Runs streams, each in its handler's task; knows the ids of the live ones."""
+    """Runs streams, each in its handler's task, and knows the request ids of the live ones."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._live_ids: set[str] = set()
 
     async def run(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall) -> None:
-        """Serve one stream. Raises PenstockError for the interceptor to map."""
+        """Serve one stream. Raises PenstockError, which the interceptor maps to a status."""
         call = _Call(request, kind, context, self._parts)
         status = "INTERNAL"
         try:
@@ -65,7 +65,7 @@ class TextFlow:
             self._parts.metrics.requests(kind.name, status).inc()
 
     def _claim(self, request: convert.PublicRequest) -> str:
-        """The request's id, now taken. Raises InvalidArgument when the client chose one that is live."""
+        """Take and return the request's id. Raises InvalidArgument when the client chose one that is live."""
         request_id = request.request_id
         if request_id and request_id in self._live_ids:
             raise InvalidArgument("request_id", "a live request has this id", reason="DUPLICATE_REQUEST_ID")
@@ -78,7 +78,7 @@ class TextFlow:
 
 
 class _Call:
-    """One stream's way through the stages."""
+    """One stream on its way through the stages."""
 
     def __init__(self, request: convert.PublicRequest, kind: StreamKind, context: ServerCall, parts: Parts) -> None:
         self._request = request
@@ -100,9 +100,9 @@ class _Call:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     async def serve(self, request_id: str, grace_end: GraceEnd) -> None:
-        """Admission, then the stream."""
+        """Serve the stream after admission."""
         parts = self._parts
-        # Settled once: a stream must not be moved to another model.
+        # Chosen once: a stream must not be moved to another model.
         self._model = parts.pool.choose_model(self._request.model)
         parts.attempts.check_capacity(self._model)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
@@ -178,7 +178,7 @@ class _Call:
         last_wait = _LastWait(state, writer, parts.config.slow_reader_grace_seconds, self._hang_up)
 
         def on_close() -> None:
-            # The handler may be stuck in a write to a reader that was cut off: it holds no place meanwhile.
+            # The handler may be stuck in a write to a reader that was cut off: it must hold no place meanwhile.
             if state.error is not None:
                 place.give_back()
                 writer.stop_waiting()
@@ -194,7 +194,8 @@ class _Call:
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
         except InvalidArgument as error:
-            # Not from it, which it may be, and in no variable: circles that hold the request until a collection.
+            # Raised neither from that error, which it may be, nor by a variable: both make circles that hold the
+            # request until a garbage collection.
             raise convert.public_error(error, self._request) from None
         finally:
             state.close()
@@ -204,7 +205,7 @@ class _Call:
                 timer.cancel()
 
     def _hang_up(self, error: PenstockError | None, handler: asyncio.Task[Any]) -> None:
-        """Queue the status behind the message that nobody reads, and give the handler up."""
+        """Queue the status behind the message that is not being read, and end the handler."""
         if error is None:
             self._parts.metrics.slow_readers.inc()
             error = ResourceExhausted("the reader of this stream does not take its end", reason="SLOW_READER")
@@ -222,13 +223,13 @@ class _Call:
 
 
 async def _abort(context: ServerCall, error: PenstockError) -> None:
-    # InternalError: the connection is gone, which is as good.
+    # InternalError: the connection is gone, so there is no call to end.
     with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):
         await context.abort(error.code, error.message, trailing_metadata(error))
 
 
 class _Place:
-    """Something that is held and given back once."""
+    """A place that is held, and given back once."""
 
     __slots__ = ("_give_back",)
 
@@ -236,14 +237,14 @@ class _Place:
         self._give_back: Callable[[], None] | None = give_back
 
     def give_back(self) -> None:
-        """Give it back; later calls do nothing."""
+        """Give the place back; later calls do nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
 
 
 class _LastWait:
-    """A limit on the writes that a handler is stuck in once its request is over: the grace, for each message."""
+    """Limit on the time of each write that a handler is stuck in once its request is over: the grace."""
 
     def __init__(
         self,
@@ -260,12 +261,12 @@ class _LastWait:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """The request is over."""
+        """Start the limit: the request is over."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._grace_seconds, self._look, self._writer.num_written)
 
     def end(self) -> None:
-        """So is the handler."""
+        """Stop the limit: the handler is over, too."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,4 +1,4 @@
-"""The parts that streams are made with."""
+"""Parts that every stream of the router works with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.router.tokenizer.tokenizer_link import TokenizerLink
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One of each per process, shared by all streams."""
+    """Parts of the process, shared by all streams."""
 
     config: RouterConfig
     link: TokenizerLink

@@ -1,4 +1,4 @@
-"""Score, Embed and DetectWatermark from request to answer: admission, ids, a backend, texts of tokens."""
+"""Score, Embed and DetectWatermark from request to answer: admission, token ids, a backend, texts of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextRespo
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Facts of a call that every stage needs. `deadline` is a time.monotonic()."""
+    """Facts of a call that every stage needs. `deadline` is a time of time.monotonic()."""
 
     model: str
     tenant: str
@@ -42,7 +42,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class ScoreEmbedFlow:
-    """Runs in the handlers' tasks. Calls count against the same admission as streams."""
+    """Runs calls in their handlers' tasks. They count against the same admission as streams."""
 
     config: RouterConfig
     texts: ScoreEmbedTexts
@@ -111,7 +111,7 @@ class ScoreEmbedFlow:
 
     @asynccontextmanager
     async def _admitted(self, method: str, model: str, context: ServerCall) -> AsyncIterator[_Call]:
-        """A place from admission for the block, and the count of how it ended."""
+        """Hold a place from admission during the block, and count how the call ended."""
         remaining = context.time_remaining()
         begin = time.monotonic()
         deadline = None if remaining is None else begin + remaining
@@ -156,7 +156,7 @@ class ScoreEmbedFlow:
         return message
 
     async def _ask(self, ask: Any, call: _Call, prompt: Sequence[int], salt: str) -> Any:
-        """The backend's answer, from one that probably has the first prompt cached."""
+        """Return a backend's answer; one that probably has the first prompt cached is asked first."""
         info = self.pool.models.get(call.model)
         hashes: list[int] = []
         if prompt and info is not None and info.kv.block_size:
@@ -172,13 +172,13 @@ class ScoreEmbedFlow:
 
 
 def _public(field: str) -> str:
-    """A backend's field as the client knows it."""
+    """Name of a backend's field as the client knows it."""
     field = field.replace(".prompt_token_ids", ".prompt").replace(".continuation_token_ids", ".continuation")
     return re.sub(r"^inputs\b", "texts", field) or "request"
 
 
 def _checked(answer: AnswerT, field: str) -> AnswerT:
-    """Raises ResourceExhausted for an answer that clients could not receive."""
+    """Return `response`. Raises ResourceExhausted when it is larger than clients can receive."""
     size = answer.ByteSize()
     if size > MAX_RESPONSE_BYTES - 1024:
         raise ResourceExhausted(

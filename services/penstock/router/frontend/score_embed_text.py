@@ -1,11 +1,11 @@
-"""Texts of Score, Embed and DetectWatermark as ids.
+"""Encoding of the texts of Score, Embed and DetectWatermark.
 
-A prompt and its continuation are encoded together, as lm-evaluation-harness does: white space at the prompt's end moves
-to the continuation (a token begins with its space), the whole is encoded, and what it has in common with the prompt's
-own encoding is the prompt. So the ids that are scored are always those of the whole text. Where the tokenizer joins
-characters across the boundary, the joint token counts as continuation (the harness, which cuts by the number of ids,
-would lose it). Special tokens that the tokenizer puts at the front come first; a prompt without any id becomes the
-beginning-of-sequence id, or the end-of-sequence id where there is none.
+A prompt and its continuation are encoded together, as lm-evaluation-harness does. White space at the prompt's end moves
+to the continuation, since a token begins with its space. The whole is encoded; the ids that it shares with the start of
+the prompt's own encoding are the prompt. So the ids that are scored are always those of the whole text. Where the
+tokenizer joins characters across the boundary, the joint token counts as continuation (the harness, which cuts by the
+number of ids, would lose it). Special tokens that the tokenizer puts at the front come first. A prompt without any id
+becomes the beginning-of-sequence id, or the end-of-sequence id where there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.v1 import text_pb2, tokenizer_pb2
 
 # Texts of one Encode, below what a tokenizer takes by default.
 _BATCH = 128
-# Any text that is some token: tells what stands in front of a text.
+# Any text of some token: its encoding shows the ids that the tokenizer puts in front.
 _PROBE = "a"
 
 
@@ -33,7 +33,7 @@ class ScoredIds:
 
 
 class ScoreEmbedTexts:
-    """Shared by all handlers."""
+    """Encodes texts; shared by all handlers."""
 
     def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:
         self._link = link
@@ -42,7 +42,7 @@ class ScoreEmbedTexts:
         self._fronts: dict[str, list[int]] = {}
 
     async def inputs(self, texts: Sequence[str], timeout: float | None) -> list[list[int]]:
-        """Ids of Embed's texts, special tokens included. Raises InvalidArgument naming `texts`."""
+        """Return the ids of Embed's texts, special tokens included. Raises InvalidArgument naming `texts`."""
         encoded = await self._encode(texts, timeout, field="texts", special=True)
         for index, ids in enumerate(encoded):
             if not ids:
@@ -50,12 +50,12 @@ class ScoreEmbedTexts:
         return encoded
 
     async def output(self, text: str, timeout: float | None) -> list[int]:
-        """Ids of a text that a model wrote, with no special token added. Raises InvalidArgument naming `text`."""
+        """Return the ids of a text that a model wrote, no special token added. Raises InvalidArgument naming `text`."""
         (ids,) = await self._encode([text], timeout, field="text", special=False)
         return ids
 
     async def items(self, items: Sequence[text_pb2.ScoreTextItem], timeout: float | None) -> list[ScoredIds]:
-        """Ids of Score's items. Raises InvalidArgument naming `items[i].…`."""
+        """Return the ids of Score's items. Raises InvalidArgument naming `items[i].…`."""
         for index, item in enumerate(items):
             if not item.continuation:
                 raise InvalidArgument(f"items[{index}].continuation", "must not be empty")
@@ -102,7 +102,7 @@ class ScoreEmbedTexts:
             try:
                 answer = await self._link.encode(request, timeout)
             except InvalidArgument as error:
-                # The tokenizer speaks of its own fields.
+                # The error names a field of the tokenizer's request.
                 raise InvalidArgument(field, error.description, reason=error.reason) from error
             found += [list(encoding.ids) for encoding in answer.encodings]
         if len(found) != len(texts):

@@ -1,4 +1,4 @@
-"""TextService: what clients call."""
+"""Handlers of TextService, the service that clients call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.v1 import common_pb2, model_pb2, text_pb2, text_pb2_grpc
 
 
 class TextServicer(text_pb2_grpc.TextServiceServicer):
-    """Streams are written by the handler itself: an async generator would cost a switch per message."""
+    """Handlers of TextService. They write streams themselves: an async generator would cost a switch per message."""
 
     def __init__(self, flow: TextFlow, score_embed: ScoreEmbedFlow, pool: BackendPool, link: TokenizerLink) -> None:
         self._flow = flow
@@ -22,33 +22,33 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
         self._link = link
 
     async def Generate(self, request: text_pb2.GenerateTextRequest, context: ServerCall) -> None:  # type: ignore[override]
-        """Completes text or ids."""
+        """Complete text or ids."""
         await self._flow.run(request, GENERATE, context)
 
     async def Chat(self, request: text_pb2.ChatRequest, context: ServerCall) -> None:  # type: ignore[override]
-        """Answers a conversation."""
+        """Answer a conversation."""
         await self._flow.run(request, CHAT, context)
 
     async def Embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:  # type: ignore[override]
-        """Means of the final hidden states of texts."""
+        """Return means of the final hidden states of texts."""
         return await self._score_embed.embed(request, context)
 
     async def Score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:  # type: ignore[override]
-        """Log-probabilities of given continuations."""
+        """Return log-probabilities of the request's continuations."""
         return await self._score_embed.score(request, context)
 
     async def DetectWatermark(  # type: ignore[override]
         self, request: text_pb2.DetectWatermarkTextRequest, context: ServerCall
     ) -> text_pb2.DetectWatermarkTextResponse:
-        """Evidence of a watermark in a text or ids."""
+        """Return evidence of a watermark in a text or ids."""
         return await self._score_embed.detect_watermark(request, context)
 
     async def ListModels(self, request: text_pb2.ListModelsRequest, context: ServerCall) -> text_pb2.ListModelsResponse:  # type: ignore[override]
-        """Every model that a backend serves or served, each followed by its adapters."""
+        """List every model that a backend serves or served, each followed by its adapters."""
         return text_pb2.ListModelsResponse(models=self._models())
 
     async def GetModel(self, request: text_pb2.GetModelRequest, context: ServerCall) -> text_pb2.GetModelResponse:  # type: ignore[override]
-        """One model or adapter; the first when `name` is empty."""
+        """Return one model or adapter; the first when `name` is empty."""
         for model in self._models():
             if request.name in ("", model.name):
                 return text_pb2.GetModelResponse(model=model)

@@ -1,4 +1,4 @@
-"""Writes one client stream: Started, deltas as they come, Finished; finds another backend when one is lost."""
+"""Writing of one client stream: Started, deltas as they come, Finished; and another backend when one is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.router.tokenizer.pipeline import Prompt
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
-# Text of one echo delta: stays far below what clients receive by default.
+# Characters of one echo delta: far below what clients receive by default.
 _ECHO_CHARS = 256 << 10
 _ENDED_BY_MODEL = (
     common_pb2.FINISH_REASON_STOP_EOS,
@@ -31,7 +31,7 @@ _ENDED_BY_MODEL = (
 
 @dataclass(frozen=True, slots=True)
 class StreamKind:
-    """The difference between Generate and Chat."""
+    """Difference between Generate and Chat."""
 
     name: str
     response: type[text_pb2.GenerateTextResponse] | type[text_pb2.ChatResponse]
@@ -43,7 +43,7 @@ CHAT = StreamKind("Chat", text_pb2.ChatResponse, convert.chat_delta)
 
 
 class StreamWriter:
-    """Lives in the stream's handler."""
+    """Writes one stream; lives in its handler."""
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class StreamWriter:
         self._make_delta = kind.delta
         self._parts = parts
         self._write = context.write
-        # Where the transport can write without a task the next delta of a reader that keeps up wakes no handler.
+        # Where the transport can write without a task, a delta for a reader that keeps up wakes no handler.
         self._writes_at_once, self._try_write = context.writes_at_once, context.try_write
         self._time_left = time_left
         self._next_seq = 0
-        # For `_write_now`, filled again for every token: making one takes longer than the rest of it.
+        # Reused by `_write_now` for every token: making a message takes longer than the rest of it.
         self._reused = kind.response()
         self._reused_delta = self._reused.delta
         # Messages that the reader took.
         self.num_written = 0
         self._has_started = False
-        # Of a wait for another service.
+        # The limit of a wait for another service.
         self._wait_limit: asyncio.Timeout | None = None
 
     async def run(self, echo: str) -> None:
-        """Write until Finished. Raises how it failed: a loss is Unavailable before a delta, Aborted after it."""
+        """Write until Finished. Raises the stream's error: a loss is Unavailable before a delta, Aborted after it."""
         try:
             await self._run(echo)
         except PenstockError as error:
@@ -91,7 +91,7 @@ class StreamWriter:
                 self._parts.metrics.coalesced.inc(self._state.buffer.coalesced)
 
     def stop_waiting(self) -> None:
-        """The request has failed: nothing that another service says changes that."""
+        """Cancel the wait for another service: the request has failed, and no answer changes that."""
         if self._wait_limit is not None:
             self._wait_limit.reschedule(asyncio.get_running_loop().time())
 
@@ -122,7 +122,7 @@ class StreamWriter:
 
     @asynccontextmanager
     async def _unless_failed(self) -> AsyncIterator[None]:
-        """Around a wait for another service. Raises how the request failed before or meanwhile."""
+        """Guard a wait for another service. Raises the request's error when it failed before or meanwhile."""
         state = self._state
         if state.error is not None:
             raise state.error
@@ -152,7 +152,7 @@ class StreamWriter:
             state.write_now = None
 
     def _write_now(self, index: int, text: str, token_ids: Sequence[int]) -> bool:
-        """Write a delta while the handler waits, unless others wait before it. The per-token path."""
+        """Write a delta while the handler waits; False when others wait before it. The per-token path."""
         if self._state.buffer.has_deltas:
             return False
         delta = self._reused_delta
@@ -204,11 +204,11 @@ class StreamWriter:
         await self._write(self._response(finished=convert.check_size(finished)))
 
     async def _write_failed(self) -> None:
-        """Finished of a stream that ends by an error; the figures of its backend are not known."""
+        """Write the Finished of a stream that ends by an error; the figures of its backend are not known."""
         sequences = [self._state.sequence(index) for index in range(self._state.spec.num_sequences)]
         results = [sequence.result or _failed(sequence) for sequence in sequences]
         message = self._response(finished=self._finished(generation_pb2.Finished(), results))
-        # The client may be gone, which is no other failure.
+        # The client may be gone, which adds no failure.
         with suppress(grpc.aio.InternalError):
             await self._write(message)
 
@@ -231,7 +231,7 @@ class StreamWriter:
         copy.CopyFrom(result)
         if self._state.moves:
             copy.token_count = len(sequence.token_ids)
-            # The last backend knows only the end of the sum.
+            # The last backend knows only its own part of the sum.
             copy.ClearField("cumulative_logprob")
         if sequence.parser is not None and sequence.parser.ends_in_tool_calls and copy.finish_reason in _ENDED_BY_MODEL:
             copy.finish_reason = common_pb2.FINISH_REASON_TOOL_CALLS
@@ -282,7 +282,7 @@ class StreamWriter:
             metrics.finished(reason).inc()
 
     def as_seen(self, error: PenstockError) -> PenstockError:
-        """Turn `error` into what fits the client: ids that were not written are no begun stream to it."""
+        """Turn `error` into the client's view: a stream of which no delta was written has not begun for it."""
         if not self._next_seq:
             return Unavailable(error.message, reason=error.reason, retry_after_seconds=error.retry_after_seconds or 1.0)
         aborted = Aborted(error.message, reason=error.reason)

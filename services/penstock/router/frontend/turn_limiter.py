@@ -1,4 +1,4 @@
-"""Shares the event loop between writing to clients and reading from backends and tokenizer."""
+"""Sharing of the event loop between writing to clients and reading from backends and tokenizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import deque
 class TurnLimiter:
     """Lets at most `per_turn` coroutines pass in one turn of the event loop, first come first served.
 
-    Without it, a step of many streams fills whole turns with writes, one step is read per turn, and under load the
-    backlog grows unseen in the connection to the backend. With it reading goes on, what waits here is merged, and the
-    same work is done with fewer messages. Nothing is held while a write is stuck.
+    Without it, a step of many streams fills whole turns with writes, and one step is read per turn. Under load the
+    backlog then grows unseen in the connection to the backend. With it reading goes on, deltas that wait here are
+    merged, and the same work takes fewer messages. Nothing is held while a write is stuck.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -22,7 +22,7 @@ class TurnLimiter:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def enter(self) -> None:
-        """Return when it is the caller's turn: at once while the loop is not busy."""
+        """Wait for the caller's turn; it comes at once while the loop is not busy."""
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Output of one client stream that waits for its reader: merged while the reader is behind, bounded in bytes."""
+"""Buffer for output of one client stream: merged while the reader is behind, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from penstock.router.aio import Wakeup
 from penstock.router.chat.tool_calls import ToolCallPiece
 from penstock.v1 import common_pb2
 
-# Estimates of what a part of a delta takes on the wire, generously.
+# Generous estimates of the bytes that parts of a delta take on the wire.
 _ID_BYTES, _LOGPROB_BYTES, _CALL_BYTES = 5, 48, 96
-# Tensors and log-probabilities of one message: with the rest of it below the 4 MiB that clients receive by default.
+# Bytes of tensors and log-probabilities in one message: with the rest of it below the 4 MiB that clients receive by
+# default.
 MAX_MESSAGE_BYTES = 3 << 20
-# So few tokens always fit, with 20 alternatives each.
+# Tokens that always fit, with 20 alternatives each.
 _SMALL = 64
 
 
@@ -31,7 +32,7 @@ class PendingDelta:
     tensors: list[common_pb2.StepTensors] = field(default_factory=list)
 
     def size(self) -> int:
-        """About how many bytes this is on the wire (ASCII text assumed; the bound is no precise one)."""
+        """Estimate of the bytes on the wire (ASCII text is assumed; the bound need not be precise)."""
         size = len(self.text) + len(self.reasoning) + _ID_BYTES * len(self.token_ids)
         if self.logprobs:
             size += _LOGPROB_BYTES * len(self.logprobs) * (1 + len(self.logprobs[0].top))
@@ -51,14 +52,14 @@ class PendingDelta:
         self.tensors += other.tensors
 
     def messages(self) -> Iterable[PendingDelta]:
-        """Itself, or parts whose tensors and log-probabilities fit a message; text and calls go with the first."""
+        """Return the delta itself, or parts that each fit a message; text and tool calls go with the first."""
         if not self.tensors and len(self.logprobs) <= _SMALL:
             return (self,)
         sizes = self._token_bytes()
         return (self,) if sum(sizes) <= MAX_MESSAGE_BYTES else self._parts(sizes)
 
     def _token_bytes(self) -> list[int]:
-        """Bytes that each token's tensors and log-probabilities take."""
+        """Estimate the bytes of each token's tensors and log-probabilities."""
         tensors, logprobs = self.tensors, self.logprobs
         sizes = [one.ByteSize() for one in tensors] if tensors else [0] * len(logprobs)
         for place, position in enumerate(logprobs):
@@ -113,7 +114,7 @@ class DeltaBuffer:
         return bool(self._waiting)
 
     def take(self) -> list[PendingDelta]:
-        """Everything that waits."""
+        """Remove and return everything that waits."""
         if not self._waiting:
             return []
         deltas = list(self._waiting.values())
@@ -122,6 +123,6 @@ class DeltaBuffer:
         return deltas
 
     def clear(self) -> None:
-        """Forget what waits: nobody will read it."""
+        """Forget everything that waits: it will not be read."""
         self._waiting = {}
         self._bytes = 0

@@ -1,4 +1,4 @@
-"""One request: what was asked, what backends emitted, what waits for its reader, and how it ended.
+"""State of one request: its specification, emitted output, deltas that wait for the reader, and its end.
 
 Everything happens on the event loop. Backends and the tokenizer call `on_*`, which never wait; the stream's handler is
 woken through `buffer.wakeup` and writes, moves the request to another backend, or ends the stream.
@@ -19,17 +19,17 @@ from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
 
 
 class AttemptHandle(Protocol):
-    """The present try of a request at some backend."""
+    """Present attempt of a request at some backend."""
 
     def abort(self) -> None:
-        """Tell the backend to stop, and forget the try."""
+        """Tell the backend to stop, and forget the attempt."""
 
 
 @dataclass(slots=True)
 class Loss:
-    """Why an attempt is over though the request is not."""
+    """Reason for which an attempt is over though the request is not."""
 
-    # What the backend said, when it said anything.
+    # The backend's own error, if it sent one.
     error: PenstockError | None
     # Set when the backend itself is gone: a number unique to that death.
     death: int | None
@@ -51,10 +51,10 @@ class Timings:
 
 @dataclass(slots=True)
 class RequestSpec:
-    """A request after validation, tokenisation and defaults: everything needed to try it at any backend."""
+    """A request after validation, tokenisation and defaults, ready for an attempt at any backend."""
 
     request_id: str
-    # As sent to backends, less request_id, attempt_epoch and resumed ids.
+    # The request for backends, without request_id, attempt_epoch and resumed ids.
     template: generation_pb2.GenerateRequest
     num_sequences: int
     decode_options: tokenizer_pb2.DecodeStreamOpen
@@ -65,12 +65,12 @@ class RequestSpec:
     model: str = ""
     session: str = ""
     prefix_hashes: list[int] = field(default_factory=list)
-    # The router's own, for Started.
+    # The router's own warnings, for Started.
     warnings: tuple[str, ...] = ()
 
 
 class RequestState:
-    """State of one request; the module's docstring says who calls what. Implements TextSink."""
+    """State of one request; the module's docstring names its callers. Implements TextReceiver."""
 
     def __init__(
         self,
@@ -80,7 +80,11 @@ class RequestState:
         metrics: RouterMetrics,
         max_buffered: int,
     ) -> None:
-        """`drop` is told once which sequences need no more text. At most `max_buffered` bytes wait for the reader."""
+        """Make the state.
+
+        `drop` is called once, with the sequences that need no more text. At most `max_buffered` bytes wait for the
+        reader.
+        """
         self.spec = spec
         self.timings = timings
         self.decode_options = spec.decode_options
@@ -91,7 +95,7 @@ class RequestState:
         self.error: PenstockError | None = None
         self.loss: Loss | None = None
         self.attempt: AttemptHandle | None = None
-        # Tries so far; the next one's attempt_epoch.
+        # Number of attempts so far; the attempt_epoch of the next one.
         self.attempts = 0
         self.moves = 0
         self.deaths: set[int] = set()
@@ -106,12 +110,12 @@ class RequestState:
         self._metrics = metrics
         self._sends_empty = spec.wants_token_ids or spec.wants_logprobs or spec.wants_tensors
         self._backend_finished: generation_pb2.Finished | None = None
-        # What token healing added to the prompt's text: every answer begins with it.
+        # Text that token healing added to the prompt's: every answer begins with it.
         self._healed_text = ""
-        # Set while the stream's handler waits, if its transport can write without it: takes index, text and ids of a
-        # delta, or refuses it.
+        # Set while the stream's handler waits, if the transport can write without it: takes index, text and ids of a
+        # delta, or refuses them.
         self.write_now: Callable[[int, str, Sequence[int]], bool] | None = None
-        # Called once, when the request is over for whatever reason.
+        # Called once, when the request is over, for any reason.
         self.on_close: Callable[[], None] | None = None
 
     @property
@@ -127,7 +131,7 @@ class RequestState:
         )
 
     def sequence(self, index: int) -> ReturnedSequence:
-        """Returned sequence `index`, made when it is new."""
+        """Return sequence `index`, which is made when it is new."""
         found = self.sequences.get(index)
         if found is None:
             make = self.spec.make_parser
@@ -135,7 +139,7 @@ class RequestState:
         return found
 
     def on_started(self, started: generation_pb2.Started, now: float) -> None:
-        """A backend began; only the first time counts."""
+        """Note that a backend began; only the first time counts."""
         if self.started is None:
             self.started = started
             self._healed_text = started.healed_text
@@ -143,14 +147,14 @@ class RequestState:
             self.buffer.wakeup.set()
 
     def on_backend_finished(self, finished: generation_pb2.Finished | None) -> None:
-        """The backend's last word (None: lost after the last token). The stream ends when the text is complete."""
+        """Take the backend's Finished (None: it was lost after the last token). The stream ends with the last text."""
         self.attempt = None
         self._backend_finished = finished or generation_pb2.Finished()
         if self.undecoded == 0:
             self._complete()
 
     def on_lost(self, loss: Loss) -> None:
-        """The attempt is over before the request is: the handler will find another backend."""
+        """Note that the attempt ended before the request: the handler will find another backend."""
         self.attempt = None
         if loss.death is not None:
             self.deaths.add(loss.death)
@@ -164,7 +168,7 @@ class RequestState:
         self.buffer.wakeup.set()
 
     def on_text(self, piece: Piece, text: str, now: float) -> None:
-        """Text of `piece` came back. The per-token path."""
+        """Take the text of `piece`. The per-token path."""
         self.undecoded -= 1
         if self.closed:
             return
@@ -186,7 +190,7 @@ class RequestState:
             self._complete()
 
     def fail(self, error: PenstockError) -> None:
-        """End the stream with `error`; what the backend still computes for it is aborted."""
+        """End the stream with `error`, and abort the attempt at the backend."""
         if not self.closed:
             self.error = error
             self.close()
@@ -194,7 +198,7 @@ class RequestState:
             self.buffer.wakeup.set()
 
     def close(self) -> None:
-        """Free what backend and tokenizer hold: nothing more is wanted."""
+        """Free the resources at backend and tokenizer: nothing more is wanted."""
         if self.closed:
             return
         self.closed = True
@@ -207,12 +211,12 @@ class RequestState:
             on_close()
 
     def release(self) -> None:
-        """Its handler is done with it: undo the references in circles, so that all of it is freed here and now.
+        """Undo the circular references, so that all of it is freed at once. The handler calls it last.
 
         A request left to the garbage collector keeps its messages until then, and costs a tenth of this process's time.
         """
         self.last_batch = None
-        # Raised, it has the frames of the handler in its traceback.
+        # An error that was raised has the frames of the handler in its traceback.
         self.error = self.loss = None
         for sequence in self.sequences.values():
             sequence.last_piece = None
@@ -245,7 +249,7 @@ class RequestState:
         if before and parser.in_reasoning:
             self.reasoning_tokens += tokens
         elif part.reasoning and text:
-            # A thought begins or ends within this piece: its share of the text.
+            # Reasoning begins or ends within this piece: count its share of the text.
             self.reasoning_tokens += round(tokens * min(1.0, len(part.reasoning) / len(text)))
 
     def _put(self, delta: PendingDelta, piece: Piece) -> None:
@@ -260,7 +264,7 @@ class RequestState:
             self.fail(ResourceExhausted("the reader of this stream is too far behind", reason="SLOW_READER"))
 
     def _complete(self) -> None:
-        """Every token is text and no backend has more to say."""
+        """End the stream: every token is text, and no backend sends more."""
         if self.closed:
             return
         self.finished = self._backend_finished

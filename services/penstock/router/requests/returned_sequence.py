@@ -1,4 +1,4 @@
-"""One returned sequence of a request: its ids, where they are on their way to text, and who gets the text."""
+"""Returned sequence of a request: its ids, their place on the way to text, and the receiver of the text."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, tokenizer_pb2
 
 
-class TextSink(Protocol):
-    """A request, as whatever turns its ids into text needs it."""
+class TextReceiver(Protocol):
+    """A request, as seen by the code that turns its ids into text."""
 
     decode_options: tokenizer_pb2.DecodeStreamOpen
     buffer: DeltaBuffer
-    # Nothing more is wanted.
+    # True once nothing more is wanted.
     closed: bool
-    # Pieces whose text has not come back.
+    # Number of pieces that are not text yet.
     undecoded: int
-    # The last message that had text of this request: its time counts once.
+    # The last message that had text of this request: a message's time counts once.
     last_batch: object | None
     detokenize_seconds: float
 
     def on_text(self, piece: Piece, text: str, now: float) -> None:
-        """Text of `piece` is there. `now`: time.monotonic()."""
+        """Take the text of `piece`. `now` is a time of time.monotonic()."""
 
     def fail(self, error: PenstockError) -> None:
-        """End with `error`."""
+        """End the request with `error`."""
 
 
 class ReturnedSequence:
-    """Ids emitted so far, and where they are on their way to text."""
+    """Ids of a returned sequence that were emitted so far, and their place on the way to text."""
 
     __slots__ = (
         "decoded",
@@ -43,20 +43,20 @@ class ReturnedSequence:
         "last_piece",
         "last_text_at",
         "parser",
+        "receiver",
         "result",
-        "sink",
         "stream_id",
         "token_ids",
     )
 
-    def __init__(self, sink: TextSink, index: int, parser: ChatParser | None) -> None:
-        self.sink = sink
+    def __init__(self, receiver: TextReceiver, index: int, parser: ChatParser | None) -> None:
+        self.receiver = receiver
         self.index = index
-        # Everything backends emitted, over all attempts: what a move resumes from.
+        # All ids that backends emitted, over all attempts: a move resumes from them.
         self.token_ids: list[int] = []
-        # How many of them are text by now.
+        # Number of them that are text by now.
         self.decoded = 0
-        # Where the router decodes by itself.
+        # Set where the router decodes by itself.
         self.decoder: TextDecoder | None = None
         # The DecodeStream connection that knows `stream_id`; another one needs the sequence opened again.
         self.decoder_epoch = 0
@@ -82,14 +82,14 @@ class Piece:
         result: common_pb2.SequenceResult | None,
         tensors: Sequence[common_pb2.StepTensors],
     ) -> None:
-        """`token_ids` is the piece's own from now on."""
+        """Make a piece, which owns `token_ids` from now on."""
         self.sequence = sequence
         self.token_ids = token_ids
         self.logprobs = logprobs
         self.tensors = tensors
         # Set on the last piece of the sequence.
         self.result = result
-        # From then on it is what it is.
+        # Once it was sent nothing is added to it.
         self.is_sent = False
 
     def extend(
@@ -99,7 +99,7 @@ class Piece:
         result: common_pb2.SequenceResult | None,
         tensors: Sequence[common_pb2.StepTensors],
     ) -> None:
-        """Take the ids that follow, too."""
+        """Add the ids that follow."""
         self.token_ids += token_ids
         if logprobs:
             self.logprobs = [*self.logprobs, *logprobs]

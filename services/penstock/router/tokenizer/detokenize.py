@@ -1,10 +1,10 @@
-"""Ids of whole engine steps to text: by the tokenizer's table where its decoder is one, else by one DecodeStream.
+"""Decoding of the ids of whole engine steps: by the tokenizer's table where its decoder is one, else by a DecodeStream.
 
 With a table (`use_table`) a step's text is there at once. Without it the ids of a step go out as one message, and their
 text comes back in order. A message costs as much as tens of tokens, so few are on their way at a time, and steps that
-come meanwhile are put into one. When the tokenizer is lost, what it has not answered is kept; on the next connection
-every sequence is opened again with the ids whose text had already come back, and the rest is sent again. Nothing is
-lost and nothing comes twice.
+come meanwhile are put into one. When the tokenizer is lost, messages without an answer are kept. On the next connection
+every sequence is opened again with the ids that were text already, and the rest is sent again. Nothing is lost and
+nothing comes twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.text.text_decoder import TextDecoder
 from penstock.v1 import common_pb2, tokenizer_pb2
 
 DecodeCall: TypeAlias = StreamCall[tokenizer_pb2.DecodeStreamResponse]
-# Messages on their way to the tokenizer: one that it works on, one that it finds next.
+# Messages on their way to the tokenizer: one in work, and one that is there when it is done.
 _MAX_IN_FLIGHT = 2
 # Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
 _MAX_STEPS = 32
@@ -40,14 +40,17 @@ class Batch:
 
 
 class Detokenizer:
-    """Used from one event loop. The tokenizer link drives `run_writer` and `run_reader` while it is connected."""
+    """Turns ids of all requests into text. Belongs to one event loop.
+
+    The tokenizer link runs `run_writer` and `run_reader` while it is connected.
+    """
 
     def __init__(self, *, max_outstanding: int) -> None:
-        """More than `max_outstanding` unanswered messages mean that the tokenizer does not keep up."""
+        """Make it. More than `max_outstanding` unanswered messages mean that the tokenizer does not keep up."""
         self._epoch = 0
         self._next_stream_id = 1
         self._outstanding: deque[Batch] = deque()
-        # The tail of `_outstanding` that the present connection has not been sent.
+        # The tail of `_outstanding` that was not sent on the present connection.
         self._unsent: deque[Batch] = deque()
         # Steps in `_outstanding`.
         self._steps = 0
@@ -59,7 +62,7 @@ class Detokenizer:
         self.answers = 0
 
     def use_table(self, table: DecodeTable) -> None:
-        """Decode here from now on. To be called before the first batch."""
+        """Decode here from now on. Call it before the first batch."""
         self._table = table
 
     def add(
@@ -71,18 +74,18 @@ class Detokenizer:
         result: common_pb2.SequenceResult | None = None,
         tensors: Sequence[common_pb2.StepTensors] = (),
     ) -> None:
-        """Put ids of `sequence` into `batch`, or to those that still wait; with `result` they are its last.
+        """Put ids of `sequence` into `batch`, or add them to its ids that still wait; with `result` they are its last.
 
         The list is kept.
         """
-        sink, last = sequence.sink, sequence.last_piece
+        receiver, last = sequence.receiver, sequence.last_piece
         if last is not None and not last.is_sent:
             last.extend(token_ids, logprobs, result, tensors)
-            sink.buffer.coalesced += 1
+            receiver.buffer.coalesced += 1
             return
         piece = sequence.last_piece = Piece(sequence, token_ids, logprobs, result, tensors)
         batch.pieces.append(piece)
-        sink.undecoded += 1
+        receiver.undecoded += 1
 
     def send(self, batch: Batch) -> None:
         """Queue a batch, or decode it. Fails its requests with Unavailable when the tokenizer is hopelessly behind."""
@@ -112,7 +115,7 @@ class Detokenizer:
         self._deliver(batch, texts, now - begin, now)
 
     def drop(self, sequences: Iterable[ReturnedSequence]) -> None:
-        """The tokenizer may forget sequences that nobody waits for any more."""
+        """Let the tokenizer forget sequences that no request waits for any more."""
         for sequence in sequences:
             if sequence.stream_id and sequence.decoder_epoch == self._epoch and sequence.result is None:
                 self._drops.append(sequence.stream_id)
@@ -121,11 +124,11 @@ class Detokenizer:
 
     @property
     def outstanding(self) -> int:
-        """Messages without an answer."""
+        """Number of messages without an answer."""
         return len(self._outstanding)
 
     def fail_outstanding(self, error: PenstockError) -> None:
-        """Give up what the tokenizer did not answer: its requests end with `error`."""
+        """Give up the messages without an answer: their requests end with `error`."""
         batches, self._outstanding = self._outstanding, deque()
         self._unsent.clear()
         self._steps = 0
@@ -133,11 +136,11 @@ class Detokenizer:
             self._fail(batch.pieces, error)
 
     def connected(self) -> None:
-        """A new DecodeStream is there: send again, in order, what the last one did not answer."""
+        """Take a new DecodeStream: messages that the last one did not answer are sent again, in order."""
         self._epoch += 1
         self._drops.clear()
         for batch in self._outstanding:
-            batch.pieces = [piece for piece in batch.pieces if not piece.sequence.sink.closed]
+            batch.pieces = [piece for piece in batch.pieces if not piece.sequence.receiver.closed]
         self._unsent = deque(self._outstanding)
         self._wakeup.set()
 
@@ -165,7 +168,7 @@ class Detokenizer:
                 item = add()
                 item.stream_id = sequence.stream_id
                 item.token_ids.extend(piece.token_ids)
-            elif sequence.sink.closed:
+            elif sequence.receiver.closed:
                 # Cancelled before the tokenizer knew of it.
                 sequence.stream_id, are_all_open = 0, False
                 continue
@@ -179,7 +182,7 @@ class Detokenizer:
         if not are_all_open:
             batch.pieces = [piece for piece in batch.pieces if piece.sequence.stream_id]
         if not self._unsent:
-            # Behind everything: a drop that overtook the item that opens its sequence would drop nothing.
+            # Last in the message: a drop that overtook the item that opens its sequence would drop nothing.
             drops, self._drops = self._drops, []
             for stream_id in drops:
                 add(stream_id=stream_id, drop=True)
@@ -190,7 +193,7 @@ class Detokenizer:
         sequence.stream_id, sequence.decoder_epoch = self._next_stream_id, self._epoch
         self._next_stream_id += 1
         item = request.items.add(stream_id=sequence.stream_id, token_ids=piece.token_ids)
-        item.open.CopyFrom(sequence.sink.decode_options)
+        item.open.CopyFrom(sequence.receiver.decode_options)
         item.open.resumed_token_ids.extend(sequence.token_ids[: sequence.decoded])
         return item
 
@@ -212,29 +215,29 @@ class Detokenizer:
         self._deliver(batch, texts, response.detokenize_seconds, time.monotonic())
 
     def _deliver(self, batch: Batch, texts: Iterable[str | PenstockError], seconds: float, now: float) -> None:
-        """Hand over texts, one for each of the batch's pieces. The per-token path."""
+        """Hand texts to their requests, one for each of the batch's pieces. The per-token path."""
         for piece, text in zip(batch.pieces, texts, strict=True):
             sequence = piece.sequence
-            sink = sequence.sink
+            receiver = sequence.receiver
             if isinstance(text, str):
                 sequence.decoded += len(piece.token_ids)
-                if sink.last_batch is not batch:
-                    sink.last_batch = batch
-                    sink.detokenize_seconds += seconds
-                sink.on_text(piece, text, now)
+                if receiver.last_batch is not batch:
+                    receiver.last_batch = batch
+                    receiver.detokenize_seconds += seconds
+                receiver.on_text(piece, text, now)
             else:
                 sequence.stream_id = 0
-                sink.undecoded -= 1
-                sink.fail(text)
+                receiver.undecoded -= 1
+                receiver.fail(text)
 
     def _fail(self, pieces: Iterable[Piece], error: PenstockError) -> None:
         for piece in pieces:
-            piece.sequence.sink.undecoded -= 1
-            piece.sequence.sink.fail(error)
+            piece.sequence.receiver.undecoded -= 1
+            piece.sequence.receiver.fail(error)
 
 
 def _refused(error: str) -> PenstockError:
-    """Error of a request whose item the tokenizer answers with `error`, a code and its explanation."""
+    """Error of a request when the tokenizer answers its item with `error`, a code and an explanation."""
     if error.startswith("TOO_MANY_SEQUENCES"):
         return ResourceExhausted(
             "the tokenizer decodes as many sequences as it may (its --max-sequences)",
@@ -251,9 +254,9 @@ def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
     try:
         decoder = sequence.decoder
         if decoder is None:
-            decoder = sequence.decoder = _opened(sequence.sink.decode_options, table)
+            decoder = sequence.decoder = _opened(sequence.receiver.decode_options, table)
         text = decoder.push(piece.token_ids)
-    except IndexError:  # of the prompt, or of what was generated: only this sequence ends
+    except IndexError:  # an id of the prompt or of the output: only this sequence ends
         return _refused("ID_OUTSIDE_VOCABULARY")
     if piece.result is not None:
         matched = piece.result.stop_string if piece.result.HasField("stop_string") else None
@@ -262,7 +265,7 @@ def _text_of(piece: Piece, table: DecodeTable) -> str | PenstockError:
 
 
 def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> TextDecoder:
-    """Make the decoder of a new sequence. Raises IndexError for a prompt whose ids are not all in the table."""
+    """Make the decoder of a new sequence. Raises IndexError when an id of the prompt is not in the table."""
     skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
     decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
     decoder.replay(options.prefix_token_ids, ())

@@ -1,4 +1,4 @@
-"""The way from a client's prompt to its ids: one hop to the tokenizer, off this event loop, within the deadline."""
+"""Conversion of a client's prompt to ids: one hop to the tokenizer, off this event loop, within the deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as ids, with the seconds it took. A stage that did not run is None."""
+    """A prompt as ids, with the seconds of each stage. A stage that did not run is None."""
 
     token_ids: list[int]
     # The client's text, for echo.
@@ -25,14 +25,14 @@ class Prompt:
 
 
 class Pipeline:
-    """Stateless; shared by all handlers."""
+    """Makes prompts. Has no state; shared by all handlers."""
 
     def __init__(self, link: TokenizerLink, config: RouterConfig) -> None:
         self._link = link
         self._parse_special = config.allow_control_tokens_in_text
 
     async def text(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
-        """The prompt of Generate. Raises InvalidArgument naming `prompt`, or what the tokenizer link raises."""
+        """Return the prompt of Generate. Raises InvalidArgument naming `prompt`, and as TokenizerLink.encode."""
         if request.WhichOneof("prompt") == "token_ids":
             return Prompt(list(request.token_ids.ids))
         begin = time.monotonic()
@@ -41,7 +41,7 @@ class Pipeline:
         return Prompt(ids, text=request.text, tokenize_seconds=time.monotonic() - begin)
 
     async def chat(self, request: text_pb2.ChatRequest, timeout: float | None) -> Prompt:
-        """The prompt of Chat. Raises what the tokenizer link raises; its fields are the request's own."""
+        """Return the prompt of Chat. Raises as TokenizerLink.apply_chat_template; its fields are the request's own."""
         ask = tokenizer_pb2.ApplyChatTemplateRequest(messages=request.messages)
         if request.tools:
             ask.tools.extend(request.tools)
@@ -69,7 +69,7 @@ class Pipeline:
             config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
 
     async def echo_text(self, prompt: Prompt, timeout: float | None, *, skip_special_tokens: bool) -> str:
-        """The prompt as text: as it was sent, or decoded when ids were."""
+        """Return the prompt as text: as it was sent, or decoded when it was sent as ids."""
         if prompt.text is not None:
             return prompt.text
         sequences = [common_pb2.TokenIds(ids=prompt.token_ids)]
@@ -84,7 +84,7 @@ class Pipeline:
         try:
             answer = await self._link.encode(request, timeout)
         except InvalidArgument as error:
-            # The tokenizer speaks of its own fields.
+            # The error names a field of the tokenizer's request.
             raise InvalidArgument(field, error.description, reason=error.reason) from error
         if len(answer.encodings) != 1:
             raise Internal("the tokenizer did not answer every text", reason="TOKENIZER_PROTOCOL")

@@ -1,4 +1,4 @@
-"""Text of single tokens, for logprobs: asked of the tokenizer once, then remembered (bounded, oldest forgotten)."""
+"""Text of single tokens, for logprobs: the tokenizer is asked once, then it is remembered (bounded, oldest out)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BATCH = 4096
 
 
 class TokenTexts:
-    """Used from one event loop. Text depends on the id alone: special tokens are spelled out."""
+    """Texts of tokens by id. They depend on the id alone: special tokens are spelled out. Belongs to one event loop."""
 
     def __init__(self, link: TokenizerLink, capacity: int) -> None:
         self._link = link
@@ -22,8 +22,10 @@ class TokenTexts:
         self._texts: OrderedDict[int, str] = OrderedDict()
 
     def fill_known(self, positions: Sequence[common_pb2.PositionLogprobs]) -> bool:
-        """Set `text` of every entry of `positions` without asking; False where one is not remembered. The per-token
-        path: nearly all are."""
+        """Set `text` of every entry of `positions` without asking; False when one is not remembered.
+
+        The per-token path: nearly all are remembered.
+        """
         try:
             for entry in _entries(positions):
                 entry.text = self._texts[entry.token_id]

@@ -1,4 +1,4 @@
-"""The connection to the tokenizer: unary calls, the one DecodeStream, reconnection, and failover to a standby."""
+"""Connection to the tokenizer: unary calls, the one DecodeStream, reconnection, and failover to a standby."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.text.detokenizer import DecodeTable, TableKind
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HEALTH_NAME = "penstock.v1.TokenizerService"
-# Tries of one unary call: the tokenizer is asked again only when it was not there.
+# Tries of one unary call: it is sent again only when the tokenizer was not there.
 MAX_TRIES = 3
 AnswerT = TypeVar("AnswerT")
 _KINDS: dict[int, TableKind] = {
@@ -34,11 +34,11 @@ _log = get_logger("penstock.router")
 
 
 class _Lost(Exception):
-    """The connection is of no use any more; the message is for the log."""
+    """Loss of the connection; the message is for the log."""
 
 
 class TokenizerLink:
-    """Used from one event loop."""
+    """Link to one of the configured tokenizers. Belongs to one event loop."""
 
     def __init__(
         self, config: RouterConfig, detokenizer: Detokenizer, metrics: RouterMetrics, *, on_change: Callable[[], None]
@@ -53,7 +53,7 @@ class TokenizerLink:
         self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
         self._ready = asyncio.Event()
         self._lost_at = time.monotonic()
-        # Chosen by the first tokenizer: live sequences are decoded in one place.
+        # Chosen at the first connection: a live sequence must be decoded in one place.
         self._is_decoding_chosen = config.detokenize == "tokenizer"
 
     @property
@@ -63,7 +63,7 @@ class TokenizerLink:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 that models are compared with; empty before the first connection."""
+        """Fingerprint (sha256) that models are compared with; empty before the first connection."""
         return self.info.tokenizer_fingerprint if self.info is not None else ""
 
     async def wait_ready(self) -> None:
@@ -71,11 +71,11 @@ class TokenizerLink:
         await self._ready.wait()
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest, timeout: float | None) -> tokenizer_pb2.EncodeResponse:
-        """Encode. Raises PenstockError: Unavailable when no tokenizer comes back in time."""
+        """Encode texts. Raises PenstockError: Unavailable when no tokenizer comes back in time."""
         return await self._call(lambda stub, left: stub.Encode(request, timeout=left), timeout)
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout: float | None) -> tokenizer_pb2.DecodeResponse:
-        """Decode. Raises as `encode`."""
+        """Decode ids. Raises as `encode`."""
         return await self._call(lambda stub, left: stub.Decode(request, timeout=left), timeout)
 
     async def apply_chat_template(
@@ -96,7 +96,7 @@ class TokenizerLink:
             wait = min(2 * wait, self._config.reconnect_max_seconds)
 
     async def _try(self, address: str) -> bool:
-        """One connection from beginning to end; whether it was ever ready."""
+        """Run one connection from beginning to end; True when it was ever ready."""
         was_ready = False
         try:
             await self._connect_and_serve(address)
@@ -122,7 +122,7 @@ class TokenizerLink:
             self._on_change()
 
     def _give_up_late(self) -> None:
-        """Streams wait for text only so long."""
+        """Fail streams that have waited too long for text while there is no tokenizer."""
         if time.monotonic() - self._lost_at >= self._config.tokenizer_wait_seconds:
             self._detokenizer.fail_outstanding(_away())
 
@@ -164,20 +164,20 @@ class TokenizerLink:
         return await fetch_decode_table(stub.GetDecodeTable(request, timeout=self._config.connect_timeout_seconds))
 
     def _choose_decoding(self, table: DecodeTable | None) -> None:
-        """Choose where ids become text, once this tokenizer is the one that any later one must equal."""
+        """Choose the place where ids become text, once this tokenizer is the one that any later one must equal."""
         if table is not None:
             self._detokenizer.use_table(table)
         self._is_decoding_chosen = True
 
     def _check(self, info: tokenizer_pb2.GetTokenizerResponse, address: str) -> None:
-        """A tokenizer that comes back must be the same one: live streams hold its ids."""
+        """Check that a tokenizer that comes back is the same one: live streams hold its ids. Raises _Lost."""
         known = self.fingerprint
         if known and info.tokenizer_fingerprint != known:
             _log.error("tokenizer not used: it is not the one this router started with", tokenizer=address)
             raise _Lost("another tokenizer than before")
 
     async def _wait_until_serving(self, channel: Channel) -> None:
-        """While it loads, and for as long as one connection attempt may take, wait rather than come back later."""
+        """Wait while the tokenizer loads, as long as a connection attempt may take, rather than come back later."""
         try:
             async with asyncio.timeout(self._config.connect_timeout_seconds):
                 await until_serving(channel.for_stubs, HEALTH_NAME)
@@ -185,7 +185,7 @@ class TokenizerLink:
             raise _Lost("it does not serve yet") from None
 
     async def _watch_health(self, channel: Channel) -> None:
-        """Ends when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
+        """Return when the process stops answering; NOT_SERVING alone (draining) lets live streams go on."""
         async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
             async for _ in updates:
                 pass
@@ -233,9 +233,9 @@ class TokenizerLink:
 
 
 async def fetch_decode_table(parts: AsyncIterable[tokenizer_pb2.GetDecodeTableResponse]) -> DecodeTable | None:
-    """The tokenizer's decoder as a table, with which the router turns ids into text itself.
+    """Fetch the tokenizer's decoder as a table, with which the router turns ids into text itself.
 
-    None when its decoder is no table, or when it is too old to know.
+    None when its decoder is no table, or when its release is too old to have the call.
     Raises grpc.aio.AioRpcError, and Internal for a table that contradicts itself.
     """
     head: tokenizer_pb2.GetDecodeTableResponse | None = None
