@@ -16,7 +16,7 @@ _LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # `generation/engine/loop.py`, `docs/guide/models.md`, `tests/unit/`; names in braces or with stars are patterns.
-_PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+_PATH = re.compile(r"`([\w-](?:[\w.-]*/)+[\w.-]*|\.ci/[\w.-]+)`")
 # `stopping.py`
 _FILE = re.compile(r"`([\w-]+\.py)`")
 # `generation/engine/loop.py:EngineLoop.submit`
