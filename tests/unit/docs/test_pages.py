@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import subprocess
 from functools import cache
@@ -15,12 +16,14 @@ REPOSITORY = "https://github.com/penstock/penstock/"
 _LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-# `generation/engine/loop.py`, `docs/guide/models.md`, `tests/unit/`; names in braces or with stars are patterns.
+# `generation/engine/loop.py`, `docs/guide/models.md`, `tests/unit/`; names in braces stand for many.
 _PATH = re.compile(r"`([\w-](?:[\w.-]*/)+[\w.-]*|\.ci/[\w.-]+)`")
 # `stopping.py`
 _FILE = re.compile(r"`([\w-]+\.py)`")
 # `generation/engine/loop.py:EngineLoop.submit`
 _FUNCTION = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py):([\w.]+)`")
+# `tests/unit/generation/*/test_native_*.py`
+_PATTERN = re.compile(r"`([\w.-][\w./*-]*/[\w.-]*\*[\w./*-]*)`")
 _MERGE_MARKER = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 _PREFIXES = ("", "services/penstock/", "services/penstock/generation/", "services/")
 # Trees that pages name files of.
@@ -105,6 +108,8 @@ def test_pages_of_the_site_name_files_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {*_PATH.findall(text), *_FILE.findall(text)}
     assert not {name for name in named if find(name) is None}
+    patterns = set(_PATTERN.findall(text))
+    assert not {one for one in patterns if not fnmatch.filter(tree(), f"*/{one}")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
