@@ -23,7 +23,7 @@ _FILE = re.compile(r"`([\w-]+\.py)`")
 # `generation/engine/loop.py:EngineLoop.submit`
 _FUNCTION = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py):([\w.]+)`")
 # `tests/unit/generation/*/test_native_*.py`
-_PATTERN = re.compile(r"`([\w.-][\w./*-]*/[\w.-]*\*[\w./*-]*)`")
+_PATTERN = re.compile(r"`([\w.-][\w./*-]*/[\w.-]*\*[\w./*-]*\.py)`")
 _MERGE_MARKER = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 _PREFIXES = ("", "services/penstock/", "services/penstock/generation/", "services/")
 # Trees that pages name files of.
@@ -61,7 +61,7 @@ def find(name: str) -> Path | None:
     for prefix in _PREFIXES:
         if (ROOT / prefix / name).exists():
             return ROOT / prefix / name
-    ends = sorted(path for path in tree() if path.endswith(f"/{name}"))
+    ends = sorted(path for path in tree() if path.endswith((f"/{name}", f"/{name}/")))
     return ROOT / ends[0][1:] if ends else None
 
 
