@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, files and functions that they name exist, and the site's contents list every page."""
+"""The pages: links lead somewhere, files and functions that they name exist, the site's contents list every page."""
 
 from __future__ import annotations
 
