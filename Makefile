@@ -69,7 +69,7 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 	@$(BIN)/python tools/make_dashboard.py
 
 site: $(VENV)/.site  ## the documentation as a site, in build/site; a broken link, anchor or table of contents fails it
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
 	@$(BIN)/python benchmarks/overhead.py
