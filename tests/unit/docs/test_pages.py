@@ -7,6 +7,7 @@ import fnmatch
 import re
 import subprocess
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from factories.source_tree import ROOT
 REPOSITORY = "https://github.com/penstock/penstock/"
 _LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_ITEM, _SHALLOW_ITEM = re.compile(r"(?:[*-]|\d+\.) "), re.compile(r" {1,3}(?:[*-]|\d+\.) ")
+# A line that is no item, nor goes on with one.
+_TEXT = re.compile(r"(?!(?:[*-]|\d+\.) )\S")
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # `generation/engine/loop.py`, `docs/guide/models.md`, `tests/unit/`; names in braces stand for many.
 _PATH = re.compile(r"`([\w-](?:[\w.-]*/)+[\w.-]*|\.ci/[\w.-]+)`")
@@ -125,6 +129,16 @@ def test_functions_that_pages_name_exist(page: Path) -> None:
 def test_the_tour_names_the_functions_of_its_trace() -> None:
     named = set(_FUNCTION.findall((ROOT / "docs" / "learn" / "tour.md").read_text(encoding="utf-8")))
     assert len(named) >= LEAST_FUNCTIONS
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.stem)
+def test_lists_are_lists_on_the_site_too(page: Path) -> None:
+    """Markdown of the site wants an empty line before a list, and four spaces before one within another; the forge's
+    does not."""
+    lines = _CODE_BLOCK.sub("", page.read_text(encoding="utf-8")).split("\n")
+    glued = [line for before, line in pairwise(lines) if _ITEM.match(line) and _TEXT.match(before)]
+    assert not glued
+    assert not [line for line in lines if _SHALLOW_ITEM.match(line)]
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
