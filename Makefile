@@ -25,7 +25,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients numerics sanitize soak lint types stubs docs bench guard peers compose venv clean
+.PHONY: help kernels demo test slow clients numerics soak lint types stubs docs site bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -79,6 +79,9 @@ docs: $(VENV)/.dev  ## rewrite what is made from the code: docs/reference, the d
 	@$(BIN)/python tools/make_dashboard.py
 	@$(BIN)/python tools/option_tables.py
 
+site: $(VENV)/.site  ## the documentation as a site, in build/site; a broken link, anchor or table of contents fails it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/.dev  ## overhead and memory of the serving layer, engine overhead a step
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/memory.py
@@ -124,3 +127,8 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing penstock and its development tools (once)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.site: $(VENV)/.torch pyproject.toml
+	@echo "installing the site's generator (once)"
+	@$(PIP) -e '.[site]'
+	@touch $@

@@ -1,0 +1,147 @@
+"""The pages: links lead somewhere, files and functions that they name exist, the site's contents list every page."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+import subprocess
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from factories.source_tree import ROOT
+
+REPOSITORY = "https://github.com/penstock/penstock/"
+_LINK = re.compile(r"\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_ITEM, _SHALLOW_ITEM = re.compile(r"(?:[*-]|\d+\.) "), re.compile(r" {1,3}(?:[*-]|\d+\.) ")
+# A line that is no item, nor goes on with one.
+_TEXT = re.compile(r"(?!(?:[*-]|\d+\.) )\S")
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+# `generation/engine/loop.py`, `docs/guide/models.md`, `tests/unit/`; names in braces stand for many.
+_PATH = re.compile(r"`([\w-](?:[\w.-]*/)+[\w.-]*|\.ci/[\w.-]+)`")
+# `stopping.py`
+_FILE = re.compile(r"`([\w-]+\.py)`")
+# `generation/engine/loop.py:EngineLoop.submit`
+_FUNCTION = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py):([\w.]+)`")
+# `tests/unit/generation/*/test_native_*.py`
+_PATTERN = re.compile(r"`([\w.-][\w./*-]*/[\w.-]*\*[\w./*-]*\.py)`")
+_MERGE_MARKER = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
+_PREFIXES = ("", "services/penstock/", "services/penstock/generation/", "services/")
+# Trees that pages name files of.
+_TREES = ("services", "clients", "tests", "benchmarks", "tools", "protos", "deploy")
+_tracked = subprocess.run(
+    ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False
+).stdout.split()
+PAGES = [ROOT / name for name in _tracked if (ROOT / name).is_file()] or [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+]
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+# Functions that the tour must name at least: it traces a request through every service's rooms.
+LEAST_FUNCTIONS = 40
+
+
+def anchors(page: Path) -> set[str]:
+    """Make the anchors of a page's headings, as the site and the forge do."""
+    headings = _HEADING.findall(_CODE_BLOCK.sub("", page.read_text(encoding="utf-8")))
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)).strip().lower().replace(" ", "-")
+        for text in headings
+    }
+
+
+@cache
+def tree() -> frozenset[str]:
+    """List the repository's files and folders, folders with a slash at their end, all with one at their beginning."""
+    paths = (path for name in _TREES for path in (ROOT / name).rglob("*") if "__pycache__" not in path.parts)
+    return frozenset(f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in paths)
+
+
+def find(name: str) -> Path | None:
+    """Find a file or folder that a page names: from the repository or a package, else by the end of its path."""
+    for prefix in _PREFIXES:
+        if (ROOT / prefix / name).exists():
+            return ROOT / prefix / name
+    ends = sorted(path for path in tree() if path.endswith((f"/{name}", f"/{name}/")))
+    return ROOT / ends[0][1:] if ends else None
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
+    """Collect the names that a module defines: functions, classes, constants, and members as `Class.member`."""
+    found: set[str] = set()
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for one in body:
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + one.name)
+                if isinstance(one, ast.ClassDef):
+                    collect(one.body, f"{prefix}{one.name}.")
+            elif isinstance(one, ast.Assign):
+                found.update(prefix + target.id for target in one.targets if isinstance(target, ast.Name))
+            elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                found.add(prefix + one.target.id)
+
+    collect(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(REPOSITORY):
+            assert (ROOT / target.removeprefix(REPOSITORY).split("/", 2)[2]).exists(), target
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        other = (page.parent / target).resolve() if target else page
+        assert other.exists(), target
+        if anchor and other.suffix == ".md":
+            assert anchor[1:] in anchors(other), f"{target}{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_merge_was_left_half_done(page: Path) -> None:
+    assert not _MERGE_MARKER.search(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.stem)
+def test_pages_of_the_site_name_files_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {*_PATH.findall(text), *_FILE.findall(text)}
+    assert not {name for name in named if find(name) is None}
+    patterns = set(_PATTERN.findall(text))
+    assert not {one for one in patterns if not fnmatch.filter(tree(), f"*/{one}")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_functions_that_pages_name_exist(page: Path) -> None:
+    missing = set()
+    for file, name in _FUNCTION.findall(page.read_text(encoding="utf-8")):
+        path = find(file)
+        if path is None or name not in definitions(path):
+            missing.add(f"{file}:{name}")
+    assert not missing
+
+
+def test_the_tour_names_the_functions_of_its_trace() -> None:
+    named = set(_FUNCTION.findall((ROOT / "docs" / "learn" / "tour.md").read_text(encoding="utf-8")))
+    assert len(named) >= LEAST_FUNCTIONS
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.stem)
+def test_lists_are_lists_on_the_site_too(page: Path) -> None:
+    """Markdown of the site wants an empty line before a list, and four spaces before one within another; the forge's
+    does not."""
+    lines = _CODE_BLOCK.sub("", page.read_text(encoding="utf-8")).split("\n")
+    glued = [line for before, line in pairwise(lines) if _ITEM.match(line) and _TEXT.match(before)]
+    assert not glued
+    assert not [line for line in lines if _SHALLOW_ITEM.match(line)]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    contents = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == contents
