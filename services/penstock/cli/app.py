@@ -172,7 +172,7 @@ def _chat(given: Overrides) -> None:
 
 
 def _complete(given: Overrides) -> None:
-    from penstock.cli.client.complete import run_complete
+    from penstock.cli.client.chat import run_complete
 
     run_complete(str(given.pop("prompt")), given)
 

@@ -21,7 +21,7 @@ from penstock import __version__
 from penstock.common.checkpoint import source_name
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ModelConfig
-from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.devices.registry import open_device
 from penstock.generation.host.mapped import map_file, populate
 from penstock.generation.host.memory import format_memory
 from penstock.generation.layers.linear.base import Linear
@@ -66,7 +66,7 @@ def pack(
     """
     if is_packed(folder):
         raise StartupError(f"{folder} is packed already: MODEL is the checkpoint it was made of", flag="MODEL")
-    device = CPUDevice()
+    device = open_device("cpu")
     try:
         device.start(num_threads=threads, kernels="native")
     except StartupError as error:

@@ -1,4 +1,4 @@
-"""Command `penstock chat`: a conversation in the terminal."""
+"""`penstock chat`, a conversation in the terminal, and `penstock complete`, one text continued."""
 
 from __future__ import annotations
 
@@ -96,3 +96,17 @@ class Conversation:
         if self.show_stats:
             for text in (*warnings_of(completion), stats_line(completion)):
                 console().print(text, style="dim", markup=False)
+
+
+def run_complete(prompt: str, given: Overrides) -> None:
+    """Stream the continuation; statistics go to standard error. Raises PenstockError, StartupError."""
+    connection, sampling = split_options(given)
+    allow_any_text()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with open_client(connection) as client:
+        completion = stream_answer(client.generate(text, **sampling.request_options()))
+    if completion is None:
+        raise KeyboardInterrupt
+    if sampling.stats:
+        for line in (*warnings_of(completion), stats_line(completion)):
+            complain(line)

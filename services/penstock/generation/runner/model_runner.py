@@ -18,12 +18,10 @@ from penstock.generation.runner.dola import EarlyExits
 from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
-from penstock.generation.runner.guidance import apply_guidance
 from penstock.generation.runner.hidden_states import HiddenHistories
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 from penstock.generation.runner.output_tensors import StepTensorTaker
-from penstock.generation.runner.pooling import MeanPooling
-from penstock.generation.runner.prompt_logprobs import PromptScorer
+from penstock.generation.runner.row_outputs import MeanPooling, PromptScorer, apply_guidance
 from penstock.generation.runner.steady_decode import SteadyDecode
 from penstock.generation.sampling.kernels import SamplingKernels
 from penstock.generation.sampling.sampler import Sampler
