@@ -54,7 +54,7 @@ class Running:
     position: int = 0
 
 
-class Emitter:
+class TokenSource:
     """Makes the messages of one Session."""
 
     def __init__(self, ids: list[int], received: memoryview, pace: Pace) -> None:
@@ -157,29 +157,29 @@ class Servicer:
 
     async def Session(self, commands: AsyncIterator[generation_pb2.SessionRequest], context: Any) -> None:
         pace = Pace.of(self._arguments)
-        emitter = Emitter(self._arguments.ids, self._received, pace)
-        reader = asyncio.ensure_future(_read(commands, emitter))
+        source = TokenSource(self._arguments.ids, self._received, pace)
+        reader = asyncio.ensure_future(_read(commands, source))
         try:
             while True:
-                emitter.wakeup.clear()
-                message = emitter.step()
+                source.wakeup.clear()
+                message = source.step()
                 if message:
                     await context.write(message)
                     await asyncio.sleep(pace.step_seconds)
-                elif emitter.running:
+                elif source.running:
                     await asyncio.sleep(pace.poll_seconds)
                 else:
-                    await emitter.wakeup.wait()
+                    await source.wakeup.wait()
         finally:
             reader.cancel()
 
 
-async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], emitter: Emitter) -> None:
+async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], source: TokenSource) -> None:
     async for command in commands:
         if command.HasField("submit"):
-            emitter.submit(command.submit, command.handle)
+            source.submit(command.submit, command.handle)
         else:
-            emitter.running.pop(command.abort.request_id, None)
+            source.running.pop(command.abort.request_id, None)
 
 
 def _add(server: grpc.aio.Server, servicer: Any) -> None:
