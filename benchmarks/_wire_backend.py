@@ -54,7 +54,7 @@ class Running:
     position: int = 0
 
 
-class SessionStepper:
+class TokenSource:
     """Makes the messages of one Session."""
 
     def __init__(self, ids: list[int], received: memoryview, pace: Pace) -> None:
@@ -157,29 +157,29 @@ class Servicer:
 
     async def Session(self, commands: AsyncIterator[generation_pb2.SessionRequest], context: Any) -> None:
         pace = Pace.of(self._arguments)
-        stepper = SessionStepper(self._arguments.ids, self._received, pace)
-        reader = asyncio.ensure_future(_read(commands, stepper))
+        source = TokenSource(self._arguments.ids, self._received, pace)
+        reader = asyncio.ensure_future(_read(commands, source))
         try:
             while True:
-                stepper.wakeup.clear()
-                message = stepper.step()
+                source.wakeup.clear()
+                message = source.step()
                 if message:
                     await context.write(message)
                     await asyncio.sleep(pace.step_seconds)
-                elif stepper.running:
+                elif source.running:
                     await asyncio.sleep(pace.poll_seconds)
                 else:
-                    await stepper.wakeup.wait()
+                    await source.wakeup.wait()
         finally:
             reader.cancel()
 
 
-async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], stepper: SessionStepper) -> None:
+async def _read(commands: AsyncIterator[generation_pb2.SessionRequest], source: TokenSource) -> None:
     async for command in commands:
         if command.HasField("submit"):
-            stepper.submit(command.submit, command.handle)
+            source.submit(command.submit, command.handle)
         else:
-            stepper.running.pop(command.abort.request_id, None)
+            source.running.pop(command.abort.request_id, None)
 
 
 def _add(server: grpc.aio.Server, servicer: Any) -> None:

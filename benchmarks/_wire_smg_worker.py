@@ -69,7 +69,7 @@ class Running:
     position: int = 0
 
 
-class WorkerStepper:
+class TokenSource:
     """Steps all requests of all connections together."""
 
     def __init__(self, ids: list[int], received: memoryview, pace: Pace) -> None:
@@ -131,7 +131,7 @@ def _fixed(response: bytes) -> Callable[[bytes, Call], Awaitable[bytes]]:
     return answer_with
 
 
-def methods(stepper: WorkerStepper, model: str, tokenizer: str) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
+def methods(source: TokenSource, model: str, tokenizer: str) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
     """VllmEngine, as far as smg uses it; messages are bytes."""
     folder = tokenizer.encode()
     info = block(1, folder) + number(2, 1) + number(3, _CONTEXT) + number(4, _VOCABULARY) + block(6, model.encode())
@@ -143,7 +143,7 @@ def methods(stepper: WorkerStepper, model: str, tokenizer: str) -> Mapping[str, 
         "Abort": b"",
         "FlushCache": b"",
     }
-    generate: Any = stepper.generate
+    generate: Any = source.generate
     handlers = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
     for method, response in unary.items():
         fixed: Any = _fixed(response)
@@ -155,8 +155,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
     server = Http2Server(http2_limits(ServerConfig(), max_streams=_MAX_CALLS), max_calls=_MAX_CALLS)
-    stepper = WorkerStepper(arguments.ids, received, Pace.of(arguments))
-    handlers = methods(stepper, arguments.model, arguments.tokenizer)
+    source = TokenSource(arguments.ids, received, Pace.of(arguments))
+    handlers = methods(source, arguments.model, arguments.tokenizer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, dict(handlers)),))
     health: Any = HealthServicer()
     for name in ("", _SERVICE):
@@ -165,7 +165,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(health, target)
     await server.listen("127.0.0.1", arguments.port, None, shares_port=False)
     await server.start()
-    stepping = asyncio.ensure_future(stepper.run())
+    stepping = asyncio.ensure_future(source.run())
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     await asyncio.wait([stepping, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)

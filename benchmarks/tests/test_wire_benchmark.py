@@ -18,7 +18,7 @@ from benchmarks._wire_pace import Pace
 from benchmarks._wire_proto import block, fields, number, packed, varint
 from benchmarks._wire_protocols import Events, Sse
 from benchmarks._wire_report import markdown, plot
-from benchmarks._wire_smg_worker import WorkerStepper, answer, parse_request
+from benchmarks._wire_smg_worker import TokenSource, answer, parse_request
 
 
 def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
@@ -118,18 +118,18 @@ class Call:
 
 async def test_a_worker_waits_for_the_client_and_for_room() -> None:
     received = memoryview(bytearray(8 * 4)).cast("q")
-    stepper, call = WorkerStepper([7, 8], received, Pace(window=1, interval=1, step_seconds=0.0)), Call()
-    handler = asyncio.ensure_future(stepper.generate(block(4, number(24, 2)), cast("Any", call)))
-    await stepper.wakeup.wait()
-    assert [await stepper.step(), await stepper.step()] == [True, False]
+    source, call = TokenSource([7, 8], received, Pace(window=1, interval=1, step_seconds=0.0)), Call()
+    handler = asyncio.ensure_future(source.generate(block(4, number(24, 2)), cast("Any", call)))
+    await source.wakeup.wait()
+    assert [await source.step(), await source.step()] == [True, False]
     received[2] = 1
     call.is_full = True
-    assert not await stepper.step()
+    assert not await source.step()
     call.is_full = False
-    assert await stepper.step()
+    assert await source.step()
     await handler
     assert call.written == answer([7, 8], 0, 1)
-    assert not stepper.running
+    assert not source.running
 
 
 @pytest.mark.parametrize("size", [1, 10, 31, 32, 126, 127, 128, 300])

@@ -1,4 +1,4 @@
-"""Connections of both kinds, and how a stream is read from them: all that the two clients do not share.
+"""Connections of both kinds, and the reading of a stream from them: all that the two clients do not share.
 
 `_sync.py` is made from `_async.py`, so both classes here have the same methods.
 """

@@ -1,4 +1,5 @@
-"""transformers' Python values of options as the wire's, by their forms, and structured output as a Constraint."""
+"""Conversion of transformers' Python values of options to messages, by their forms, and of structured output to a
+Constraint."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _SCHEDULES = {
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """What a value is refused with names its option."""
+    """Put the option's name into the error that refuses its value."""
     try:
         yield
     except (TypeError, ValueError, AttributeError) as error:
@@ -73,7 +74,7 @@ def token_ids(ids: Ids) -> common_pb2.TokenIds:
 
 
 def _not_empty(value: Any) -> Any:
-    """As transformers, which refuses an empty list here; on the wire it would be as good as unset."""
+    """Refuse an empty list, as transformers does here; on the wire it would be as good as unset."""
     if len(value) == 0:
         raise ValueError("must not be empty")
     return value
@@ -85,7 +86,7 @@ def _word(words: Words) -> config_pb2.WordAlternatives:
 
 
 def _constraint(words: Any) -> config_pb2.DecodingConstraint:
-    """A phrase, alternatives, or an object that has them as `token_ids`, as transformers' constraints do."""
+    """Convert a phrase, alternatives, or an object that has them as `token_ids`, like transformers' constraints."""
     word = _word(getattr(words, "token_ids", words))
     if len(word.alternatives) == 1:
         return config_pb2.DecodingConstraint(phrasal=word.alternatives[0])
@@ -100,7 +101,7 @@ def _set_bias(config: Any, name: str, biases: Any) -> None:
 
 
 def _set_logit_bias(config: Any, name: str, biases: Mapping[int, float] | Mapping[str, float]) -> None:
-    """OpenAI's keys are text."""
+    """Set biases by id; OpenAI's keys are text."""
     getattr(config, name).update({int(key) if isinstance(key, str) else key: bias for key, bias in biases.items()})
 
 
@@ -114,7 +115,7 @@ def _set_layers(config: Any, name: str, layers: str | Ids) -> None:
 
 
 def watermarking_config(watermark: Any) -> config_pb2.WatermarkingConfig:
-    """A mapping, or transformers' WatermarkingConfig. Raises TypeError, ValueError or AttributeError."""
+    """Convert a mapping, or transformers' WatermarkingConfig. Raises TypeError, ValueError or AttributeError."""
     return config_pb2.WatermarkingConfig(**(watermark if isinstance(watermark, Mapping) else watermark.to_dict()))
 
 
@@ -164,7 +165,7 @@ def _each(made: Callable[[Any], Any]) -> Callable[[Any, str, Any], None]:
     return set_entries
 
 
-# Form of the option table -> sets a field.
+# Form of the option table -> function that sets a field.
 _SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "plain": setattr,
     "early_stopping": _choose(_EARLY_STOPPING),

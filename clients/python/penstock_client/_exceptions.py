@@ -52,7 +52,8 @@ __all__ = [
 
 
 def stream_error(error: grpc.RpcError, last_seq: int | None) -> PenstockError:
-    """What a broken stream means: lost before anything arrived is Unavailable, after a delta it is Aborted."""
+    """Return the error of a broken stream: Unavailable when it was lost before anything arrived, Aborted after a
+    delta."""
     mapped = from_rpc_error(error)
     if isinstance(mapped, Unavailable) and last_seq is not None:
         return Aborted(mapped.message, reason=mapped.reason, metadata={**mapped.metadata, "last_seq": str(last_seq)})
@@ -60,5 +61,5 @@ def stream_error(error: grpc.RpcError, last_seq: int | None) -> PenstockError:
 
 
 def truncated_stream() -> Internal:
-    """A stream that ended OK without Finished: never accepted."""
+    """Return the error of a stream that ended OK without Finished, which is never accepted."""
     return Internal("the stream ended without Finished", reason="TRUNCATED_STREAM")

@@ -16,7 +16,7 @@ class GenerationOptions(OptionKeywords, total=False):
     """Options of one request. Names, meanings and types are transformers' GenerationConfig's where it has them.
 
     An option that is left out, or None, is the server's: the model's generation_config.json, then Penstock's defaults.
-    docs/reference/options.md tells of each what it does. An unknown one raises TypeError.
+    docs/reference/options.md describes every option. An unknown one raises TypeError.
     """
 
     # Fields of GenerationConfig that are not given as keywords.
@@ -34,9 +34,9 @@ class GenerationOptions(OptionKeywords, total=False):
     session_id: str
     priority: int
     cache_salt: str
-    # Of generate(): whether the tokenizer's own special tokens are added to a text; true when left out.
+    # generate() only. True, or left out: the tokenizer's own special tokens are added to a text.
     add_special_tokens: bool
-    # Of chat(): whether the prompt ends where an answer begins (true when left out), or goes on with the last message.
+    # chat() only. True, or left out: the prompt ends where an answer begins. False: the last message goes on.
     add_generation_prompt: bool
     continue_final_message: bool
 
@@ -78,13 +78,13 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
 
 
 def check_options(**options: Unpack[GenerationOptions]) -> None:
-    """Raises TypeError or ValueError, as a call would, for options that cannot be sent."""
+    """Raise TypeError or ValueError, as a call would, for options that cannot be sent."""
     request = text_pb2.ChatRequest() if _CHAT & options.keys() else text_pb2.GenerateTextRequest()
     _apply(request, options)
 
 
 def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) -> text_pb2.GenerateTextRequest:
-    """A GenerateTextRequest for text or token ids."""
+    """Return a GenerateTextRequest for text or token ids."""
     request = text_pb2.GenerateTextRequest()
     if isinstance(prompt, str):
         request.text = prompt
@@ -101,7 +101,7 @@ def chat_request(
     chat_template_kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> text_pb2.ChatRequest:
-    """A ChatRequest; a plain string is one user message. Tools may be OpenAI-shaped or bare functions."""
+    """Return a ChatRequest; a plain string is one user message. Tools may be OpenAI-shaped or bare functions."""
     request = text_pb2.ChatRequest()
     for message in [{"role": "user", "content": messages}] if isinstance(messages, str) else messages:
         request.messages.append(message if isinstance(message, tokenizer_pb2.Message) else _message(message))
@@ -119,7 +119,7 @@ def chat_request(
 
 
 def _message(message: Mapping[str, Any]) -> tokenizer_pb2.Message:
-    """A Message from an OpenAI-like mapping. Raises ValueError for an unknown key."""
+    """Return a Message from an OpenAI-like mapping. Raises ValueError for an unknown key."""
     made = tokenizer_pb2.Message()
     for key, value in message.items():
         if key == "tool_calls":

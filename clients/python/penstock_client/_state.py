@@ -1,4 +1,4 @@
-"""What a stream has said so far: shared by the synchronous and the asynchronous stream."""
+"""State of a stream, collected from its events: shared by the synchronous and the asynchronous stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
 
 
 def logprob_entry(entry: common_pb2.PositionLogprobs) -> LogprobEntry:
-    """One position as a plain value."""
+    """Return one position as a plain value."""
     top = tuple(LogprobEntry(one.token_id, one.text, one.logprob, one.rank) for one in entry.top)
     chosen = entry.chosen
     return LogprobEntry(chosen.token_id, chosen.text, chosen.logprob, chosen.rank, top)
@@ -27,7 +27,7 @@ class StreamState:
     """Folds events into choices and checks the protocol: gapless seq, Finished exactly once and last."""
 
     def __init__(self, retry: RetryConfig, timeout: float | None = None) -> None:
-        """`timeout` in seconds is for all tries together."""
+        """Begin empty; `timeout` in seconds is for all tries together."""
         self.started: generation_pb2.Started | None = None
         self.finished: generation_pb2.Finished | None = None
         self.last_seq: int | None = None
@@ -95,13 +95,13 @@ class StreamState:
                 choice.cumulative_logprob = result.cumulative_logprob
 
     def completion(self) -> Completion:
-        """The collected answer. Raises Internal when the stream ended without Finished."""
+        """Return the collected answer. Raises Internal when the stream ended without Finished."""
         if self.finished is None or self.started is None:
             raise truncated_stream()
         return Completion(tuple(self.choices[i] for i in sorted(self.choices)), self.started, self.finished)
 
     def retry_delay(self, error: grpc.RpcError) -> float:
-        """Seconds to wait before another try; raises the mapped error when there is to be none."""
+        """Return the seconds to wait before another try; raise the mapped error when there is to be none."""
         mapped: PenstockError = stream_error(error, self.last_seq)
         if not isinstance(mapped, Unavailable) or self.started or self._attempts >= self._retry.max_attempts:
             raise mapped from error

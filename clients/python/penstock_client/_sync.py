@@ -12,7 +12,8 @@ from penstock.v1 import text_pb2
 
 from penstock_client._channel import END, Channel
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
-from penstock_client._given import (
+from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
+from penstock_client._score_embed import (
     embed_request,
     embeddings_of,
     evidence_of,
@@ -20,7 +21,6 @@ from penstock_client._given import (
     scores_of,
     watermark_request,
 )
-from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
 from penstock_client._state import StreamState
 from penstock_client._types import Completion, Delta, Embeddings, Scores, WatermarkEvidence
 from penstock_client.config import ClientConfig
@@ -34,7 +34,7 @@ class Stream(Iterator[Delta]):
     """
 
     def __init__(self, open_call: Callable[[], Any], state: StreamState) -> None:
-        """`open_call` sends the request and returns gRPC's call; a retry sends it again."""
+        """Send the request by `open_call`, which returns gRPC's call; a retry calls it again."""
         self._open, self._state = open_call, state
         self._start()
 
@@ -90,7 +90,8 @@ class Client:
     """A connection to one Penstock router. Threads may share it."""
 
     def __init__(self, address: str, config: ClientConfig | None = None) -> None:
-        """`address` is host:port, or what gRPC resolves. Raises ValueError for a token in the clear."""
+        """Connect to `address`, host:port or another name that gRPC resolves. Raises ValueError for a token in the
+        clear."""
         self.config = config or ClientConfig()
         self._metadata = self.config.metadata(address)
         self._channel = Channel(address, self.config)

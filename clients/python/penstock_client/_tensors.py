@@ -25,7 +25,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Of one output token; None: not asked for. See docs/guide/outputs.md for shapes and meanings."""
+    """Tensors of one output token; None: not asked for. See docs/guide/outputs.md for shapes and meanings."""
 
     scores: Tensor | None = None
     score_ids: Tensor | None = None
@@ -36,14 +36,14 @@ class StepTensors:
 
 
 def step_tensors(message: common_pb2.StepTensors) -> StepTensors:
-    """One token's."""
+    """Return the tensors of one token."""
     return StepTensors(
         **{field.name: _tensor(value) for field, value in message.ListFields()}  # absent ones stay None
     )
 
 
 def _tensor(message: common_pb2.Tensor) -> Tensor:
-    """Raises ValueError for an element type that this release does not send."""
+    """Return a message's tensor. Raises ValueError for an element type that this release does not send."""
     code = _CODES.get(message.dtype)
     if code is None:
         raise ValueError("a tensor of an unknown element type")

@@ -1,4 +1,4 @@
-"""What calls return: plain dataclasses, so that user code does not handle protos (they stay reachable as `.proto`)."""
+"""Results of calls: plain dataclasses, so that user code does not handle protos (they stay reachable as `.proto`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What `score` returns: a Score per item, in order."""
+    """Result of `score`: a Score per item, in order."""
 
     scores: tuple[Score, ...]
     usage: common_pb2.Usage
@@ -67,7 +67,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """What `embed` returns: a vector per text, in order."""
+    """Result of `embed`: a vector per text, in order."""
 
     vectors: tuple[tuple[float, ...], ...]
     usage: common_pb2.Usage
@@ -80,7 +80,7 @@ class WatermarkEvidence:
     num_tokens_scored: int
     num_green_tokens: int
     green_fraction: float
-    # Standard deviations between the number of green tokens and what text without the watermark has on average.
+    # Standard deviations between the number of green tokens and its mean in text without the watermark.
     z_score: float
     # Probability of so many green tokens without the watermark (one-sided).
     p_value: float
@@ -117,7 +117,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request: its sequences in order of index, and the server's own first and last word on it."""
+    """A finished request: its sequences in order of index, and the server's first and last event."""
 
     choices: tuple[Choice, ...]
     started: generation_pb2.Started

@@ -1,4 +1,4 @@
-"""How the client connects, retries and gives up. Frozen dataclasses; every default is here."""
+"""Configuration of connection, retries and timeouts. Frozen dataclasses; every default is here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TimeoutConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """Everything about a client that is not a request."""
+    """Configuration of a client."""
 
     tls: TLSConfig | None = None
     # Bearer token; sent only when the connection is TLS or to a loopback address.

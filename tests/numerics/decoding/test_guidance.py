@@ -119,7 +119,7 @@ def test_resumed_ids_go_on_where_they_were(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_no_numbers_in_a_guides_row_end_the_guided_request_alone(
+def test_no_numbers_in_an_unconditional_row_end_the_guided_request_alone(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     whole = model.compute_logits

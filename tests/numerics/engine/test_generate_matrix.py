@@ -2,7 +2,7 @@
 
 Live against the installed release where it has the mode, against the golden files of `tools/make_goldens.py` where it
 has not. Two random tiny models and the demo model, float32. Requests go the way of real ones. (Token healing, which
-differs from transformers in ways that are documented, has test_healing.py.)
+differs from transformers in ways that are documented, has test_token_healing.py.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one step's rows look like to attention, and what an attention implementation must do.
+"""The view that attention has of one step's rows, and the contract of an attention implementation.
 
 Shape suffixes used in this package: T rows (tokens of this step), S sequences, H query heads, K key/value heads,
 D head dim, N sequences of one group, C keys (context positions).
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """The rows of one step: sequence s owns rows [query_start[s], query_start[s + 1]), its newest tokens.
 
-    Tensors are on the model's device; lists and ints are host copies, so that no implementation has to read back.
+    Tensors are on the model's device; lists and ints are copies on the host, so that no implementation has to read
+    back.
     """
 
     # (S + 1) int32: cumulative rows.
@@ -38,17 +39,18 @@ class AttentionMetadata:
     query_lens: list[int]
     kv_lens: list[int]
     max_context_len: int
-    # What implementations derive once a step and use in every layer (masks, gather indices), under keys of their own.
+    # Values that implementations derive once a step and use in every layer (masks, gather indices), under their own
+    # keys.
     plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     @property
     def num_seqs(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return len(self.query_lens)
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """Number of rows, T."""
         return int(self.slot_mapping.shape[0])
 
     @classmethod
@@ -62,14 +64,14 @@ class AttentionMetadata:
     ) -> tuple[AttentionMetadata, Tensor]:
         """Derive everything from lengths and block tables; also returns positions (T) int64, all on `device`.
 
-        `block_tables` (S, max blocks) int32 is on the host, where everything is derived by numpy: a dozen of torch's
-        operators on so few numbers take longer, and of a decode step of one sequence they would be a part that counts.
-        Raises ValueError when lengths contradict each other: a wrong table would write into another sequence's blocks.
+        `block_tables` (S, max blocks) int32 is on the host, where numpy derives everything: a dozen torch operators on
+        so few numbers take longer, and would be a noticeable part of a decode step of one sequence. Raises ValueError
+        when lengths contradict each other: a wrong table would write into another sequence's blocks.
         """
         _check(query_lens, kv_lens, block_tables, block_size)
         starts = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=starts[1:])
-        # (T): whose row it is, its position, and its slot.
+        # (T): the row's sequence, position and slot.
         row_seq = np.repeat(np.arange(len(query_lens)), query_lens)
         first_position = np.subtract(kv_lens, query_lens) - starts[:-1]
         positions = np.arange(starts[-1]) + first_position[row_seq]
@@ -102,7 +104,7 @@ def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tens
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """How the outputs of the fused qkv projection split, and Qwen3's norms over head_dim: (D) each, None without."""
+    """Split of the fused qkv projection's outputs, and Qwen3's norms over head_dim: (D) each, None without."""
 
     num_heads: int
     num_kv_heads: int
@@ -113,7 +115,7 @@ class HeadWeights:
 
 
 def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """q (T, H, D), k and v (T, K, D) of the fused projection: split, q and k normed and turned."""
+    """Return q (T, H, D), k and v (T, K, D) of the fused projection: split, q and k normed and turned."""
     num_turned = heads.num_heads + heads.num_kv_heads
     qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + heads.num_kv_heads, heads.head_dim)
     qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
@@ -143,9 +145,9 @@ class Attention(ABC):
     ) -> Tensor:
         """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype.
 
-        Everything is written before any row attends: a sequence may share blocks that another's rows of this step fill.
-        A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers 5.x).
-        Mutates the pool's `layer` at `slot_mapping` and `metadata.plans`, nothing else.
+        Everything is written before any row attends: a sequence may share blocks that another one's rows fill in this
+        step. A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers
+        5.x). Mutates the pool's `layer` at `slot_mapping` and `metadata.plans`, nothing else.
         """
 
     def forward_qkv(
@@ -160,13 +162,14 @@ class Attention(ABC):
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """As `forward`, from the fused projection: split, norm, turn by cos and sin (T, 1, D / 2), attend; o_THD."""
+        """Split, norm and turn the fused projection by cos and sin (T, 1, D / 2), then attend as `forward`; returns
+        o_THD."""
         q, k, v = turned(qkv_TE, cos, sin, heads)
         return self.forward(q, k, v, layer, metadata, kv, scale, sliding_window)
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x turned by its positions' angles (half rotation); new, contiguous."""
+    """Return x turned by its positions' angles (half rotation), as a new contiguous tensor."""
     half = x_THD.shape[-1] // 2
     first, second = x_THD[..., :half], x_THD[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

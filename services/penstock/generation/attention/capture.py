@@ -25,9 +25,9 @@ class CapturedRow:
 
 
 class AttentionCapture(Attention):
-    """For one step: attends by another implementation, and keeps softmax(q k) of the chosen rows.
+    """Attention of one step by another implementation, which also keeps softmax(q k) of the chosen rows.
 
-    Attention never makes these weights as a whole, so they are made here, once per layer and row.
+    Attention never makes these weights as a whole, so this class makes them, once per layer and row.
     """
 
     name = "capture"
@@ -40,7 +40,8 @@ class AttentionCapture(Attention):
         self._weights: list[list[Tensor]] = [[] for _ in rows]
 
     def weights(self, place: int) -> Tensor:
-        """(layers, heads, context) fp32 of the row at `place`, after the forward pass. 0 outside a sliding window."""
+        """Return (layers, heads, context) in fp32 of the row at `place`, after the forward pass; 0 outside a sliding
+        window."""
         return torch.stack(self._weights[place])
 
     def forward(
@@ -71,7 +72,8 @@ class AttentionCapture(Attention):
         scale: float,
         sliding_window: int | None,
     ) -> Tensor:
-        """See Attention.forward_qkv: the inner one's own bits, so that rows beside the chosen ones notice nothing."""
+        """See Attention.forward_qkv. The result has the inner implementation's own bits, so other rows stay as they
+        were."""
         out = self._inner.forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
         rows = [one.row for one in self._rows]
         q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], heads)
@@ -87,7 +89,7 @@ class AttentionCapture(Attention):
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        """Weights of the chosen rows' queries over the keys that are in the pool by now."""
+        """Keep the weights of the chosen rows' queries over the keys, which are in the pool by now."""
         if not self._slots:
             self._slots = [_slots(one, metadata, kv.block_size) for one in self._rows]
         for one, q_HD, slots_C, found in zip(self._rows, q_RHD, self._slots, self._weights, strict=True):
@@ -101,7 +103,7 @@ class AttentionCapture(Attention):
 
 
 def _slots(one: CapturedRow, metadata: AttentionMetadata, block_size: int) -> Tensor:
-    """(context) slots of the pool."""
+    """Return the slots (context) of the row's keys in the pool."""
     blocks = metadata.block_tables[one.index, : -(-one.context // block_size)].long()
     within = torch.arange(block_size, device=blocks.device)
     return (blocks[:, None] * block_size + within).flatten()[: one.context]

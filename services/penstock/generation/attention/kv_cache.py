@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 
-# Of an int8 pool: one scale for each token and key/value head, for keys and for values.
+# Scales of an int8 pool: one for each token and key/value head, for keys and for values.
 SCALE_DTYPE = torch.float32
 _LARGEST = 127.0
 # A cache line, as torch's own tensors are.
@@ -23,7 +23,7 @@ _NEGLIGIBLE = 1e-30
 
 
 def kv_cache_dtype(requested: str, model: torch.dtype) -> torch.dtype:
-    """Of the pool, for `--kv-cache-dtype requested` ("auto" or "int8") and a model of dtype `model`."""
+    """Dtype of the pool for `--kv-cache-dtype requested` ("auto" or "int8") and a model of dtype `model`."""
     return torch.int8 if requested == "int8" else model
 
 
@@ -34,10 +34,10 @@ def kv_bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head
 
 
 def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 by the largest magnitude of each token and head: (T, K, D) int8 and its scales (T, K).
+    """Quantise symmetrically by the largest magnitude of each token and head: (T, K, D) int8 and its scales (T, K).
 
-    The product of the two is `x` to half a scale. A head that is not finite has the scale NaN, so that whoever attends
-    to it gets NaN, too.
+    The product of the two is `x` to half a scale. A head that is not finite has the scale NaN, so that rows that attend
+    to it get NaN, too.
     """
     x_TKD = x_TKD.float()
     most_TK = x_TKD.abs().amax(-1)
@@ -47,8 +47,8 @@ def quantise(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KVCachePool:
-    """(layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8 with scales
-    (layers, 2, blocks, block_size, kv_heads); zeroed.
+    """Keys and values (layers, 2, blocks, block_size, kv_heads, head_dim) of `dtype`, which is the model's, or int8
+    with scales (layers, 2, blocks, block_size, kv_heads); zeroed.
 
     Zeroed rather than empty for two reasons: the operating system commits the pages only as blocks are first written,
     and a masked position never holds a NaN.
@@ -64,7 +64,7 @@ class KVCachePool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises StartupError naming --kv-memory when the memory cannot be had."""
+        """Allocate the pool. Raises StartupError naming --kv-memory when the memory cannot be had."""
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -87,7 +87,7 @@ class KVCachePool:
         self._values: list[Tensor] = [layer[1] for layer in self._data]
 
     def shallow(self, num_layers: int) -> KVCachePool:
-        """This pool's first layers, in the same memory: for a model that has only these."""
+        """Return this pool's first layers, in the same memory, for a model that has only these."""
         twin = copy.copy(self)
         twin.num_layers = num_layers
         twin.bytes_per_block = self.bytes_per_block // self.num_layers * num_layers
@@ -98,17 +98,18 @@ class KVCachePool:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:
-        """The whole pool and its scales, as the class says; None where keys and values are stored as they are."""
+        """The whole pool and its scales, in the shapes of the class; None where keys and values are stored as they
+        are."""
         return self._data, self._scales
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
+        """Number of tokens that the pool holds."""
         return self.num_blocks * self.block_size
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole pool."""
+        """Size of the whole pool in bytes."""
         return self.num_blocks * self.bytes_per_block
 
     def key(self, layer: int) -> Tensor:
@@ -120,22 +121,23 @@ class KVCachePool:
         return self._values[layer]
 
     def key_scale(self, layer: int) -> Tensor | None:
-        """View (blocks, block_size, kv_heads), contiguous; None where keys are stored as they are."""
+        """View (blocks, block_size, kv_heads) of the keys' scales, contiguous; None where keys are stored as they
+        are."""
         return None if self._scales is None else self._scales[layer, 0]
 
     def value_scale(self, layer: int) -> Tensor | None:
-        """As `key_scale`, of the values."""
+        """View of the values' scales: see `key_scale`."""
         return None if self._scales is None else self._scales[layer, 1]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one row of keys and values per slot; returns them as they will be read, in the dtype that they came
+        """Store one row of keys and values per slot; return them as they will be read, in the dtype that they came
         in."""
         if self._scales is None:
             self._rows(self._keys[layer]).index_copy_(0, slots_T, k_TKD.flatten(1))
             self._rows(self._values[layer]).index_copy_(0, slots_T, v_TKD.flatten(1))
             return k_TKD, v_TKD
         (keys, key_scales), (values, value_scales) = quantise(k_TKD), quantise(v_TKD)
-        # The kernels look for NaN in scores only.
+        # The kernels look for NaN in scores only, so a NaN among the values goes into the scale of the keys.
         key_scales = torch.where(value_scales.isnan(), torch.nan, key_scales)
         for part, rows, scales in ((0, keys, key_scales), (1, values, value_scales)):
             self._rows(self._data[layer, part]).index_copy_(0, slots_T, rows.flatten(1))
@@ -143,7 +145,7 @@ class KVCachePool:
         return _dequantised(keys, key_scales, k_TKD.dtype), _dequantised(values, value_scales, v_TKD.dtype)
 
     def read(self, layer: int, slots_C: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values (C, kv_heads, head_dim) of the slots. `dtype`: of int8's; others are read as they are."""
+        """Return keys and values (C, kv_heads, head_dim) of the slots: int8 as `dtype`, others as they are."""
         # F.embedding gathers rows several times faster than index_select or advanced indexing on CPU.
         shape = (-1, self.num_kv_heads, self.head_dim)
         rows = [F.embedding(slots_C, self._rows(x)).view(shape) for x in (self._keys[layer], self._values[layer])]
@@ -168,12 +170,13 @@ class KVCachePool:
             self._scales.zero_()
 
     def _rows(self, blocks: Tensor) -> Tensor:
-        """(slots, everything of a slot)."""
+        """Return a view (slots, all numbers of a slot)."""
         return blocks.view(self.num_slots, -1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of fresh pages, which are zero until they are written: torch.zeros writes them all, gigabytes at every start."""
+    """Return zeros on fresh pages, which are zero until they are written: torch.zeros would write gigabytes at every
+    start."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class NativeAttention(Attention):
-    """csrc/attention. float32 and bfloat16, head_dim up to 256; nothing is gathered or padded.
+    """Attention by csrc/attention, in float32 and bfloat16, head_dim up to 256; nothing is gathered or padded.
 
-    A row's result is the same to the last bit however the step is composed: alone or in a batch, in a decode step or in
-    a chunk of any size, in whichever blocks its context lies.
+    A row's result is the same to the last bit in any step: alone or in a batch, in a decode step or in a chunk of any
+    size, with its context in any blocks.
     """
 
     name = "native"
-    # csrc/attention/attention.h's.
+    # The bound of csrc/attention/attention.h.
     MAX_HEAD_DIM = 256
 
     def forward(

@@ -1,4 +1,4 @@
-"""Reference attention on torch's scaled_dot_product_attention: portable torch, run on CPU so far.
+"""Reference attention on torch's scaled_dot_product_attention: portable torch, so far run on CPU.
 
 Per step (not per layer) the sequences are split into groups that are attended together: short queries (decode rows) of
 equal length are padded to the longest context of their group, long queries go one sequence at a time. Masks and gather
@@ -35,15 +35,15 @@ class Group:
     num_seqs: int
     query_len: int
     rows: Rows
-    # (N * C) slots of the pool, or None: the keys are exactly this step's rows of the one sequence.
+    # (N * C) slots of the pool; None: the keys are exactly this step's rows of the one sequence.
     slots: Tensor | None
-    # (N, 1, query_len, C) additive, or None: plain causal.
+    # (N, 1, query_len, C) additive; None: plain causal.
     mask: Tensor | None
 
 
 class SDPAAttention(Attention):
-    """See the module's docstring. Padding repeats the sequence's own newest key, masked: rows never read what another
-    sequence left in the pool."""
+    """Attention in groups, as the module's docstring says. Padding repeats the sequence's own newest key, masked: rows
+    never read data that another sequence left in the pool."""
 
     name = "sdpa"
 
@@ -115,12 +115,12 @@ def _plan(
 
 
 def _span(kv_len: int, query_len: int, sliding_window: int | None) -> int:
-    """Newest context positions that any of the rows may see."""
+    """Number of newest context positions that any of the rows may see."""
     return kv_len if sliding_window is None else min(kv_len, sliding_window + query_len - 1)
 
 
 def _partition(metadata: AttentionMetadata, sliding_window: int | None) -> list[list[int]]:
-    """Indices of the sequences of each group; each group in ascending order, a single group holds all."""
+    """Return the indices of the sequences of each group, in ascending order; a single group holds all."""
     groups: list[list[int]] = []
     batched: dict[int, list[tuple[int, int]]] = {}
     for index, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
@@ -172,7 +172,7 @@ def _group(
 
 
 def _rows(metadata: AttentionMetadata, members: list[int], query_len: int) -> Rows:
-    """The group's rows: a slice where they are adjacent, else their indices."""
+    """Return the group's rows: a slice where they are adjacent, else their indices."""
     starts = [0]
     for length in metadata.query_lens:
         starts.append(starts[-1] + length)

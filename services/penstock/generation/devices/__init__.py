@@ -1,4 +1,4 @@
-"""Where a model runs."""
+"""The devices that a model runs on."""
 
-# Of --kernels.
+# Values of --kernels.
 KERNELS = ("auto", "native", "torch")

@@ -1,4 +1,4 @@
-"""What the rest of the engine may ask of a device. Everything device-specific is behind this and Attention."""
+"""The interface of a device for the rest of the engine. All that is specific to a device is behind it and Attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes, as this process may use them (a container's limit counts)."""
+    """Bytes that this process may use (a container's limit counts)."""
 
     total: int
     available: int
@@ -35,7 +35,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Where tensors live."""
+        """Device of the tensors."""
 
     @abstractmethod
     def start(self, *, num_threads: int | None = None, kernels: str = "auto", arena: Arena | None = None) -> None:
@@ -44,46 +44,48 @@ class Device(ABC):
         `kernels`: "native" insists on the C++ kernels, "auto" takes them where they are built, "torch" does without.
         `arena`: memory that weights may be put in; a device that has no use for it closes it.
 
-        Raises StartupError naming the flag when it cannot be had.
+        Raises StartupError naming the flag that cannot be honoured.
         """
 
     @abstractmethod
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
-        """The dtype of weights, activations and KV for `--dtype requested` ("auto": by the checkpoint's).
+        """Return the dtype of weights, activations and KV for `--dtype requested` ("auto": by the checkpoint's).
 
         Raises StartupError naming --dtype when there is no such dtype here.
         """
 
     @abstractmethod
     def memory(self) -> DeviceMemory:
-        """Memory right now; files that weights were mapped from are to stay in memory, and so are not available."""
+        """Return the memory right now. Files that weights were mapped from must stay in memory, so they count as
+        used."""
 
     @abstractmethod
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """How weights are kept and multiplied here: as `dtype`, or as int8 or int4 with activations of `dtype`.
+        """Return the method that keeps and multiplies weights here: as `dtype`, or as int8 or int4 with activations of
+        `dtype`.
 
         Raises StartupError naming --quantization when this device or dtype cannot.
         """
 
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Room for a large weight that is kept as it is, not initialised."""
+        """Return memory for a large weight that is kept as it is, not initialised."""
         return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        """What weights are used of where the page cache has it: nobody may write into these."""
+        """Files with weights that are used where the page cache has them: no process may write into these."""
         return ()
 
     def mapped_tensor(
         self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """To be read only: the tensor whose bytes begin there in the file. None where it must be copied."""
+        """Return the tensor at offset `begin` of the file, to be read only; None where it must be copied."""
         return None
 
     def mapped_weights(self, file: MappedFile, name: str) -> torch.Tensor:
-        """(bytes,) uint8, to be read only: weights in the layout of the CPU's C++ kernels, used where they are.
+        """Return (bytes,) uint8, to be read only: weights in the layout of the CPU's C++ kernels, used where they are.
 
-        Raises StartupError naming what to change where they cannot be used; `name` is what they are called in it.
+        Raises StartupError naming the flag to change where they cannot be used; the message calls them `name`.
         """
         raise StartupError(
             f"{name} was packed for the CPU's C++ kernels: --device {self.name} needs the checkpoint it was made of",
@@ -92,24 +94,24 @@ class Device(ABC):
 
     @abstractmethod
     def attention(self, dtype: torch.dtype, head_dim: int) -> Attention:
-        """The fastest attention for `dtype` and heads of this size that works here."""
+        """Return the fastest attention for `dtype` and heads of this size that works here."""
 
     @abstractmethod
     def layer_kernels(self, dtype: torch.dtype) -> LayerKernels:
-        """The fastest operations between linear layers for `dtype` that work here."""
+        """Return the fastest operations between linear layers for `dtype` that work here."""
 
     @abstractmethod
     def sampling_kernels(self) -> SamplingKernels:
-        """The fastest operations on rows of scores that work here."""
+        """Return the fastest operations on rows of scores that work here."""
 
     @abstractmethod
     def synchronize(self) -> None:
         """Return when all queued work is done."""
 
     def advice(self) -> str | None:
-        """What would make this machine faster, in one line for people; None: nothing is known."""
+        """Advice to make this machine faster, in one line for people; None: there is none."""
         return None
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for logs and GetModelInfo, such as `cpu (2 threads)`."""
+        """Description in one line for logs and GetModelInfo, such as `cpu (2 threads)`."""

@@ -52,7 +52,7 @@ class CPUDevice(Device):
     name = "cpu"
 
     def __init__(self) -> None:
-        # Of the native kernels; None while torch's operators are used.
+        # Instruction set of the native kernels; None while torch's operators are used.
         self.instruction_set: str | None = None
         self._could_be_faster: str | None = None
         self._arena: Arena | None = None
@@ -77,7 +77,7 @@ class CPUDevice(Device):
         if self.instruction_set is not None:
             self._arena = arena
         elif arena is not None:
-            # oneDNN allocates what it packs into.
+            # oneDNN allocates the memory that it packs into.
             arena.close()
 
     def compute_dtype(self, requested: str, checkpoint: torch.dtype) -> torch.dtype:
@@ -115,7 +115,7 @@ class CPUDevice(Device):
     def mapped_tensor(
         self, file: MappedFile, begin: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """See Device: None where the file has it at no multiple of its numbers' size."""
+        """See Device. None where its offset in the file is no multiple of its numbers' size."""
         if begin % dtype.itemsize:
             return None
         return self._view(file, begin, math.prod(shape), dtype).view(shape)
@@ -134,7 +134,7 @@ class CPUDevice(Device):
         self._mapped_files.append(file)
         self._mapped_bytes += count * dtype.itemsize
         with warnings.catch_warnings():
-            # That it cannot be written is as it should be.
+            # torch warns that it cannot be written; it must not be.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(file.memory, dtype=dtype, count=count, offset=begin)
 
@@ -148,7 +148,7 @@ class CPUDevice(Device):
         return NativeKernels() if self._uses_native(dtype) else LayerKernels()
 
     def sampling_kernels(self) -> SamplingKernels:
-        """See Device. Scores are float32 whatever the model computes in."""
+        """See Device. Scores are float32 for every dtype of the model."""
         return SamplingKernels() if self.instruction_set is None else NativeSampling()
 
     def _uses_native(self, dtype: torch.dtype) -> bool:
@@ -188,7 +188,8 @@ def _advice(wanted: str, instruction_set: str | None) -> str | None:
 
 
 def cpu_method(dtype: torch.dtype, quantization: str, *, native: bool, arena: Arena | None = None) -> LinearMethod:
-    """`native`: the C++ kernels are loaded and work in `dtype`; these put weights into `arena` while it lasts.
+    """Return the method for `dtype` and `quantization`. `native`: the C++ kernels are loaded and work in `dtype`; they
+    put weights into `arena` until it is used up.
 
     Raises StartupError naming --quantization.
     """

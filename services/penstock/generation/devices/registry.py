@@ -12,7 +12,7 @@ _DEVICES: dict[str, Callable[[], Device]] = {"cpu": CPUDevice}
 
 
 def open_device(name: str = "auto") -> Device:
-    """The device called `name`; "auto" is the best one here. Raises StartupError naming --device."""
+    """Return the device called `name`; "auto" is the best one here. Raises StartupError naming --device."""
     if name == "auto":
         return CPUDevice()
     if name not in _DEVICES:

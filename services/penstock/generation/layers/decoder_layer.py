@@ -1,4 +1,5 @@
-"""The decoder's building blocks, as transformers 5.x computes them. Plain callables: nothing here is trained."""
+"""Building blocks of the decoder, computed as in transformers 5.x. They are plain callables: nothing here is
+trained."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """Over the last dimension: float32 inside, cast back, then times the weight."""
+    """RMSNorm over the last dimension: float32 inside, cast back, then times the weight."""
 
     def __init__(self, weight: Tensor, eps: float, kernels: LayerKernels) -> None:
         self.weight = weight
@@ -24,11 +25,11 @@ class RMSNorm:
         self.kernels = kernels
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """Same shape and dtype."""
+        """Return the norm of `x_TI`, in its shape and dtype."""
         return self.kernels.rms_norm(x_TI, self.weight, self.eps)
 
     def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
-        """The norm of `hidden` + `pending`; the sum is left in `hidden`."""
+        """Return the norm of `hidden` + `pending`; leave the sum in `hidden`."""
         if pending_TI is None:
             return self(hidden_TI)
         return self.kernels.add_rms_norm(hidden_TI, pending_TI, self.weight, self.eps)
@@ -36,7 +37,7 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one forward pass shares. cos and sin: (T, 1, head_dim / 2)."""
+    """Arguments that all layers of one forward pass share. cos and sin: (T, 1, head_dim / 2)."""
 
     cos: Tensor
     sin: Tensor
@@ -57,7 +58,7 @@ class SelfAttention:
         self._scale = config.head_dim**-0.5
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
-        """(T, hidden) -> (T, hidden); writes this layer's keys and values into the pool."""
+        """Map (T, hidden) to (T, hidden); write this layer's keys and values into the pool."""
         qkv = self.qkv(x_TI)
         out = step.attention.forward_qkv(
             qkv, step.cos, step.sin, self.heads, self._layer, step.metadata, step.kv, self._scale, self.window
@@ -73,13 +74,13 @@ class SwiGLU:
         self.down = down
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """(T, hidden) -> (T, hidden)."""
+        """Map (T, hidden) to (T, hidden)."""
         return self.down(self.gated(x_TI))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Pre-norm attention and MLP. What each adds to the residual stream is added by the next norm, in one pass."""
+    """Pre-norm attention and MLP. The next norm adds the output of each to the residual stream, in one pass."""
 
     input_norm: RMSNorm
     attention: SelfAttention
@@ -87,7 +88,7 @@ class DecoderLayer:
     mlp: SwiGLU
 
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
-        """The residual stream is `hidden` + `pending` (None: nothing); both (T, hidden). Changes `hidden` in place and
-        returns what is pending after this layer."""
+        """Run the layer on the residual stream `hidden` + `pending` (None: nothing), both (T, hidden). Changes `hidden`
+        in place and returns the tensor that is pending after this layer."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
         return self.mlp(self.post_attention_norm.add(hidden_TI, self.attention(normed, step)))

@@ -1,4 +1,4 @@
-"""The small operations between the linear layers, as a seam: torch's here, native ones where they are built."""
+"""A seam for the small operations between the linear layers: torch's here, native ones where they are built."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class LayerKernels:
     name = "torch"
 
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """Float32 inside, cast back, then times the weight."""
+        """Return the RMSNorm: float32 inside, cast back, then times the weight."""
         # torch's kernel rounds before the weight: bit-equal to transformers', and faster.
         return F.rms_norm(x_TI, weight_I.shape, weight_I, eps)
 
     def add_rms_norm(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """Add `x` to `hidden` in place, then the RMSNorm of it."""
+        """Add `x` to `hidden` in place and return the RMSNorm of the sum."""
         hidden_TI.add_(x_TI)
         return F.rms_norm(hidden_TI, weight_I.shape, weight_I, eps)
 
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
-        """silu(first half) * second half of every row: (T, 2 F) -> (T, F)."""
+        """Return silu(first half) * second half of every row: (T, 2 F) -> (T, F)."""
         gate, up = gate_up_TF.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 
 class NativeKernels(LayerKernels):
-    """The C++ ones, which read every row once. For float32 and bfloat16; the library must be loaded."""
+    """The C++ kernels, which read every row once. They work in float32 and bfloat16; the library must be loaded."""
 
     name = "native"
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from penstock.generation.core.model_config import ConfigReader, RopeConfig
 
-# That tables of cos and sin grow by.
+# Positions by which tables of cos and sin grow.
 _PIECE = 2048
-# Positions that tables begin with room for; longer ones grow.
+# Most positions that new tables have room for; longer ones grow.
 _MOST_ROOM = 2**18
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def read_rope(config: ConfigReader, max_position_embeddings: int) -> RopeConfig:
-    """RopeConfig from `rope_parameters` (5.x) or `rope_theta` + `rope_scaling` (before).
+    """Read RopeConfig from `rope_parameters` (5.x) or `rope_theta` + `rope_scaling` (before).
 
     Raises StartupError naming the field when a type or parameter is unknown or missing.
     """
@@ -90,7 +90,7 @@ def _read_yarn(scaling: ConfigReader, theta: float, original: int, max_position_
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """(head_dim / 2) float32, on the CPU.
+    """Return the inverse frequencies (head_dim / 2) in float32, on the CPU.
 
     "dynamic" equals "default" up to `max_position_embeddings`, where our context ends: beyond it transformers lets the
     longest sequence of a batch change the keys of all the others.
@@ -138,8 +138,8 @@ class RotaryEmbedding:
     def __init__(
         self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype, *, max_positions: int
     ) -> None:
-        """`max_positions`: what tables have room for, if it is not enormous. The system gives memory for what of it
-        was filled."""
+        """Make empty tables with room for `max_positions`, unless that is enormous. The system gives memory only for
+        positions that are filled."""
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._scale = rope.attention_factor
         self._dtype = dtype
@@ -147,17 +147,20 @@ class RotaryEmbedding:
         self._make_room(min(max_positions, _MOST_ROOM))
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of all positions below `length` at least, each (positions, head_dim / 2): what a call computes.
+        """Return cos and sin of all positions below `length` at least, each (positions, head_dim / 2), as a call
+        computes them.
 
-        Kept, and filled in place where they do not reach: head_dim x 2 bytes a position in bfloat16, up to a few
-        percent of the keys and values of one sequence that is so long. Computed anew they take 0.3 ms of a decode step.
+        They are kept, and filled in place where they do not reach: head_dim x 2 bytes a position in bfloat16, up to a
+        few percent of the keys and values of one sequence of that length. Computing them anew would take 0.3 ms of a
+        decode step.
         """
         if length > self._length:
             self._fill(length)
         return self._tables
 
     def _fill(self, length: int) -> None:
-        """A piece at a time: in float32 all of a long context would take several times the tables."""
+        """Fill the tables up to `length`, a piece at a time: in float32 all of a long context would take several times
+        the tables."""
         end = -(-length // _PIECE) * _PIECE
         if end > len(self._room[0]):
             self._make_room(2 * end)
@@ -170,7 +173,7 @@ class RotaryEmbedding:
 
     @torch.inference_mode(False)
     def _make_room(self, positions: int) -> None:
-        """For tables, of which nothing is filled then."""
+        """Allocate tables for so many positions, with nothing filled yet."""
         shape = -(-positions // _PIECE) * _PIECE, len(self._inv_freq)
         cos, sin = (torch.empty(shape, dtype=self._dtype, device=self._inv_freq.device) for _ in range(2))
         self._room = cos, sin
@@ -178,7 +181,7 @@ class RotaryEmbedding:
         self._tables = cos[:0], sin[:0]
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (T, 1, head_dim / 2), computed in float32 and rounded to the model's dtype."""
+        """Return cos and sin, each (T, 1, head_dim / 2), computed in float32 and rounded to the model's dtype."""
         angles = positions_T.to(torch.float32).unsqueeze(-1) * self._inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:

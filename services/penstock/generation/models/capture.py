@@ -13,12 +13,12 @@ class Capture(Protocol):
     """Sees the hidden states of every layer go by."""
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
-        """`layer` is numbered as in HiddenCapture. Must not change `hidden_TI`."""
+        """See the hidden states of `layer`, numbered as in HiddenCapture. Must not change `hidden_TI`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointCapture:
-    """Several that see the same forward pass."""
+    """Several captures that see the same forward pass."""
 
     parts: tuple[Capture, ...]
 
@@ -29,24 +29,24 @@ class JointCapture:
 
 
 def joint(*captures: Capture | None) -> Capture | None:
-    """Those that are not None, as one."""
+    """Join the captures that are not None into one; None when all are."""
     parts = tuple(capture for capture in captures if capture is not None)
     return JointCapture(parts) if len(parts) > 1 else next(iter(parts), None)
 
 
 @dataclass(slots=True)
 class HiddenCapture:
-    """Numbers of layers are those of transformers' hidden_states: 0 is the embedding, i the output of decoder layer
-    i - 1, and the last one is taken after the final norm."""
+    """Keeps rows of some layers. They are numbered as transformers' hidden_states: 0 is the embedding, i the output of
+    decoder layer i - 1, and the last one is taken after the final norm."""
 
     # (R) int64: rows of the step.
     rows_R: Tensor
-    # None: all.
+    # None: all layers.
     layers: Collection[int] | None = None
     # layer -> (R, hidden), in the model's dtype.
     states: dict[int, Tensor] = field(default_factory=dict)
 
     def take(self, layer: int, hidden_TI: Tensor) -> None:
-        """Keep the rows of `layer`, when it is one of the chosen."""
+        """Keep the rows of `layer` when it is one of the chosen ones."""
         if self.layers is None or layer in self.layers:
             self.states[layer] = hidden_TI.index_select(0, self.rows_R)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class CausalLM:
-    """A loaded model. Holds weights only: everything of a step comes in as arguments, and one instance may be used by
-    any number of pools, one call at a time."""
+    """A loaded model. It holds weights only: everything of a step comes in as arguments. Any number of pools may use
+    one instance, one call at a time."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class CausalLM:
         num_bytes: int,
         mapped_bytes: int = 0,
     ) -> None:
-        """`embedding`: a table (vocabulary, hidden), or the rows of `lm_head`."""
+        """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`."""
         self.config = config
         self.dtype = dtype
         self.device = device
         # Memory that the weights take.
         self.num_bytes = num_bytes
-        # Of it, what is used where the page cache has it.
+        # Part of it that is used where the page cache has it.
         self.mapped_bytes = mapped_bytes
         self.layers = tuple(layers)
         self.attention = attention
@@ -65,11 +65,12 @@ class CausalLM:
 
     @property
     def can_draw(self) -> bool:
-        """Whether `forward_and_draw` may be called."""
+        """True when `forward_and_draw` and `decode` may be called."""
         return self._fused is not None
 
     def shallow(self, num_layers: int) -> CausalLM:
-        """A model of the first `num_layers` layers and these very weights: for what a step costs, not what it says."""
+        """Return a model of the first `num_layers` layers on these very weights, to measure a step; its logits mean
+        nothing."""
         return CausalLM(
             self.config,
             embedding=self._embedding,
@@ -96,8 +97,8 @@ class CausalLM:
         capture: Capture | None = None,
         attention: Attention | None = None,
     ) -> Tensor:
-        """hidden_RI of `rows_R` (ascending; None: of every row, T) after the final norm, in the model's dtype; writes
-        all T rows' keys and values to `kv`.
+        """Return hidden_RI of `rows_R` (ascending; None: of every row, T) after the final norm, in the model's dtype;
+        write all T rows' keys and values to `kv`.
 
         `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
         outside the vocabulary are the caller's error (IndexError on CPU). `capture` is filled; `attention` replaces the
@@ -126,33 +127,38 @@ class CausalLM:
         kv: KVCachePool,
         rows_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and each one's id of the highest logit (R): the first of equals, -1 where none is finite.
+        """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
+        where none is finite.
 
-        The logits are never in memory, and nothing comes between layers and head. Only where `can_draw`.
+        The logits are never in memory, and nothing comes between layers and head. Call it only where `can_draw`.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
         return self._fused(self.embed(input_ids_T), positions_T, metadata, kv, rows_R, draws=True)
 
     def decode(self, ids: list[int], lengths: list[int], longest: int, tables_SB: Tensor, kv: KVCachePool) -> list[int]:
-        """The ids that `forward_and_draw` draws for one token of each sequence, `ids`, with which they are `lengths`
-        long, at most `longest`. `tables_SB` as AttentionMetadata.block_tables. Only where `can_draw`."""
+        """Return the ids that `forward_and_draw` draws for one token of each sequence.
+
+        `ids` are these tokens, `lengths` the sequences' lengths with them, `longest` the greatest of these. `tables_SB`
+        is as AttentionMetadata.block_tables. Call it only where `can_draw`.
+        """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
         return self._fused.decode(ids, lengths, longest, tables_SB, kv)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_NI: Tensor) -> Tensor:
-        """(N, vocab) float32 of selected rows of `forward`'s result: pass only those whose logits are needed."""
+        """Return logits (N, vocab) in float32 of selected rows of `forward`'s result: pass only the rows that need
+        logits."""
         return self._lm_head.as_float(hidden_NI)
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
-        """(T, hidden): the residual stream before the first layer."""
+        """Return the residual stream (T, hidden) before the first layer."""
         return self._rows(input_ids_T)
 
     def step(
         self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, attention: Attention | None = None
     ) -> Step:
-        """What `layers` need to run one by one."""
+        """Return the Step that `layers` need to run one by one."""
         cos, sin = self._rotary(positions_T)
         return Step(cos, sin, metadata, kv, attention or self.attention)

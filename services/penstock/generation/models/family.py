@@ -1,4 +1,4 @@
-"""What tells one model family from another: flags over the one decoder. A family is a file that fills this in."""
+"""A model family's differences from others: flags over the one decoder. A family is a file that fills them in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def from_field(name: str) -> Callable[[ConfigReader], bool]:
 
 
 def no_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Every layer sees everything."""
+    """Windows of a model in which every layer sees everything."""
     return (None,) * num_layers
 
 
@@ -88,7 +88,7 @@ class Family:
         return config.optional_integer("bos_token_id") if "bos_token_id" in config.values else self.default_bos
 
     def _pad(self, config: ConfigReader) -> int | None:
-        """Older Llama checkpoints say -1 where they have none."""
+        """Id of the padding token; None also for the -1 that older Llama checkpoints say."""
         return None if config.values.get("pad_token_id") == -1 else config.optional_integer("pad_token_id")
 
     def _eos(self, config: ConfigReader, generation: ConfigReader) -> tuple[int, ...]:
@@ -96,7 +96,8 @@ class Family:
         return generation.token_ids("eos_token_id") or own
 
     def _default_kv_heads(self, config: ConfigReader, num_heads: int) -> int:
-        """The class default when the field is absent; as many as query heads when it is null or has no default."""
+        """Number of key/value heads: the class default when the field is absent; that of query heads when it is null or
+        has no default."""
         if "num_key_value_heads" in config.values:
             return num_heads
         return self.defaults.get("num_key_value_heads", num_heads)
@@ -125,8 +126,8 @@ class Family:
 
 
 def windows_by_layer_type(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's rule (transformers 5.x): explicit `layer_types`, else layers from `max_window_layers` on slide, and only
-    if `use_sliding_window` and `sliding_window` are set. (4.41 slid the layers before it.)"""
+    """Windows by Qwen's rule (transformers 5.x): explicit `layer_types`, else layers from `max_window_layers` on slide,
+    and only if `use_sliding_window` and `sliding_window` are set. (4.41 slid the layers before it.)"""
     window = config.integer("sliding_window", 4096) if config.values.get("sliding_window", 4096) is not None else None
     if not config.boolean("use_sliding_window", False):
         window = None

@@ -1,5 +1,5 @@
-"""All layers of a model, the last norm and a greedy draw as one call of the C++ kernels (csrc/decoder): the
-bits of the operators one by one."""
+"""All layers of a model, the last norm and a greedy draw in one call of the C++ kernels (csrc/decoder). Results have
+the same bits as by the operators one by one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class FusedLayers:
-    """Threads go through the layers together; between two operations they meet instead of being woken anew."""
+    """The fused layers. Threads go through them together; between two operations they meet instead of being woken
+    anew."""
 
     def __init__(
         self,
@@ -34,9 +35,9 @@ class FusedLayers:
         rotary: RotaryEmbedding,
         table: Tensor | None,
     ) -> None:
-        """`layers` and `head` must be `can_fuse`. `table`: the embedding, None where the head's rows are it."""
+        """Take layers and head that `can_fuse` accepted. `table` is the embedding; None where it is the head's rows."""
         last = cast(NativeLinear, head)
-        # csrc/decoder/ops_decoder.cpp takes every one of these names, and refuses others.
+        # csrc/decoder/ops_decoder.cpp takes every one of these names and refuses others.
         sizes = {
             "format": int(cast(NativeLinear, layers[0].mlp.gated).format),
             "hidden": config.hidden_size,
@@ -68,10 +69,11 @@ class FusedLayers:
         *,
         draws: bool,
     ) -> tuple[Tensor, Tensor]:
-        """hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrites the embeddings it is given.
+        """Return hidden_RI of `rows_R` (ascending; None: of all) after the final norm; overwrite the embeddings
+        `hidden_TI`.
 
-        `draws`: also each one's id of the highest logit (R), the first of equals, -1 where that is not finite; else
-        empty. A row that is not wanted ends with its keys and values in the last layer.
+        `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 where that is not
+        finite; else an empty tensor. A row that is not wanted ends with its keys and values in the last layer.
         """
         cos, sin = self._rotary.tables(metadata.max_context_len)
         result: tuple[Tensor, Tensor] = self._forward(
@@ -90,15 +92,15 @@ class FusedLayers:
         return result
 
     def decode(self, ids: list[int], lengths: list[int], longest: int, tables: Tensor, kv: KVCachePool) -> list[int]:
-        """Tokens `ids`, one of each sequence, which with it are `lengths` long: what `draws` gives for them. `tables`
-        as AttentionMetadata's, as wide as is wanted."""
+        """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. `tables` is as
+        AttentionMetadata.block_tables and may be wider."""
         cos, sin = self._rotary.tables(longest)
         drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors)
         return drawn
 
 
 def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, attention: object) -> bool:
-    """Whether everything is native, and no width needs padding."""
+    """True when everything is native and no width needs padding."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
     native = all(
@@ -115,7 +117,8 @@ def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, 
 
 
 def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
-    """Tensors of a layer by the names that csrc/decoder knows; norms of the heads where the model has them."""
+    """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads where the model has
+    them."""
     tensors = {
         "input_norm": layer.input_norm.weight,
         "post_attention_norm": layer.post_attention_norm.weight,
@@ -130,5 +133,5 @@ def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
 
 
 def _named_parts(name: str, linear: Linear) -> dict[str, Tensor]:
-    """`name`.weight and, where the format has them, .bias, .scale and .sum."""
+    """Return `name`.weight and, where the format has them, .bias, .scale and .sum."""
     return {f"{name}.{part}": tensor for part, tensor in cast(NativeLinear, linear).packed.parts().items()}

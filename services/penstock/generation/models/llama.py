@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and what shares their architecture."""
+"""Llama 2, 3, 3.1, 3.2 and models that share their architecture."""
 
 from __future__ import annotations
 

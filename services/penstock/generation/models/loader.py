@@ -1,4 +1,4 @@
-"""From weights, wherever they come from, to a CausalLM: one layer at a time."""
+"""Builds a CausalLM from weights of any origin, one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """A model's weights on its device. Everything is asked for once, in the order of `build_model`."""
+    """A model's weights on its device. Each part is asked for once, in the order of `build_model`."""
 
     dtype: torch.dtype
-    # Memory that what was asked for takes.
+    # Bytes of memory that the parts asked for so far take.
     num_bytes: int
 
     @property
     def mapped_bytes(self) -> int:
-        """Of `num_bytes`, what is used where the page cache has it."""
+        """Part of `num_bytes` that is used where the page cache has it."""
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """The last layer, and the embedding (vocabulary, hidden), None where the head's rows are it."""
+        """Return the last layer, and the embedding (vocabulary, hidden); None where it is the head's rows."""
 
     def linear(self, prefix: str, linear: LayerLinear) -> Linear:
-        """A linear layer of the layer whose names begin with `prefix`."""
+        """Return a linear layer of the decoder layer with the name prefix `prefix`."""
 
     def tensor(self, name: str) -> Tensor:
-        """A norm's weight."""
+        """Return the weight of a norm."""
 
     def layer_is_complete(self) -> None:
-        """Nothing more of this layer is asked for."""
+        """Note that nothing more of this layer is asked for."""
 
 
 def build_model(config: ModelConfig, weights: Weights, device: Device) -> CausalLM:
-    """The model of `config` with these weights."""
+    """Return the model of `config` with these weights."""
     lm_head, table = weights.head_and_table()
     kernels = device.layer_kernels(weights.dtype)
     layers = [_layer(config, i, weights, kernels) for i in range(config.num_layers)]

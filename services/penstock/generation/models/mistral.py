@@ -7,7 +7,8 @@ from penstock.generation.models.family import Family
 
 
 def _sliding_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """`sliding_window` absent means the class default, null means none. `layer_types` has no effect, as in 5.x."""
+    """Windows of every layer. An absent `sliding_window` means the class default, null means none. `layer_types` has no
+    effect, as in 5.x."""
     if config.values.get("sliding_window", 4096) is None:
         return (None,) * num_layers
     return (config.integer("sliding_window", 4096),) * num_layers

@@ -1,4 +1,4 @@
-"""The native families, and the two calls that turn a folder into a configuration or a model."""
+"""The native families, and the two functions that turn a folder into a configuration or a model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "flo
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The checked config.json (and eos of generation_config.json) of `folder`.
+    """Read the checked config.json (and eos of generation_config.json) of `folder`.
 
-    Raises StartupError naming the file and field; for a model type that is not native, the ones that are.
+    Raises StartupError naming the file and field; for a model type that is not native, the supported ones.
     """
     values = read_json(folder / CONFIG_FILE)
     config = ConfigReader(values, str(folder / CONFIG_FILE))
@@ -55,10 +55,10 @@ def load_model(
 ) -> CausalLM:
     """Load a Hugging Face folder (single or sharded safetensors), or one that `penstock pack` wrote.
 
-    `dtype` is "auto" (the checkpoint's, as the device can) or a name, `quantization` "none", "int8" or "int4" (of the
-    linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is called with
-    the percentage of the weights' bytes that is loaded, ending at 100. `map_embeddings`: a checkpoint's table that ids
-    are looked up in is used where the page cache has it, as all of a packed model is: see `device.mapped_files`. Raises
+    `dtype` is "auto" (the checkpoint's, where the device has it) or a name. `quantization` is "none", "int8" or "int4"
+    (of the linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is
+    called with the percentage of the weights' bytes that is loaded, ending at 100. `map_embeddings`: the embedding of a
+    checkpoint is used where the page cache has it, as all of a packed model is: see `device.mapped_files`. Raises
     StartupError naming the file, tensor or field at fault.
     """
     config = read_model_config(folder)
@@ -82,7 +82,8 @@ def checkpoint_weights(
     *,
     map_embeddings: bool,
 ) -> CheckpointWeights:
-    """Those of a Hugging Face folder, whose names and shapes are checked here; otherwise as `load_model`."""
+    """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
+    `load_model`."""
     checkpoint = Checkpoint(folder, progress)
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
@@ -105,7 +106,7 @@ def checkpoint_weights(
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """`model_type`s of config.json that load natively."""
+    """Values of config.json's `model_type` that load natively."""
     return tuple(FAMILIES)
 
 

@@ -1,4 +1,4 @@
-"""Checks of options: each by itself, its size, its ids, and what together would leave no token."""
+"""Checks of options: each by itself, its size, its ids, and combinations that would leave no token."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def check_limits(options: OptionSet, limits: RequestLimits) -> None:
 
 
 def check_ids(options: OptionSet, vocab_size: int, *, prefix: str | None = None) -> None:
-    """Raises InvalidArgument naming `prefix` + field for an empty entry, a repeated one or an id outside."""
+    """Check ids. Raises InvalidArgument naming `prefix` + field for an empty entry, a repeated one or an id outside."""
     for name, value in options.items():
         spec = options.specs[name]
         spec.kind.check_ids(value, spec.path if prefix is None else prefix + name, vocab_size)
 
 
 def check_possible(options: RequestOptions, vocab_size: int, *, prefix: str = "config.") -> None:
-    """Refuse what would leave no token at some position. Forced and suppressed: transformers 5.23's validate().
+    """Refuse options that would leave no token at some position. Forced and suppressed ids: transformers 5.23's
+    validate().
 
     `options` hold the model's defaults too. Raises InvalidArgument naming `prefix` + suppress_tokens.
     """
@@ -53,6 +54,6 @@ def check_possible(options: RequestOptions, vocab_size: int, *, prefix: str = "c
 
 
 def check_seed(seed: int, field: str) -> None:
-    """Raises InvalidArgument when `seed` is outside [0, 2^63 - 1]."""
+    """Raise InvalidArgument when `seed` is outside [0, 2^63 - 1]."""
     if not SEED_RANGE.allow(seed):
         raise InvalidArgument(field, str(SEED_RANGE))

@@ -154,7 +154,7 @@ class Constraints(Words):
         return _alternatives(entry.disjunctive, field, limits)
 
     def to_proto(self, message: Any, name: str, value: tuple[Alternatives, ...]) -> None:
-        """Every one as disjunctive."""
+        """Set every constraint as a disjunctive one."""
         for word in value:
             disjunctive = getattr(message, name).add().disjunctive
             disjunctive.SetInParent()
@@ -168,7 +168,7 @@ def _alternatives(word: Any, field: str, limits: RequestLimits) -> Alternatives:
 
 
 def _check_alternatives(alternatives: Alternatives, field: str, vocab_size: int) -> None:
-    """One word to force. As transformers 4.41's DisjunctiveTrie: no alternative may begin with another."""
+    """Check one word to force. No alternative may begin with another, as in transformers 4.41's DisjunctiveTrie."""
     if not alternatives or not all(alternatives):
         refuse(field, "no entry may be empty")
     for ids in alternatives:
@@ -195,7 +195,7 @@ class SequenceBias(Kind):
             getattr(message, name).add(token_ids=ids, bias=bias)
 
     def from_json(self, name: str, value: Any) -> Biases:
-        """JSON's form of it: [[[ids…], bias], …]."""
+        """Read JSON's form: [[[ids…], bias], …]."""
         if not isinstance(value, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in value):
             raise BadValue(f"has {name} that is no list of [ids, bias]")
         return tuple((TOKEN_IDS.from_json(name, ids), FLOAT32.from_json(name, bias)) for ids, bias in value)
@@ -260,7 +260,7 @@ class Decay(Kind):
 
 
 class Layers(Kind):
-    """DoLa's: "low", "high" or layer numbers."""
+    """Layers of DoLa: "low", "high" or layer numbers."""
 
     form, hint = "layers", 'Literal["low", "high"] | Sequence[int]'
 

@@ -1,4 +1,4 @@
-"""DetectWatermark as plain data: what is asked, and its checks. No torch, no proto."""
+"""DetectWatermark as plain data: the request and its checks. No torch, no proto."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_Z_THRESHOLD = 3.0
 
 @dataclass(frozen=True, slots=True)
 class DetectWatermarkCommand:
-    """DetectWatermarkRequest."""
+    """A DetectWatermarkRequest as plain data."""
 
     token_ids: list[int]
     model: str = ""
@@ -29,7 +29,7 @@ class DetectWatermarkCommand:
 
 
 def check_detect_watermark(command: DetectWatermarkCommand, model: ModelFacts, limits: RequestLimits) -> None:
-    """Raises NotFound (model) and InvalidArgument naming the proto field."""
+    """Check the request. Raises NotFound (model) and InvalidArgument naming the proto field."""
     check_model(command.model, model.name)
     if not 1 <= len(command.token_ids) <= limits.max_watermark_tokens:
         raise InvalidArgument("token_ids", f"must have between 1 and {limits.max_watermark_tokens} entries")

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's generation_config.json into defaults; what it asks for in vain is reported, never dropped."""
+"""Reads a checkpoint's generation_config.json into defaults; settings without effect are reported, never dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.generation.options.request_options import ModelDefaults, ModelFact
 from penstock.generation.options.table import CONFIG, RequestOptions
 
 FILE_NAME = "generation_config.json"
-# Facts about the file, the model or transformers' own caches: nothing that changes what is generated here.
+# Facts about the file, the model or transformers' own caches: they do not change the output here.
 _IRRELEVANT = frozenset(
     {
         "transformers_version",
@@ -131,7 +131,7 @@ def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
         check_options(options, prefix="")
         check_ids(options, vocab_size, prefix="")
         check_possible(options, vocab_size, prefix="")
-        # A request that sets nothing could run.
+        # A request that sets nothing must be able to run.
         model = ModelFacts("", vocab_size, max_context_tokens=vocab_size, num_layers=num_layers)
         resolve_modes(options, defaults, model, DEFAULT_LIMITS, options.num_return_sequences or 1)
     except InvalidArgument as error:

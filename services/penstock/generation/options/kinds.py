@@ -1,7 +1,8 @@
-"""Kinds of options: how a value comes from a proto field or a model's JSON file, goes back, and what it must be.
+"""Kinds of options: conversion of a value from a proto field or a model's JSON file and back, and its checks.
 
-A kind is a small object without state that a row of the table names. Plain numbers, flags and texts, and lists of
-them; what has parts is in `compound_kinds`. Messages are only read and filled here, by attributes: no stub is imported.
+A kind is a small object without state that a row of the table names. Here are plain numbers, flags and texts, and lists
+of them; values with parts are in `compound_kinds`. Messages are only read and filled here, by attributes: no stub is
+imported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MAX_SEED = 2**63 - 1
 OUT_OF_VOCABULARY = "TOKEN_OUT_OF_VOCABULARY"
 TokenSequence = tuple[int, ...]
-# One of these must appear.
+# Alternatives of a word to force: one of these must appear.
 Alternatives = tuple[TokenSequence, ...]
 
 
@@ -30,26 +31,26 @@ class BadValue(Exception):
 
 
 def refuse(field: str, text: str, reason: str | None = None) -> NoReturn:
-    """Raise InvalidArgument."""
+    """Raise InvalidArgument for `field`, with `reason` or the usual one."""
     from penstock.common.errors import InvalidArgument  # brings grpc, which --help must not wait for
 
     raise InvalidArgument(field, text) if reason is None else InvalidArgument(field, text, reason=reason)
 
 
 def check_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Raises InvalidArgument naming `field` when an id is not below `vocab_size`."""
+    """Raise InvalidArgument naming `field` when an id is not below `vocab_size`."""
     if max(ids, default=0) >= vocab_size:
         refuse(field, f"every id must be below {vocab_size}", OUT_OF_VOCABULARY)
 
 
 def check_count(field: str, entries: Collection[Any], most: int) -> None:
-    """Raises InvalidArgument when `field` has more than `most` entries."""
+    """Raise InvalidArgument when `field` has more than `most` entries."""
     if len(entries) > most:
         refuse(field, f"must have at most {most} entries")
 
 
 def as_written(value: float) -> float:
-    """The shortest decimal that is this float32: 0.7 rather than the 0.699999988 that travelled."""
+    """Return the shortest decimal that is this float32: 0.7 rather than the 0.699999988 that travelled."""
     for digits in (6, 7, 8):
         short = float(f"{value:.{digits}g}")
         if struct.unpack("<f", struct.pack("<f", short))[0] == value:
@@ -61,7 +62,7 @@ def as_written(value: float) -> float:
 class Bounds:
     """An interval of finite numbers, open below when `above` is set and open above when `below` is; None: no bound.
 
-    `text` is what a value outside is told, where it is not the interval itself.
+    `text` is the error text for a value outside, where it is not the interval itself.
     """
 
     low: float | None = None
@@ -96,9 +97,9 @@ AT_LEAST_ONE = Bounds(1, text="must be >= 1")
 class Kind:
     """The kind of a value. Values are plain data; an empty list is unset, since proto3 cannot tell the two apart.
 
-    `form` is how clients turn a value into the field, by name; `hint` its type there; `type` what the command line
-    reads, where an option has a flag; `most` what the limit bounds, in words. `field` is a path as errors name it,
-    `limit` a field of RequestLimits.
+    `form` names the way in which clients turn a value into the field, `hint` is its type there; `type` is the type that
+    the command line reads, where an option has a flag; `most` names the thing that the limit bounds. `field` is a path
+    as errors name it, `limit` a field of RequestLimits.
     """
 
     form: str = "plain"
@@ -107,9 +108,9 @@ class Kind:
     type: Any = str
 
     def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> Any:
-        """The plain form of a set proto field; None: as good as unset.
+        """Return the plain form of a set proto field; None: as good as unset.
 
-        Raises InvalidArgument for a list beyond its bound, and for what has no plain form.
+        Raises InvalidArgument for a list beyond its bound, and for a value without a plain form.
         """
         return value
 
@@ -118,20 +119,20 @@ class Kind:
         setattr(message, name, value)
 
     def from_json(self, name: str, value: Any) -> Any:
-        """The plain form of a value of generation_config.json. Raises BadValue."""
+        """Return the plain form of a value of generation_config.json. Raises BadValue."""
         raise BadValue(f"has {name}, which no file can set")
 
     def check(self, value: Any, field: str) -> None:
-        """Raises InvalidArgument for a value that is impossible by itself, beside the row's bounds."""
+        """Raise InvalidArgument for a value that is impossible by itself, beside the row's bounds."""
 
     def check_limit(self, value: Any, field: str, limits: RequestLimits, limit: str) -> None:
-        """Raises InvalidArgument for a value beyond `limit`. Most lists were measured when they were converted."""
+        """Raise InvalidArgument for a value beyond `limit`. Most lists were measured when they were converted."""
 
     def check_ids(self, value: Any, field: str, vocab_size: int) -> None:
-        """Raises InvalidArgument for an id outside the vocabulary, and for entries that hold no id."""
+        """Raise InvalidArgument for an id outside the vocabulary, and for entries that hold no id."""
 
     def to_param(self, value: Any) -> Any:
-        """The value as SamplingParams has it."""
+        """Return the value as SamplingParams has it."""
         return value
 
 
@@ -166,7 +167,7 @@ class Integer(Kind):
 
 
 class Entries(Integer):
-    """A number of alternatives that the answer tells; 0 is a value."""
+    """A number of alternatives in the answer; 0 is a value."""
 
     most = "0 to {}"
 
@@ -224,7 +225,7 @@ class Choice(Kind):
     def __init__(
         self, form: str, hint: str, numbers: Mapping[int, Enum], words: Mapping[Any, Enum], wrong: str
     ) -> None:
-        """`numbers`: the proto's; `words`: JSON's; `wrong`: what another JSON value is told."""
+        """Take the proto's `numbers` and JSON's `words`; `wrong` is the error text for another JSON value."""
         self.form, self.hint, self.numbers, self._words, self._wrong = form, hint, numbers, words, wrong
         self._of = {value: number for number, value in numbers.items()}
 

@@ -18,9 +18,9 @@ def resolve_lengths(
 ) -> tuple[int, int]:
     """Return (max_new_tokens, min_new_tokens), and append to `warnings`.
 
-    `room` is what the context has for output; `pool_room`, asked only for an unset length, what the pool has beside so
-    many prompt tokens. A limit on new tokens wins over a total length of the same origin. Raises InvalidArgument for a
-    total length that the prompt fills.
+    `room` is the number of tokens that the context has for output; `pool_room`, asked only for an unset length, returns
+    the number that the pool has beside so many prompt tokens. A limit on new tokens wins over a total length of the
+    same origin. Raises InvalidArgument for a total length that the prompt fills.
     """
     prompt, asked, fallback = len(request.prompt_token_ids), request.options, defaults.options
     maximum = _requested_maximum(asked, prompt, warnings)
@@ -41,7 +41,8 @@ def resolve_lengths(
 
 
 def _open_ended(fallback: RequestOptions, prompt: int, room: int, warnings: list[str]) -> int:
-    """The model's own limit, else all the room there is. Neither is the caller's wish, so neither can be too much."""
+    """Return the model's own limit, else all the room there is. The caller asked for neither, so neither can be too
+    much."""
     limit = _fallback_maximum(fallback, prompt)
     if limit is not None:
         return min(limit, room)
@@ -62,7 +63,8 @@ def _requested_maximum(asked: RequestOptions, prompt: int, warnings: list[str]) 
 
 
 def _fallback_maximum(fallback: RequestOptions, prompt: int) -> int | None:
-    """A model's max_length that the prompt already fills cannot be meant for this request."""
+    """Return the model's own limit; None for a max_length that the prompt already fills: it cannot be meant for this
+    request."""
     if fallback.max_new_tokens is not None:
         return fallback.max_new_tokens
     if fallback.max_length is not None and fallback.max_length > prompt:

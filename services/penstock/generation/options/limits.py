@@ -46,7 +46,7 @@ class RequestLimits:
     max_embed_inputs: int = 256
     # DetectWatermark: half a millisecond of one core each at a vocabulary of 150 000.
     max_watermark_tokens: int = 4096
-    # Of one output token's output_* tensors, so that a delta stays below 4 MiB, and of a whole request's.
+    # Bytes of one output token's output_* tensors, so that a delta stays below 4 MiB, and of a whole request's.
     max_token_tensor_bytes: int = 3 << 20
     max_tensor_bytes: int = 64 << 20
 

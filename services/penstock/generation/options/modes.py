@@ -1,7 +1,7 @@
-"""The decoding mode that a request asks for, with its options, and combinations that cannot be.
+"""The decoding mode that a request asks for, with its options, and impossible combinations.
 
-As transformers' get_generation_mode (5.23; 4.41.1 for contrastive search, groups and constraints, 4.55.4 for DoLa) and
-what generate() checks there.
+Source: transformers' get_generation_mode (5.23; 4.41.1 for contrastive search, groups and constraints, 4.55.4 for DoLa)
+and the checks of generate() there.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
 from penstock.generation.options.table import DEFAULT_TOP_K, RequestOptions
 
-# Of DoLa: deeper models take their candidates from the first or the last this many layers only.
+# Layers of DoLa: deeper models take their candidates from only this many of the first or the last ones.
 _DEEP, _DEEP_SPAN = 40, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Fields of SamplingParams that tell how tokens are decoded."""
+    """Fields of SamplingParams that choose the decoding mode."""
 
     do_sample: bool
     mode: DecodingMode
@@ -42,7 +42,7 @@ class Modes:
 def resolve_modes(
     options: RequestOptions, defaults: ModelDefaults, model: ModelFacts, limits: RequestLimits, count: int
 ) -> Modes:
-    """The mode of `options`, which hold the model's defaults too, for `count` returned sequences.
+    """Return the mode of `options`, which hold the model's defaults too, for `count` returned sequences.
 
     Raises InvalidArgument for combinations that cannot be honoured, NotFound for an unknown assistant model.
     """
@@ -61,7 +61,7 @@ def resolve_modes(
 
 
 def wants_sampling(options: RequestOptions) -> bool:
-    """do_sample, but that a temperature of 0 is greedy."""
+    """True when do_sample is on and the temperature is not 0, which is greedy."""
     return bool(options.do_sample) and options.temperature != 0
 
 
@@ -100,7 +100,7 @@ def _beams(
 
 
 def _check_constrained(num_beams: int, groups: int, diversity: float, do_sample: bool) -> None:
-    """4.41.1: GenerationConfig.validate and ConstrainedBeamSearchScorer."""
+    """Check as transformers 4.41.1: GenerationConfig.validate and ConstrainedBeamSearchScorer."""
     if num_beams == 1:
         raise InvalidArgument("config.num_beams", "must be above 1: forced words need constrained beam search")
     if do_sample:
@@ -112,7 +112,7 @@ def _check_constrained(num_beams: int, groups: int, diversity: float, do_sample:
 
 
 def _check_groups(num_beams: int, groups: int, diversity: float, do_sample: bool) -> None:
-    """4.41.1: GenerationConfig.validate, BeamSearchScorer and HammingDiversityLogitsProcessor."""
+    """Check as transformers 4.41.1: GenerationConfig.validate, BeamSearchScorer and HammingDiversityLogitsProcessor."""
     if groups == 1:
         raise InvalidArgument("config.diversity_penalty", "must be 0 unless config.num_beam_groups is above 1")
     if do_sample:
@@ -150,7 +150,7 @@ def _assistance(options: RequestOptions, limits: RequestLimits) -> AssistanceOpt
 
 
 def check_assistant(name: str | None, served: str) -> None:
-    """Raises NotFound unless `name` is unset, empty or the served draft model's."""
+    """Raise NotFound unless `name` is unset, empty or the served draft model's."""
     if name and name != served:
         raise NotFound(
             "config.assistant_model: no draft model of this name is served beside the model",
@@ -169,7 +169,7 @@ def _dola(options: RequestOptions, model: ModelFacts) -> DolaOptions | None:
 
 
 def candidate_layers(layers: str | Sequence[int], num_layers: int, *, tied: bool) -> tuple[int, ...]:
-    """The candidate layers of a model with `num_layers` decoder layers, as transformers 4.55.4's _dola_decoding.
+    """Return the candidate layers of a model with `num_layers` decoder layers, as transformers 4.55.4's _dola_decoding.
 
     `layers` is "low", "high" or numbers, 0 being the embedding and i the output of layer i - 1; numbers that are not
     below `num_layers` are left out. `tied`: the embedding is the output head as well, so that an exit from it would
@@ -188,7 +188,7 @@ def candidate_layers(layers: str | Sequence[int], num_layers: int, *, tied: bool
 
 
 def _first_useful(num_layers: int) -> int:
-    """First layer of "low" when the embedding is tied."""
+    """Return the first layer of "low" when the embedding is tied."""
     if num_layers > 2:
         return 2
     return 1 if num_layers == 2 else 0

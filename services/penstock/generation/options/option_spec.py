@@ -1,4 +1,4 @@
-"""A row of the table of options, and what a set of options is: plain data in which only the set ones take room."""
+"""A row of the table of options, and sets of options: plain data in which only the set options take room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROW = "row"
 
 
 class Scope(enum.Enum):
-    """Requests in which an option has an effect, in words; set for another one it is warned about."""
+    """Requests in which an option has an effect, in words; a request outside that sets it gets a warning."""
 
     EVERY = ""
     SAMPLING = "sampling"
@@ -37,54 +37,55 @@ class OptionSpec:
     # One line for people: the reference page, --help, the clients' keywords.
     doc: str
     bounds: Bounds | None = None
-    # Field of RequestLimits that bounds its size, or how many entries it has.
+    # Field of RequestLimits that bounds its size or its number of entries.
     limit: str = ""
     scope: Scope = Scope.EVERY
     # Values that go without a warning outside the scope: they ask for nothing.
     silent: tuple[object, ...] = ()
-    # Field of SamplingParams that takes the value as it is; None: `resolve` makes of it what is needed.
+    # Field of SamplingParams that takes the value as it is; None: `resolve` works on it.
     param: str | None = None
-    # What it is while neither the request nor the model's file says; in words where it is no constant.
+    # Value when neither the request nor the model's file sets it; in words where it is no constant.
     default: object = None
-    # generation_config.json may set it.
+    # True: generation_config.json may set it.
     in_file: bool = True
-    # The router's alone.
+    # True: the router alone takes it.
     router_only: bool = False
-    # Its oneof in the proto, under which warnings and keywords of clients know it.
+    # Its oneof in the proto: warnings and keywords of clients use that name.
     oneof: str = ""
     # Group of its own flag on the command line; empty: `--option` sets it.
     flags: str = ""
-    # For the reference page: what else is allowed or answered, and how it differs from transformers.
+    # For the reference page: other allowed values or answers, and differences from transformers.
     allowed: str = ""
     differs: str = ""
 
     @property
     def path(self) -> str:
-        """As errors name it."""
+        """Path of the field, as errors name it."""
         return f"{self.section}.{self.name}"
 
     @property
     def is_sampling_only(self) -> bool:
-        """True for what shapes a distribution that is drawn from."""
+        """True for an option that shapes a distribution to draw from."""
         return self.scope in (Scope.SAMPLING, Scope.SAMPLING_OR_CONTRASTIVE)
 
 
 def row(kind: Kind, doc: str, *, unset: Any = None, **columns: Any) -> Any:
-    """A field of a set of options and its row of the table (see OptionSpec). `unset` is what the field is then."""
+    """Return a field of a set of options with its row of the table (see OptionSpec). `unset` is the field's value while
+    it is not set."""
     return field(default=unset, metadata={_ROW: {"kind": kind, "doc": doc, **columns}})
 
 
 class OptionSet:
     """Options by name, of which only the set ones are kept: an empty set costs next to nothing.
 
-    Subclasses are frozen dataclasses of `row`s; what is unset reads as the class says.
+    Subclasses are frozen dataclasses of `row`s; an unset option reads as its class attribute.
     """
 
     section: ClassVar[str]
     specs: ClassVar[Mapping[str, OptionSpec]]
 
     def __init__(self, **values: Any) -> None:
-        """None is unset. Raises KeyError for an unknown name."""
+        """Take options by name; None is unset. Raises KeyError for an unknown name."""
         unknown = values.keys() - self.specs.keys()
         if unknown:
             raise KeyError(*unknown)
@@ -92,17 +93,17 @@ class OptionSet:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """Options of known names, none of them None; `values` are kept, not copied."""
+        """Return options of known names, none of them None; `values` are kept, not copied."""
         options = cls.__new__(cls)
         object.__setattr__(options, "__dict__", values)
         return options
 
     def items(self) -> ItemsView[str, Any]:
-        """The set options: name, value."""
+        """Return the set options: name, value."""
         return self.__dict__.items()
 
     def over(self, fallback: Self) -> Self:
-        """These options, and `fallback`'s where these are unset."""
+        """Return these options, and `fallback`'s where these are unset."""
         if not fallback.__dict__:
             return self
         return self.of({**fallback.__dict__, **self.__dict__})
@@ -118,5 +119,5 @@ class OptionSet:
 
 
 def specs_of(options: Any, section: str) -> dict[str, OptionSpec]:
-    """The rows of a set of options, in the order of their fields."""
+    """Return the rows of a set of options, in the order of their fields."""
     return {one.name: OptionSpec(name=one.name, section=section, **one.metadata[_ROW]) for one in fields(options)}

@@ -1,4 +1,4 @@
-"""A request as its caller asks for it, before validation and defaults, and what it is checked against. No proto."""
+"""A request as its caller asks for it, before validation and defaults, and the facts to check it against. No proto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.generation.options.table import OutputOptions, RequestOptions, Sto
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """GenerateRequest."""
+    """A GenerateRequest as plain data."""
 
     request_id: str = ""
     attempt_epoch: int = 0
@@ -30,7 +30,7 @@ class GenerateOptions:
     priority: int = 0
     tokenizer_fingerprint: str = ""
     model: str = ""
-    # What is left of the caller's deadline.
+    # Seconds that are left of the caller's deadline.
     timeout_seconds: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""From what a caller asked for to what the engine does: request > generation_config.json > documented defaults."""
+"""Turns a caller's options into the engine's parameters: request > generation_config.json > documented defaults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Resolved:
     """A request's options with every default filled in."""
 
     params: SamplingParams
-    # What transformers only warns about.
+    # Warnings, about the same as transformers'.
     warnings: tuple[str, ...]
     # Tokens per delta.
     stream_interval: int
@@ -67,12 +67,13 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
 
 
 def _room(request: GenerateOptions, model: ModelFacts, modes: Modes) -> int:
-    """Tokens that the context has for output; a guided request's other branch must fit it as well."""
+    """Return the number of tokens that the context has for output; the unconditional branch of a guided request must
+    fit it too."""
     return model.max_context_tokens - max(len(request.prompt_token_ids), len(modes.guidance.negative_prompt_ids))
 
 
 def _open_ended(model: ModelFacts, fields: dict[str, Any]) -> Callable[[int], int] | None:
-    """Prompt tokens -> most new ones that the pool holds, for parameters of these `fields`; None: no bound."""
+    """Return prompt tokens -> most new tokens that the pool holds, for parameters of these `fields`; None: no bound."""
     most = model.max_output_tokens
     return None if most is None else lambda prompt: most(SamplingParams(1, **fields), prompt)
 
@@ -82,7 +83,7 @@ def _or(value: T | None, default: T) -> T:
 
 
 def _as_they_are(options: RequestOptions, *, do_sample: bool) -> dict[str, Any]:
-    """Options that SamplingParams has too, those that are set; it has transformers' defaults for the others."""
+    """Return the set options that SamplingParams has too; it has transformers' defaults for the others."""
     fields: dict[str, Any] = {"top_k": DEFAULT_TOP_K} if do_sample else {}
     for name, value in options.items():
         spec = CONFIG[name]
@@ -105,7 +106,8 @@ def _ends(request: GenerateOptions, defaults: ModelDefaults) -> dict[str, Any]:
 
 
 def _resolve_seed(request: GenerateOptions) -> int:
-    """The router always sets one; a direct caller who did not is told the drawn one in Started."""
+    """Return the request's seed, or a random one. The router always sets one; a direct caller finds the random one in
+    Started."""
     if request.seed is not None:
         return request.seed
     return request.options.seed if request.options.seed is not None else secrets.randbits(63)
@@ -119,7 +121,8 @@ def _check_healing(prompt_logprobs: int | None, model: ModelFacts) -> None:
 
 
 def _check_constrained(options: RequestOptions) -> None:
-    """A grammar and forced words can contradict each other, and healed text would be part of what is constrained."""
+    """Refuse a grammar with forced words, since they can contradict each other, and with token healing, since the
+    grammar would constrain healed text too."""
     if options.constraints or options.force_words_ids:
         raise InvalidArgument("constraint", "must not be set in constrained beam search")
     if options.token_healing:

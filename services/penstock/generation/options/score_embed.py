@@ -1,4 +1,4 @@
-"""Score and Embed as plain data: what is asked, its checks, and the engine's requests for it. No torch, no proto."""
+"""Score and Embed as plain data: the requests, their checks, and the engine's requests for them. No torch, no proto."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import ModelFacts
 from penstock.generation.options.validate import check_model
 
-# Of an answer's 4 MiB, which is what clients receive by default; the rest is framing.
+# Bytes of an answer, out of the 4 MiB that clients receive by default; the rest is framing.
 MAX_EMBEDDING_BYTES = (4 << 20) - (64 << 10)
 
 
@@ -27,7 +27,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class ScoreCommand:
-    """ScoreRequest."""
+    """A ScoreRequest as plain data."""
 
     items: list[ScoreItem]
     model: str = ""
@@ -38,7 +38,7 @@ class ScoreCommand:
 
 @dataclass(frozen=True, slots=True)
 class EmbedCommand:
-    """EmbedRequest."""
+    """An EmbedRequest as plain data."""
 
     inputs: list[list[int]]
     model: str = ""
@@ -47,7 +47,7 @@ class EmbedCommand:
 
 
 def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits) -> None:
-    """Raises NotFound (model) and InvalidArgument naming `items[i].…`."""
+    """Check the request. Raises NotFound (model) and InvalidArgument naming `items[i].…`."""
     check_model(command.model, model.name)
     _check_salt(command.cache_salt, limits)
     alternatives = command.top_logprobs or 0
@@ -71,7 +71,7 @@ def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits)
 
 
 def check_embed(command: EmbedCommand, model: ModelFacts, limits: RequestLimits, hidden_size: int) -> None:
-    """Raises NotFound (model) and InvalidArgument naming `inputs[i]`."""
+    """Check the request. Raises NotFound (model) and InvalidArgument naming `inputs[i]`."""
     check_model(command.model, model.name)
     _check_salt(command.cache_salt, limits)
     _check_count("inputs", len(command.inputs), min(limits.max_embed_inputs, MAX_EMBEDDING_BYTES // (4 * hidden_size)))
@@ -84,7 +84,7 @@ def check_embed(command: EmbedCommand, model: ModelFacts, limits: RequestLimits,
 
 
 def score_requests(command: ScoreCommand, arrival: float, deadline: float | None) -> list[Request]:
-    """One request per item. Times are time.monotonic()."""
+    """Return one request per item. Times are time.monotonic()."""
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=command.top_logprobs or 0)
     return [
         Request(
@@ -102,7 +102,7 @@ def score_requests(command: ScoreCommand, arrival: float, deadline: float | None
 
 
 def embed_requests(command: EmbedCommand, arrival: float, deadline: float | None) -> list[Request]:
-    """One request per input. Every row is summed, so none may come from the prefix cache."""
+    """Return one request per input. Every row is summed, so none may come from the prefix cache."""
     params = SamplingParams(max_new_tokens=1)
     return [
         Request(
@@ -120,7 +120,8 @@ def embed_requests(command: EmbedCommand, arrival: float, deadline: float | None
 
 
 def followers(items: Iterable[ScoreItem]) -> dict[int, list[int]]:
-    """First item with a prompt -> later items with the same one, which find its blocks cached when they come after."""
+    """Return first item with a prompt -> later items with the same prompt, which find its blocks cached when they run
+    after it."""
     first: dict[tuple[int, ...], int] = {}
     after: dict[int, list[int]] = {}
     for index, item in enumerate(items):

@@ -312,7 +312,7 @@ class RequestOptions(OptionSet):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class StopOptions(OptionSet):
-    """A StopConfig."""
+    """A StopConfig as plain data."""
 
     stop_strings: tuple[str, ...] = row(
         STOP_STRINGS, "The answer ends before any of these texts.", unset=(), limit="max_stop_strings",
@@ -332,7 +332,7 @@ class StopOptions(OptionSet):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class OutputOptions(OptionSet):
-    """An OutputConfig."""
+    """An OutputConfig as plain data."""
 
     return_token_ids: bool | None = row(
         FLAG, "The answer carries ids; between router and generation they always travel.", router_only=True,

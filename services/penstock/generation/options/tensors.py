@@ -1,4 +1,4 @@
-"""output_scores, output_logits, output_hidden_states and output_attentions: what is asked, and what it takes."""
+"""The options output_scores, output_logits, output_hidden_states and output_attentions, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLOAT_BYTES, _ID_BYTES = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class TensorSizes:
-    """The model's, as far as tensors go."""
+    """Sizes of the model that tensors depend on."""
 
     vocab_size: int
     num_layers: int
@@ -26,7 +26,7 @@ class TensorSizes:
 def resolve_tensors(
     output: OutputOptions, params: SamplingParams, prompt_tokens: int, sizes: TensorSizes, limits: RequestLimits
 ) -> TensorOutputs | None:
-    """None when no tensor is asked for. `params` are resolved but for the tensors.
+    """Resolve the tensors to output; None when none is asked for. `params` are resolved but for the tensors.
 
     Raises InvalidArgument naming `output.*`: beam modes, and more bytes than a delta or the answer may have, which are
     computed from the longest answer that the request allows.
@@ -79,7 +79,7 @@ def _check_size(
 
 
 def _bytes(name: str, wanted: TensorOutputs, context: float, sizes: TensorSizes) -> float:
-    """Of one token that is drawn after `context` tokens."""
+    """Bytes of one tensor for a token that is drawn after `context` tokens."""
     if name == "output_hidden_states":
         return _FLOAT_BYTES * (sizes.num_layers + 1) * sizes.hidden_size
     if name == "output_attentions":

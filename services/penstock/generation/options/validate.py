@@ -14,7 +14,7 @@ TIMEOUT = Bounds(0.0, above=True)
 
 
 def validate(request: GenerateOptions, model: ModelFacts, limits: RequestLimits) -> None:
-    """Refuse what can never run, cheapest checks first.
+    """Refuse a request that can never run, cheapest checks first.
 
     Raises NotFound (model, adapter), FailedPrecondition (tokenizer) and InvalidArgument naming the proto field.
     """
@@ -47,7 +47,7 @@ def _check_target(request: GenerateOptions, model: ModelFacts) -> None:
 
 
 def check_model(name: str, served: str) -> None:
-    """Raises NotFound unless `name` is empty or the served one."""
+    """Raise NotFound unless `name` is empty or the served model's."""
     if name and name != served:
         raise NotFound("model: no model of this name is served here", reason="MODEL_NOT_FOUND", field="model")
 
@@ -60,7 +60,7 @@ def _check_identifiers(request: GenerateOptions, limits: RequestLimits) -> None:
 
 
 def check_stop(stop: StopOptions, model: ModelFacts, limits: RequestLimits) -> None:
-    """Bounds of the stop lists. Raises InvalidArgument naming `stop.*`."""
+    """Check the bounds of the stop lists. Raises InvalidArgument naming `stop.*`."""
     check_limits(stop, limits)
     if stop.stop_strings and not model.has_token_bytes:
         raise InvalidArgument("stop.stop_strings", "cannot be matched: the model's folder has no tokenizer.json")

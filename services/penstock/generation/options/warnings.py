@@ -16,7 +16,7 @@ _DOLA_REPETITION_PENALTY = 1.2
 
 
 def warnings_of(asked: RequestOptions, output: OutputOptions, modes: Modes, *, has_eos: bool) -> list[str]:
-    """Warnings about `asked`, the request's own options, for the mode."""
+    """Return warnings about `asked`, the request's own options, in the mode."""
     warnings: list[str] = []
     for name, value in asked.items():
         spec = CONFIG[name]
@@ -66,7 +66,8 @@ def _ending(_: str, __: Modes, has_eos: bool) -> str:
     return "" if has_eos else "the model has no end-of-sequence id"
 
 
-# Reason why an option of that scope has no effect, by its name, the mode and an end-of-sequence id; empty: it has.
+# Reason why an option of that scope has no effect, by its name, the mode and the presence of an end-of-sequence id;
+# empty: it has one.
 _IDLE: dict[Scope, Callable[[str, Modes, bool], str]] = {
     Scope.SAMPLING: _sampling,
     Scope.SAMPLING_OR_CONTRASTIVE: _sampling_or_mode,

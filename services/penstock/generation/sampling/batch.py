@@ -37,22 +37,23 @@ class DrawOptions:
 
     rows_R: torch.Tensor
     temperatures_R: torch.Tensor
-    # 0: off.
+    # A value of 0 turns it off.
     top_ks_R: torch.Tensor
-    # Infinity: off.
+    # Infinity turns it off.
     top_ps_R: torch.Tensor
     min_ps_R: torch.Tensor
 
 
-# In place of (number of candidates, has top-k): drawn from the vocabulary as the warpers and what follows them left it.
+# Stands where (number of candidates, has top-k) would: the row is drawn from the whole vocabulary, as the warpers and
+# the processors after them left it.
 WARPED = (-1, False)
 
 
 class SamplingBatch:
     """Options of N rows, M of them sampled; built when the composition of the batch changes, then reused.
 
-    Attributes ending in `_M` are over the sampled rows, in the order of `sampled_rows`: those that draw a token, then
-    those whose candidates are drawn from what the warpers leave.
+    Attributes ending in `_M` are over the sampled rows, in the order of `sampled_rows`: first those that draw a token,
+    then those whose candidates are drawn from what the warpers leave.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class SamplingBatch:
         *,
         is_reference: bool = False,
     ) -> None:
-        """`is_reference`: for the processed scores themselves, not for what is drawn from them."""
+        """Build the batch; `is_reference` is for one that gives the processed scores themselves, not draws from
+        them."""
         self.states = states
         self.device = device
         self._kinds = [state.sequence.draw.kind for state in states]
@@ -77,7 +79,8 @@ class SamplingBatch:
         self.sampled_rows = [*token_rows, *warped_candidates]
         wanting = _wanting(states)
         self.processors = _build(PROCESSORS, wanting, states, device)
-        # After the warpers; what changes neither the choice nor its probability is left out where a token is drawn.
+        # These run after the warpers. A processor that changes neither the choice nor its probability is left out where
+        # a token is drawn.
         late = wanting if is_reference else {kind: self._changed(kind, rows) for kind, rows in wanting.items()}
         self.late_processors = _build(LATE_PROCESSORS, late, states, device)
         for processor in (*self.processors, *self.late_processors):
@@ -108,7 +111,8 @@ class SamplingBatch:
         self.warped_first = self.index([*warped, *range(len(token_rows), len(self.sampled_rows))])
 
     def is_of(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the rows are these sequences, in this order, and draw what they drew."""
+        """True when the rows are these sequences, in this order, and each draws what it drew when the batch was
+        built."""
         states = self.states
         return (
             len(states) == len(sequences)
@@ -117,7 +121,8 @@ class SamplingBatch:
         )
 
     def _all_warpers(self, wanting: Seq[SamplingParams]) -> list[Warper]:
-        """Those of the draw, and the others that some of the rows in `wanting` want (all sampled rows, or none)."""
+        """Return the warpers of the draw, and the others that some row in `wanting` wants (all sampled rows, or
+        none)."""
         drawn: dict[type[Warper], Warper] = {
             Temperature: self.temperature,
             TopK: self.top_k,
@@ -132,7 +137,7 @@ class SamplingBatch:
 
     @cached_property
     def draw_options(self) -> DrawOptions:
-        """Of the sampled rows that draw a token, in their order."""
+        """Options of the sampled rows that draw a token, in their order."""
         count = len(self._keys)
         options = self.options_of(torch.arange(count))
         is_warped_R = torch.tensor([key == WARPED for key in self._keys], dtype=torch.bool)
@@ -145,7 +150,7 @@ class SamplingBatch:
         )
 
     def options_of(self, places_R: torch.Tensor) -> DrawOptions:
-        """Of some of the sampled rows."""
+        """Return the options of some of the sampled rows."""
         return DrawOptions(
             self.sampled_index_M[places_R],
             self.temperature.values_M1[places_R, 0],
@@ -155,21 +160,21 @@ class SamplingBatch:
         )
 
     def _changed(self, kind: type[LogitsProcessor], rows: list[int]) -> list[int]:
-        """Those of `rows` for whose draw a late processor matters."""
+        """Return those of `rows` whose draw a late processor of this kind changes."""
         if not kind.is_argmax_invariant:
             return rows
         return [row for row in rows if self._kinds[row] is DrawKind.CANDIDATES]
 
     def index(self, rows: list[int]) -> torch.Tensor:
-        """Row numbers as an index on the device."""
+        """Return row numbers as an index on the device."""
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def positions(self) -> npt.NDArray[np.uint64]:
-        """Output tokens so far of every row (N)."""
+        """Return the number of output tokens so far of every row (N)."""
         return np.array([state.sequence.num_output_tokens for state in self.states], dtype=np.uint64)
 
     def uniforms(self, positions_N: npt.NDArray[np.uint64]) -> torch.Tensor:
-        """The draws of the sampled rows (M, fp64)."""
+        """Return the uniform numbers that the sampled rows draw with (M, fp64)."""
         return torch.from_numpy(uniforms(self.keys_M, positions_N[self.sampled_rows])).to(self.device)
 
 

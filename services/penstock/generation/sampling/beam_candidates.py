@@ -1,4 +1,4 @@
-"""What rows get whose strategy chooses itself (DrawKind.CANDIDATES): their highest processed scores."""
+"""The highest processed scores of rows whose strategy chooses itself (DrawKind.CANDIDATES)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from penstock.generation.sampling.ops.gumbel import Ranked
     from penstock.generation.sampling.state import SamplingState
 
-# How many of the highest scores are found at once; the surplus over what is asked holds ties.
+# Number of the highest scores that are found at once; the surplus over the number asked for holds ties.
 _SIZES = (16, 32, 64, 128, 256, 512)
 
 
 def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor, kernels: SamplingKernels) -> dict[int, SampledToken]:
-    """Row -> what it gets, of the batch's candidate rows, from their processed (and warped) scores.
+    """Return row -> result for the batch's candidate rows, from their processed (and warped) scores.
 
     A row with nothing finite has no candidates and a total of -inf: a beam that cannot go on. Raises
     FloatingPointError when a row holds a NaN or +inf.
@@ -55,7 +55,7 @@ def draw_candidates(batch: SamplingBatch, scores_NV: torch.Tensor, kernels: Samp
 def _top_logprobs(
     scores_RV: torch.Tensor, states: Seq[SamplingState], totals: list[float]
 ) -> list[tuple[Logprob, ...] | None]:
-    """Every row's most likely tokens; None where nobody asked."""
+    """Return the most likely tokens of every row; None for a row that did not ask."""
     wanted = [(place, state.plan.num_top) for place, state in enumerate(states) if state.plan.num_top is not None]
     tops: list[tuple[Logprob, ...] | None] = [None] * len(states)
     if wanted:
@@ -89,12 +89,12 @@ def _draw(
 
 
 def _has_noise(state: SamplingState) -> bool:
-    """At a temperature of 0 there is none."""
+    """True when the row's candidates are ranked with Gumbel noise; a temperature of 0 has none."""
     return state.sequence.draw.gumbel_slot is not None and not state.plan.is_greedy
 
 
 def _noisy(scores_RV: torch.Tensor, states: Seq[SamplingState], kernels: SamplingKernels) -> list[Ranked | None]:
-    """The highest scores with noise, of the rows that have it."""
+    """Return the highest scores with noise for the rows that have it, None for the others."""
     rows = [row for row, state in enumerate(states) if _has_noise(state)]
     found: list[Ranked | None] = [None] * len(states)
     if rows:
@@ -110,7 +110,7 @@ def _noisy(scores_RV: torch.Tensor, states: Seq[SamplingState], kernels: Samplin
 
 
 def _ranks(scores_V: torch.Tensor, scores: list[float]) -> tuple[int, ...]:
-    """1 + the number of higher scores, of each of `scores`: by one sort, however many are asked for."""
+    """Return 1 + the number of higher scores for each of `scores`, by one sort, however many are asked for."""
     given_V = scores_V.cpu().numpy()
     wanted = np.array(scores, dtype=given_V.dtype)
     at_least_E = np.sort(given_V[given_V >= wanted.min()]) if len(wanted) else given_V
@@ -120,7 +120,8 @@ def _ranks(scores_V: torch.Tensor, scores: list[float]) -> tuple[int, ...]:
 def _log_totals(
     scores_RV: torch.Tensor, highest: list[float], states: Seq[SamplingState], kernels: SamplingKernels
 ) -> list[float]:
-    """log(sum(exp(scores))) of every row: -inf where nothing is left, 0 where they are log-probabilities still."""
+    """Return log(sum(exp(scores))) of every row: -inf where nothing is left, 0 where the scores still are
+    log-probabilities."""
     totals = [one if one == -torch.inf else 0.0 for one in highest]
     unknown = [
         row
@@ -133,7 +134,7 @@ def _log_totals(
 
 
 def _rows(scores_NV: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The rows' scores; no copy where they are neighbours, as the beams of a request are."""
+    """Return the scores of the rows; no copy is made where the rows are neighbours, as the beams of a request are."""
     first, last = rows[0], rows[-1]
     if rows == list(range(first, last + 1)):
         return scores_NV[first : last + 1]
@@ -141,14 +142,15 @@ def _rows(scores_NV: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _by_score(scores_RV: torch.Tensor, found: TopScores, counts: list[int]) -> list[Ranked]:
-    """The highest finite scores of each row, `counts` of them: (ids, scores), equals by ascending id."""
+    """Return the `counts` highest finite scores of each row as (ids, scores), equals by ascending id."""
     ids_RC = found.ids_RC.cpu().numpy()
     scores_RC = found.scores_RC.double().cpu().numpy()
     results: list[Ranked] = []
     for row, count in enumerate(counts):
         ids_C, keys_C = ids_RC[row], scores_RC[row]
         if count and not found.is_complete and keys_C[-1] == keys_C[count - 1] and keys_C[-1] > -np.inf:
-            # Equals reach beyond what was found: which of them have the lowest ids only the whole row tells.
+            # Equals reach beyond the scores that were found: only the whole row tells which of them have the lowest
+            # ids.
             ids_C = (scores_RV[row] >= float(keys_C[-1])).nonzero()[:, 0].cpu().numpy()
             keys_C = scores_RV[row].double().cpu().numpy()[ids_C]
             order = np.argsort(-keys_C, kind="stable")

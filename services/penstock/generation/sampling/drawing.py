@@ -1,7 +1,7 @@
-"""The draws of one step: which rows go through candidates, which through the whole vocabulary, and their logprobs.
+"""The draws of one step: some rows go through candidates, others through the whole vocabulary; and their logprobs.
 
-What needs the vocabulary of several rows at once takes a few rows at a time: they stay in the processor's cache, and
-the memory does not grow with the batch.
+Work on the vocabulary of several rows takes a few rows at a time: they stay in the processor's cache, and the memory
+does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Drawing:
         self.logprobs: dict[int, PositionLogprobs] = {}
 
     def normalise(self) -> None:
-        """log_softmax of the rows whose processors work on it, in place."""
+        """Replace the scores of rows whose processors work on log-probabilities by their log_softmax, in place."""
         states = self._batch.states
         rows = [row for row in self._batch.candidate_rows if states[row].sequence.draw.log_softmax]
         if rows and rows[-1] - rows[0] == len(rows) - 1:
@@ -50,7 +50,7 @@ class Drawing:
             self._scores_NV[few_R] = self._scores_NV[few_R].log_softmax(-1)
 
     def warp(self, picked_R: torch.Tensor) -> None:
-        """Every warper on sampled rows, in place."""
+        """Run every warper on the sampled rows `picked_R`, in place."""
         for few_R in self._few(picked_R):
             rows_R = self._batch.sampled_index_M[few_R]
             scores_RV = self._scores_NV.index_select(0, rows_R)
@@ -59,7 +59,7 @@ class Drawing:
             self._scores_NV.index_copy_(0, rows_R, scores_RV)
 
     def tokens(self) -> list[SampledToken]:
-        """The results of every row, with the logprobs that were asked for."""
+        """Return the results of every row, with the logprobs that were asked for."""
         token_ids = self.token_ids_N.tolist()
         if not self.logprobs:
             return [SampledToken(token_id) for token_id in token_ids]
@@ -71,9 +71,9 @@ class Drawing:
         ]
 
     def greedy(self) -> None:
-        """The first of the highest scores of every row; the others' are overwritten.
+        """Choose the first of the highest scores for every row; `sampled` overwrites the choice for sampled rows.
 
-        By numpy on CPU, where torch's argmax is several times slower. Raises FloatingPointError on a NaN, and when
+        On CPU numpy does it: torch's argmax is several times slower there. Raises FloatingPointError on a NaN, and when
         nothing may be chosen in a row.
         """
         batch, scores_NV = self._batch, self._scores_NV
@@ -95,7 +95,7 @@ class Drawing:
             self._add_logprobs(rows_R, self.token_ids_N[rows_R], self._scores_NV.index_select(0, rows_R), None)
 
     def sampled(self, uniforms_M: torch.Tensor) -> None:
-        """A draw for every sampled row. Raises FloatingPointError on a NaN."""
+        """Draw for every sampled row. Raises FloatingPointError on a NaN."""
         for key, picked_R in self._batch.groups.items():
             count, has_top_k = key
             rest_R = self._through_candidates(picked_R, uniforms_M, count, has_top_k) if count > 0 else picked_R
@@ -105,7 +105,7 @@ class Drawing:
     def _through_candidates(
         self, picked_R: torch.Tensor, uniforms_M: torch.Tensor, count: int, has_top_k: bool
     ) -> torch.Tensor:
-        """Draw the rows that their candidates decide; returns the others."""
+        """Draw for the rows that their candidates decide; return the other rows."""
         rows_R = self._batch.sampled_index_M[picked_R]
         found = top_candidates(self._scores_NV, rows_R, count)
         total_R1 = None if has_top_k else self._softmax_totals(picked_R)
@@ -146,7 +146,7 @@ class Drawing:
         return self._few(self._batch.index(places))
 
     def _few(self, index_R: torch.Tensor) -> list[torch.Tensor]:
-        """The index in parts of a few rows; none when it is empty."""
+        """Return the index in parts of a few rows; no part when it is empty."""
         return list(torch.split(index_R, self._rows_at_a_time)) if len(index_R) else []
 
     def _add_logprobs(

@@ -1,4 +1,4 @@
-"""Work on whole rows of scores as a seam: torch's operators, or native ones where they save enough of a step."""
+"""A seam for work on whole rows of scores: torch's operators, or native ones where they save enough of a step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SamplingKernels:
     name = "torch"
 
     def drawing(self, batch: SamplingBatch, scores_NV: torch.Tensor) -> Drawing:
-        """The draws of one step from its scores."""
+        """Return the object that makes the draws of one step from its scores."""
         return Drawing(batch, scores_NV)
 
     def log_totals(self, scores_NV: torch.Tensor, rows: list[int]) -> list[float]:
-        """log(sum(exp(scores))) of rows that have a finite score.
+        """Return log(sum(exp(scores))) of rows that have a finite score.
 
-        From log_softmax: a plain sum over one row is split by the number of threads.
+        It comes from log_softmax, since a plain sum over one row is split by the number of threads.
         """
         return [float(scores_NV[row].amax() - scores_NV[row].log_softmax(-1).amax()) for row in rows]
 
@@ -49,12 +49,13 @@ class SamplingKernels:
     def top_noisy(
         self, scores_NV: torch.Tensor, rows: list[int], streams: list[int], counts: list[int]
     ) -> list[Ranked]:
-        """See gumbel.top_noisy, of every row."""
+        """Return gumbel.top_noisy of every row in `rows`."""
         return [top_noisy(scores_NV[row], *rest) for row, *rest in zip(rows, streams, counts, strict=True)]
 
 
 class NativeSampling(SamplingKernels):
-    """The C++ ones, which read a row from memory once, each row on one thread. On CPU; the library must be loaded."""
+    """The C++ kernels, which read a row from memory once, each row on one thread. CPU only; the library must be
+    loaded."""
 
     name = "native"
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from penstock.generation.core.request import PositionLogprobs
 
-# What torch.ops.penstock.draw_rows gives as an id where a row has a NaN or nothing finite.
+# torch.ops.penstock.draw_rows returns this id for a row with a NaN or with nothing finite.
 _NOTHING = -1
 
 
 class Kept(NamedTuple):
-    """What R rows are drawn from: scores above `lowest_R` and the equal ones up to the id `last_R`, each over the
-    temperature; `totals_R` (fp64) are log(sum(exp)) of them."""
+    """The scores that R rows are drawn from: those above `lowest_R`, and the equal ones up to the id `last_R`, each
+    over the temperature; `totals_R` (fp64) are log(sum(exp)) of them."""
 
     temperatures_R: torch.Tensor
     lowest_R: torch.Tensor
@@ -32,21 +32,22 @@ class Kept(NamedTuple):
 
     @classmethod
     def all(cls, scores_NV: torch.Tensor, rows_R: torch.Tensor) -> Kept:
-        """The whole vocabulary."""
+        """Keep the whole vocabulary of every row."""
         ones_R = torch.ones(len(rows_R))
         totals_R = torch.ops.penstock.log_totals(scores_NV, rows_R)
         return cls(ones_R, torch.full_like(ones_R, -torch.inf), torch.zeros_like(rows_R), totals_R)
 
     def picked(self, places_R: torch.Tensor) -> Kept:
-        """Of some of the rows."""
+        """Return the part that belongs to some of the rows."""
         return Kept(*(values_R[places_R] for values_R in self))
 
 
 class NativeDrawing(Drawing):
-    """As its base; a row's result depends on its own scores and options, in which order they are summed too."""
+    """A Drawing by C++ kernels. A row's result, the order of its sums included, depends on its own scores and options
+    only."""
 
     def warp(self, picked_R: torch.Tensor) -> None:
-        """See Drawing: rows of other warpers than the usual ones by torch's operators."""
+        """See Drawing. Rows with other warpers than the usual ones go through torch's operators."""
         batch = self._batch
         plans = [batch.states[batch.sampled_rows[place]].plan for place in picked_R.tolist()]
         is_usual = [not plan.has_other_warpers for plan in plans]
@@ -93,7 +94,7 @@ class NativeDrawing(Drawing):
             self._list(rows_R[places_R], Kept(options.temperatures_R, *kept).picked(places_R))
 
     def _list(self, rows_R: torch.Tensor, kept: Kept) -> None:
-        """Logprobs of these rows, which asked."""
+        """Make the logprobs of these rows, which asked for them."""
         rows = rows_R.tolist()
         num_top = [self._batch.num_top[row] for row in rows]
         found = native_logprobs(self._scores_NV, rows_R, self.token_ids_N[rows_R], num_top, kept)
@@ -103,12 +104,13 @@ class NativeDrawing(Drawing):
 def native_logprobs(
     scores_NV: torch.Tensor, rows_R: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int], kept: Kept
 ) -> list[PositionLogprobs]:
-    """As logprobs.position_logprobs, of what is left of the rows `rows_R`; `chosen_R` are ids."""
-    # What is more likely than the chosen token is always left.
+    """Return position_logprobs (see ops/logprobs.py) over the scores that are left of the rows `rows_R`; `chosen_R` are
+    ids."""
+    # A token that is more likely than the chosen one is always left.
     given_NV, pairs = scores_NV.numpy(), zip(rows_R.tolist(), chosen_R.tolist(), strict=True)
     ranks = [1 + int(np.count_nonzero(given_NV[row] > given_NV[row, chosen])) for row, chosen in pairs]
     count, all_R = max(LISTED, *num_top), torch.arange(len(rows_R))
-    # It reads every row that it is given: where few ask, theirs are copied.
+    # The kernel reads every row that it is given: where few rows ask, these are copied.
     few = 2 * len(rows_R) < len(scores_NV)
     top = top_candidates(scores_NV[rows_R], all_R, count) if few else top_candidates(scores_NV, rows_R, count)
     ids_RC = top.ids_RC

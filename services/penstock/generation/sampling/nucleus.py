@@ -1,4 +1,4 @@
-"""Warpers on the candidates of a row: what the warpers do on the whole vocabulary, for a few hundred tokens.
+"""Warpers on the candidates of a row: the same as the warpers on the whole vocabulary, for a few hundred tokens.
 
 tests/unit/generation/sampling/test_sampler.py holds the two against each other.
 """
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """What is left of R rows after the warpers.
+    """The candidates that are left of R rows after the warpers.
 
-    scores_RC: after the temperature, fp32, for the dropped ones too.
+    scores_RC: after the temperature, fp32; dropped candidates have them too.
     weights_RC: proportional to the probabilities, fp64, 0 where dropped.
-    is_exact_R: False where a token outside the candidates survives too: do that row on the whole vocabulary.
+    is_exact_R: False where a token outside the candidates survives too: such a row needs the whole vocabulary.
     """
 
     scores_RC: torch.Tensor
@@ -32,7 +32,7 @@ class Nucleus:
 def warp_candidates(
     batch: SamplingBatch, picked_R: torch.Tensor, found: Candidates, total_R1: torch.Tensor | None
 ) -> Nucleus:
-    """Temperature, top-k, top-p and min-p on candidates of the sampled rows `picked_R` of the batch.
+    """Apply temperature, top-k, top-p and min-p to candidates of the sampled rows `picked_R` of the batch.
 
     `total_R1` (fp64): sum over the vocabulary of exp((score - highest score) / temperature), for rows without top-k;
     None for rows with it.
@@ -56,7 +56,7 @@ def warp_candidates(
 def _within_top_p(
     batch: SamplingBatch, picked_R: torch.Tensor, weights_RC: torch.Tensor, total_R1: torch.Tensor
 ) -> torch.Tensor:
-    """Which of the descending candidates top-p keeps: a prefix, and the first always."""
+    """Mask of the descending candidates that top-p keeps: a prefix, which always has the first one."""
     before_RC = weights_RC.cumsum(-1) - weights_RC
     keep_RC = before_RC < batch.top_p.values_M1[picked_R] * total_R1
     keep_RC[:, 0] = True

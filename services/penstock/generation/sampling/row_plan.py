@@ -1,4 +1,4 @@
-"""What a request's options ask of the sampler: found once per request, shared by all its sequences."""
+"""The demands of a request's options on the sampler: found once per request, shared by all its sequences."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import LogitsProcessor
 
-# (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. A row's own options
-# decide, never the other rows: the same row takes the same path in every batch.
+# (largest top_k, candidates that are looked at for it); the surplus holds ties of the k-th score. Only a row's own
+# options decide: the same row takes the same path in every batch.
 _CANDIDATES = ((20, 32), (40, 64), (96, 128), (200, 256))
 _NUCLEUS_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """How a row with certain options is treated."""
+    """The treatment of a row with certain options."""
 
     params: SamplingParams
     # In the order they run.
     processors: tuple[type[LogitsProcessor], ...]
-    # What they make of the options.
+    # Values that the processors prepared from the options.
     prepared: dict[type[LogitsProcessor], object]
     is_greedy: bool
     # Warpers beside temperature, top-k, top-p and min-p.
     has_other_warpers: bool
     # Some of the processors run after the warpers and change which token is drawn.
     changes_warped: bool
-    # How many of the highest scores decide a draw; 0 where only the whole vocabulary does.
+    # Number of highest scores that decide a draw; 0 where only the whole vocabulary does.
     num_candidates: int
-    # Number of top logprobs; None where nobody asked for logprobs.
+    # Number of top logprobs; None where no logprobs were asked for.
     num_top: int | None
 
     @property
     def is_warped_first(self) -> bool:
-        """The whole vocabulary is warped before anything is drawn."""
+        """True when the whole vocabulary is warped before anything is drawn."""
         return self.has_other_warpers or self.changes_warped
 
     @property
     def is_plain(self) -> bool:
-        """No processor, no warper."""
+        """True when the row has no processor and no warper."""
         return self.is_greedy and not self.processors
 
     @classmethod
     def of(cls, params: SamplingParams) -> RowPlan:
-        """The plan for these options."""
+        """Return the plan for these options."""
         kinds = tuple(kind for kind in (*PROCESSORS, *LATE_PROCESSORS) if kind.wants(params))
         prepared = {kind: kind.prepare(params) for kind in kinds}
         has_other_warpers = any(kind.wants(params) for kind in OTHER_WARPERS)
@@ -67,12 +67,12 @@ class RowPlan:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Greedy is do_sample off, or a temperature of 0."""
+    """True when do_sample is off or the temperature is 0."""
     return not params.do_sample or params.temperature == 0.0
 
 
 def num_candidates(params: SamplingParams) -> int:
-    """How many of the highest scores decide a draw with these options; 0 where only the whole vocabulary does."""
+    """Number of highest scores that decide a draw with these options; 0 where only the whole vocabulary does."""
     if params.top_k > 0:
         return next((count for limit, count in _CANDIDATES if params.top_k <= limit), 0)
     return _NUCLEUS_CANDIDATES if params.top_p < 1.0 else 0

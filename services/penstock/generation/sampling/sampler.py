@@ -1,13 +1,13 @@
-"""From logits to tokens.
+"""The sampler: logits become tokens.
 
 processors (all rows), the grammar's masks -> warpers (sampled rows) -> watermark, renormalisation
     -> greedy rows: argmax
     -> sampled rows: one draw by inverse CDF, mostly without warping the whole vocabulary
-    -> rows whose strategy chooses itself: the highest scores
+    -> rows whose strategy chooses the token: the highest scores
     -> logprobs, for the rows that asked
 
-A row's result depends on its own scores, options, seed and position only: which algorithm it takes is decided by its
-own data, and every algorithm treats its rows one by one (no reduction is split by the number of rows).
+A row's result depends on its own scores, options, seed and position only: its own data choose its algorithm, and every
+algorithm treats its rows one by one (no reduction is split by the number of rows).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Sampler:
     """Draws the next token of every row. Keeps state per sequence from its first draw until `release`."""
 
     def __init__(self, device: torch.device, kernels: SamplingKernels | None = None) -> None:
-        """`kernels` None: the reference, torch's operators."""
+        """Make a sampler on `device`; `kernels` None: the reference, torch's operators."""
         self._device = device
         self._kernels = kernels or SamplingKernels()
         self._states: dict[int, SamplingState] = {}
-        # Of forks that have not drawn yet.
+        # States of forks that have not drawn yet.
         self._forked: dict[int, SamplingState] = {}
         self._batch: SamplingBatch | None = None
-        # The newest: sequences of one request come one after another.
+        # The newest row plan: sequences of one request come one after another.
         self._plan: RowPlan | None = None
 
     @torch.inference_mode()
     def sample(
         self, logits_NV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None
     ) -> list[SampledToken]:
-        """One token per row, for the sequence of that row.
+        """Choose one token per row, for the sequence of that row.
 
         `logits_NV` (fp32, contiguous) are consumed: the processors work in place. Raises FloatingPointError when the
         model produced a NaN.
@@ -81,9 +81,9 @@ class Sampler:
     def processed_scores(
         self, logits_NV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks | None = None
     ) -> torch.Tensor:
-        """What transformers' `output_scores` holds for this step: the scores that a token is drawn from (N, V).
+        """Return the scores that a token is drawn from (N, V), as transformers' `output_scores` has them for this step.
 
-        The reference for `sample`: every processor and warper on the whole vocabulary.
+        It is the reference for `sample`: every processor and warper runs on the whole vocabulary.
         """
         batch = SamplingBatch(
             [self._state_of(sequence) for sequence in sequences], self._device, SamplingKernels(), is_reference=True
@@ -99,7 +99,7 @@ class Sampler:
         return scores_NV
 
     def fork(self, forks: Iterable[Fork]) -> None:
-        """Children begin with what was counted for their parents, as far as they share their tokens."""
+        """Let children begin with the counts of their parents, as far as they share tokens."""
         for parent, child, num_tokens in forks:
             state = self._states.get(parent) or self._forked.get(parent)
             # A child that has drawn already began before: siblings draw from the row that they fork after.
@@ -114,7 +114,7 @@ class Sampler:
                 self._batch = None
 
     def batch_of(self, sequences: Seq[Sequence]) -> SamplingBatch:
-        """The batch of these sequences: last step's when it was the same."""
+        """Return the batch of these sequences: last step's when it was the same."""
         last = self._batch
         if last is not None and last.is_of(sequences):
             return last
@@ -124,7 +124,7 @@ class Sampler:
         return batch
 
     def plan_of(self, sequence: Sequence) -> RowPlan:
-        """What the options of the sequence, or of the one that a probe is of, ask of the sampler."""
+        """Return the row plan for the options of the sequence, or of the one that a probe is of."""
         return self._state_of(sequence.origin or sequence).plan
 
     def _state_of(self, sequence: Sequence) -> SamplingState:
@@ -151,7 +151,7 @@ class Sampler:
     def _process(
         drawing: Drawing, batch: SamplingBatch, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]
     ) -> None:
-        """Everything before the warpers, on all rows."""
+        """Run everything before the warpers, on all rows."""
         for state in batch.following:
             state.catch_up()
         if batch.candidate_rows:

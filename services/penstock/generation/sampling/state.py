@@ -1,4 +1,4 @@
-"""What the sampler keeps per live sequence: its stream of draws and what its processors know of its tokens."""
+"""State that the sampler keeps per live sequence: its stream of draws, and its processors' trackers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SamplingState:
     __slots__ = ("_last", "_num_followed", "key", "plan", "sequence", "trackers")
 
     def __init__(self, sequence: Sequence, plan: RowPlan | None = None) -> None:
-        """`plan`: the sequence's options', where somebody has it."""
+        """Make the state of `sequence`; `plan` is that of its options, made here when it is None."""
         self.sequence = sequence
         self.key = stream_key(sequence.seed)
         self.plan = RowPlan.of(sequence.params) if plan is None else plan
@@ -36,12 +36,12 @@ class SamplingState:
 
     @property
     def prepared(self) -> dict[type[LogitsProcessor], object]:
-        """What the processors made of the request's options."""
+        """Values that the processors prepared from the request's options."""
         return self.plan.prepared
 
     @property
     def leaves_scores_alone(self) -> bool:
-        """Whether nothing changes a row of it between the model and the choice."""
+        """True when nothing changes the sequence's scores between the model and the choice."""
         return self.plan.is_plain and self.sequence.grammar is None
 
     def catch_up(self) -> None:
@@ -50,14 +50,15 @@ class SamplingState:
             self._follow(self.sequence.token_ids)
 
     def catch_up_without_drafts(self) -> None:
-        """As `catch_up`, for a sequence whose probes draw: what is only drafted may be gone in the next step."""
+        """Follow the tokens that are not drafts; for a sequence whose probes draw, since a draft may be gone in the
+        next step."""
         if self.trackers:
             tokens = self.sequence.token_ids
             drafts = self.sequence.num_draft_tokens
             self._follow(tokens[: len(tokens) - drafts] if drafts else tokens)
 
     def copy(self) -> SamplingState:
-        """What a sequence starts from that goes on from the tokens followed here; `attach` it before use."""
+        """Return a state for a sequence that goes on from the tokens followed here; `attach` it before use."""
         twin = SamplingState.__new__(SamplingState)
         twin.sequence, twin.key, twin.plan = self.sequence, self.key, self.plan
         twin.trackers = {kind: tracker.copy() for kind, tracker in self.trackers.items()}
@@ -65,14 +66,14 @@ class SamplingState:
         return twin
 
     def attach(self, sequence: Sequence) -> SamplingState:
-        """Belong to `sequence`, which has the same options."""
+        """Make this the state of `sequence`, which has the same options, and return it."""
         if sequence.seed != self.sequence.seed:
             self.key = stream_key(sequence.seed)
         self.sequence = sequence
         return self
 
     def has_followed_at_most(self, num_tokens: int) -> bool:
-        """Whether nothing after the first `num_tokens` tokens is counted in."""
+        """True when no token after the first `num_tokens` is counted in."""
         return self._num_followed <= num_tokens
 
     def _follow(self, token_ids: Seq[int]) -> None:

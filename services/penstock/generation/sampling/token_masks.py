@@ -1,4 +1,4 @@
-"""Which tokens may follow, for the sequences of a step that have a grammar."""
+"""Masks of the tokens that may follow, for the sequences of a step that have a grammar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
 
-# Byte -> what is added to the scores of its eight ids: 0 where the bit is set, else -inf.
+# Byte -> numbers to add to the scores of its eight ids: 0 where the bit is set, else -inf.
 _BIAS_OF_BYTE = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _BIAS_OF_BYTE = _BIAS_OF_BYTE.astype(np.float32)
 
@@ -36,8 +36,9 @@ class TokenMasks:
     def apply(self, scores_NV: torch.Tensor, sequences: Seq[Sequence]) -> None:
         """Set scores to -inf, in place, where the sequence of a row may not go on with the token.
 
-        Where nothing that is allowed has a finite score, the grammar's word wins over whatever took it away: what is
-        allowed gets the score 0. In a beam search only when none of its beams can go on, which are all here then.
+        Where no allowed token has a finite score, the grammar wins over the processors that removed them: allowed
+        tokens get the score 0. In a beam search this holds only when none of its beams can go on; all of them are in
+        the step then.
         """
         rows, masks = [], []
         for row, sequence in enumerate(sequences):
@@ -60,14 +61,15 @@ class TokenMasks:
                 scores_NV[rows[place]] = bias_MV[place]
 
     def _bias(self, masks: list[int], vocab_size: int) -> torch.Tensor:
-        """(M, V) fp32 on the host: 0 or -inf."""
+        """Bias (M, V) in fp32 on the host: 0 or -inf."""
         words_MW = self.words_RW if masks == list(range(len(self.words_RW))) else self.words_RW[masks]
         bias_MB8 = np.take(_BIAS_OF_BYTE, words_MW.view(np.uint8), axis=0)
         return torch.from_numpy(bias_MB8.reshape(len(masks), -1)[:, :vocab_size])
 
 
 def _stuck(options: list[SamplingParams], highest_M: list[float]) -> list[int]:
-    """Places of the rows that only the grammar's word brings on. All beams of a request hold the same options."""
+    """Places of the rows that can go on only if allowed tokens get the score 0. All beams of a request hold the same
+    options object."""
     alive = {id(params) for params, highest in zip(options, highest_M, strict=True) if highest > -np.inf}
     return [
         place

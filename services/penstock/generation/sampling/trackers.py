@@ -1,4 +1,4 @@
-"""What processors keep of a sequence's tokens from step to step: a step costs the tokens it adds."""
+"""Trackers, which keep facts about a sequence's tokens from step to step: a step costs the tokens it adds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def follow(self, token_ids: Seq[int], start: int) -> None:
-        """Take `token_ids[start:]`; those before were taken already. A start of 0 begins anew."""
+        """Take `token_ids[start:]`; earlier ones were taken already. A start of 0 begins anew."""
 
     @abstractmethod
     def copy(self) -> Self:
-        """For a sequence that goes on from the same tokens; the two share nothing that changes."""
+        """Return a copy for a sequence that goes on from the same tokens; the two share nothing that changes."""
 
 
 class TokenCounts(Tracker):
@@ -36,7 +36,7 @@ class TokenCounts(Tracker):
     __slots__ = ("_counts", "_first", "_ids", "_index")
 
     def __init__(self, first: int = 0) -> None:
-        """Tokens before place `first` are not counted."""
+        """Begin without tokens; those before place `first` will not be counted."""
         self._first = first
         self._index: dict[int, int] = {}
         self._clear()
@@ -51,7 +51,7 @@ class TokenCounts(Tracker):
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `ids` occurred; a view that is valid until the next change."""
+        """Number of occurrences of each of `ids`; a view that is valid until the next change."""
         return self._counts[: len(self._index)]
 
     def follow(self, token_ids: Seq[int], start: int) -> None:
@@ -70,7 +70,7 @@ class TokenCounts(Tracker):
             for token_id in token_ids:
                 self.add(token_id)
             return
-        # A prompt at once: token by token it would hold up the step of everybody, once per sibling.
+        # A prompt is counted at once: token by token it would hold up the step of all sequences, once per sibling.
         self._ids, counts = np.unique(np.array(token_ids, dtype=np.int64), return_counts=True)
         self._counts = counts.astype(np.float32)
         self._index = dict(zip(self._ids.tolist(), range(len(self._ids)), strict=True))
@@ -114,7 +114,7 @@ class PromptIds(Tracker):
 
 
 class NgramFollowers(Tracker):
-    """Which tokens followed every (size - 1)-gram of the prompt and, unless `prompt_only`, of the output."""
+    """Tokens that followed every (size - 1)-gram of the prompt and, unless `prompt_only`, of the output."""
 
     __slots__ = ("_num_prompt_tokens", "_of_output", "_of_prompt", "_own", "_prompt_only", "_size")
 
@@ -122,7 +122,7 @@ class NgramFollowers(Tracker):
         self._size = size
         self._num_prompt_tokens = num_prompt_tokens
         self._prompt_only = prompt_only
-        # The prompt's are shared by copies; nothing is added to them.
+        # Copies share the followers in the prompt; nothing is added to them.
         self._of_prompt: _Followers = {}
         self._of_output: _Followers = {}
         # The n-grams whose followers in `_of_output` no copy holds; None: all of them.
@@ -139,7 +139,7 @@ class NgramFollowers(Tracker):
     def copy(self) -> Self:
         twin = type(self)(self._size, self._num_prompt_tokens, prompt_only=self._prompt_only)
         twin._of_prompt = self._of_prompt
-        # Followers are copied when one of the two adds to them: an output has many, and a step many copies.
+        # Followers are copied only when one of the two adds to them: an output has many, and a step makes many copies.
         twin._of_output = self._of_output.copy()
         self._own, twin._own = set(), set()
         return twin

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TooFewTokens(ValueError):
-    """A text without a single token that has its context before it."""
+    """Raised for a text in which no token has its whole context before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class WatermarkEvidence:
     num_tokens_scored: int
     num_green_tokens: int
     green_fraction: float
-    # Standard deviations between the number of green tokens and what text without the watermark has on average.
+    # Standard deviations between the number of green tokens and its mean in text without the watermark.
     z_score: float
     # Probability of so many green tokens without the watermark (one-sided).
     p_value: float
-    # z_score above the threshold: written under the watermark.
+    # True when z_score is above the threshold: the text was written under the watermark.
     prediction: bool
     # Positions in the text of the green tokens, repeated n-grams included, and the first one that is scored.
     green_positions: tuple[int, ...]
@@ -42,8 +42,8 @@ class WatermarkDetector:
     """Detects the watermark of the options that a text was generated with.
 
     `vocab_size` is the model's (its configuration's, which may be more than the tokenizer's). A leading `bos_token_id`
-    is not scored. `ignore_repeated_ngrams`: every n-gram counts once. Give the output without its prompt. For
-    any thread.
+    is not scored. `ignore_repeated_ngrams`: every n-gram counts once. Give the output without its prompt. Any thread
+    may use it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WatermarkDetector:
         )
 
     def _ngrams(self, text: list[int]) -> list[tuple[int, ...]]:
-        """Every token with its context; for selfhash it is itself the last of its context."""
+        """Return every token with its context; for selfhash the token itself is the last of its context."""
         size = self._options.context_width + (self._options.seeding_scheme != SELF_HASH)
         return [tuple(text[end - size : end]) for end in range(size, len(text) + 1)]
 

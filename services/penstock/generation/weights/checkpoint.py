@@ -1,8 +1,8 @@
 """Reading a folder of safetensors: names and shapes are checked before any data is read, then tensors come in pieces.
 
-A piece is a view of a memory-mapped file until it is converted. A file is let go when its last tensor is read, and
-mapped anew after every RELEASE_BYTES: what is read of the files takes that much of the process's memory, however large
-a tensor is.
+A piece is a view of a memory-mapped file until it is converted. A file is unmapped when its last tensor is read, and
+mapped anew after every RELEASE_BYTES: pages that were read take no more than that of the process's memory, however
+large a tensor is.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from penstock.generation.weights.files import (
 )
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What is read of a mapping stays resident until the mapping goes.
+# Pages that were read stay resident until their mapping goes.
 RELEASE_BYTES = 2**25
-# Of a piece, unless a single row is larger.
+# Most bytes of a piece, unless a single row is larger.
 PIECE_BYTES = 2**24
 # Names listed in one message.
 _MAX_NAMED = 5
@@ -56,7 +56,7 @@ class Checkpoint:
         for tensor, name in listed.items():
             if self._tensors.get(tensor, ("",))[0] != name:
                 raise StartupError(f"{folder / name} has no tensor {tensor}, which {INDEX_FILE} promises", flag="MODEL")
-        # Of each file, what was not read to its end yet.
+        # Tensors of each file that were not read to their ends yet.
         self._left = {
             name: {tensor for tensor, entry in self._tensors.items() if entry[0] == name} for name in self._files
         }
@@ -67,7 +67,7 @@ class Checkpoint:
         return tensor in self._tensors
 
     def dtype(self, tensor: str) -> torch.dtype:
-        """As stored."""
+        """Return the dtype that the tensor is stored in."""
         return _DTYPES[self._tensors[tensor][2]]
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
@@ -94,18 +94,18 @@ class Checkpoint:
                 )
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """As stored."""
+        """Return the shape that the tensor is stored in."""
         return self._tensors[tensor][1]
 
     def take(self, tensor: str) -> Tensor:
-        """A small tensor as a whole, in its stored dtype, as a view of the file: convert or copy it."""
+        """Return a small tensor as a whole, in its stored dtype, as a view of the file: convert or copy it."""
         value = self._view(tensor, 0, self.shape(tensor)[0])
         self._read(tensor)
         return value
 
     def pieces(self, tensor: str) -> Iterator[Tensor]:
-        """The tensor's rows in order, some at a time, in their stored dtype, as views of the file: a piece is to be
-        dropped before the next one is asked for."""
+        """Yield the tensor's rows in order, some at a time, in their stored dtype, as views of the file. Drop a piece
+        before asking for the next."""
         rows = self.shape(tensor)[0]
         some = max(1, PIECE_BYTES * rows // max(self._size(tensor), 1))
         for first in range(0, rows, some):
@@ -113,8 +113,8 @@ class Checkpoint:
         self._read(tensor)
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
-        """The file that the tensor is in, to be used where it is, and where its bytes begin there. The disk is asked
-        for them; nobody waits for it."""
+        """Return the mapped file that holds the tensor, and the offset of its bytes there. The disk is asked for them,
+        without waiting."""
         name, shape, dtype = self._tensors[tensor]
         try:
             if tensor in self._left[name]:
@@ -130,7 +130,7 @@ class Checkpoint:
         return file, stored.begin
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors of one shape hold the same numbers, as stored."""
+        """True when two tensors of one shape hold the same numbers, as stored."""
         if self.dtype(one) != self.dtype(other):
             return False
         pairs = zip(self.pieces(one), self.pieces(other), strict=True)
@@ -152,7 +152,7 @@ class Checkpoint:
         return value
 
     def _read(self, tensor: str) -> None:
-        """It is read to its end, the first time or again."""
+        """Note that the tensor is read to its end, for the first time or again."""
         left = self._left[self._tensors[tensor][0]]
         if tensor in left:
             left.remove(tensor)
@@ -199,21 +199,23 @@ def _broken(path: Path, error: Exception) -> StartupError:
     return StartupError(f"{path} is no complete safetensors file: {str(error).splitlines()[0]}", flag="MODEL")
 
 
-# Read beyond what is touched now. Tensors lie nearly in the order in which they are wanted.
+# Bytes to read ahead of the rows that are touched now. Tensors lie nearly in the order in which they are wanted.
 AHEAD_BYTES = 2**26
 
 
 class ReadAhead:
-    """Of some safetensors files whose headers are known to be whole. Does nothing where the system takes no advice."""
+    """Read-ahead advice to the system for safetensors files with headers that are known to be whole. Does nothing where
+    the system takes no advice."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
-        # File -> its tensors; and up to where the disk was asked.
+        # File -> its tensors, and file -> the range that the disk was asked for.
         self._tensors: dict[str, dict[str, StoredTensor]] = {}
         self._asked: dict[str, tuple[int, int]] = {}
 
     def advise(self, file: str, tensor: str, first: int, last: int) -> None:
-        """Rows from `first` to `last` are touched next, and then what follows them. Raises OSError."""
+        """Ask the disk for rows from `first` to `last`, which are touched next, and for the bytes that follow. Raises
+        OSError."""
         if not hasattr(os, "posix_fadvise"):
             return
         if file not in self._tensors:

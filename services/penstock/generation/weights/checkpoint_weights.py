@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint: fused, converted, packed, dropped, one layer at a time."""
+"""Weights from a checkpoint: fused, converted, packed and dropped, one layer at a time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class CheckpointWeights:
         is_tied: bool,
         map_embeddings: bool,
     ) -> None:
-        """`is_tied`: config.json says that embedding and head are one. `map_embeddings`: the table that ids are looked
-        up in is used where the page cache has it, if the device can and it is stored as `dtype`."""
+        """Take an open checkpoint.
+
+        `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the embedding is used where the
+        page cache has it, if the device can do that and the tensor is stored as `dtype`.
+        """
         self.dtype = dtype
         self.num_bytes = 0
         self.mapped_bytes = 0
@@ -49,7 +52,7 @@ class CheckpointWeights:
         self._kernels = device.layer_kernels(dtype)
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
-        """See Weights. Tied as transformers 5.x ties: whichever tensor is there serves both; two that differ stay
+        """See Weights. Tied as transformers 5.x ties: a tensor that is there alone serves both; two that differ stay
         two."""
         there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
         head = self._made(there[-1:], self._linear_method.head)
@@ -73,12 +76,12 @@ class CheckpointWeights:
         return self._counted_tensor(self._owned(self._checkpoint.take(name)))
 
     def layer_is_complete(self) -> None:
-        """See Weights: what was converted on the way to being packed; a third of a model otherwise stays in the
-        heap."""
+        """See Weights. Give freed memory back: tensors that were converted before packing would otherwise keep a third
+        of a model in the heap."""
         trim_heap()
 
     def _table(self, name: str) -> Tensor:
-        """An embedding, a view of the file or in memory of its own."""
+        """Return an embedding, as a view of the file or in memory of its own."""
         stored = self._weight([name])
         table = self._mapped_table(name)
         if table is None:
@@ -88,14 +91,15 @@ class CheckpointWeights:
         return self._counted_tensor(table)
 
     def _mapped_table(self, name: str) -> Tensor | None:
-        """None where it must be converted or copied."""
+        """Return an embedding as a view of the file; None where it must be converted or copied."""
         if not self._map_embeddings or self._checkpoint.dtype(name) != self.dtype:
             return None
         file, begin = self._checkpoint.mapped(name)
         return self._device.mapped_tensor(file, begin, self._checkpoint.shape(name), self.dtype)
 
     def _made(self, names: list[str], make: Callable[[Weight], Linear]) -> Linear:
-        """The Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot hold."""
+        """Return the Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot
+        hold."""
         weight = self._weight(names)
         try:
             linear = make(weight)
@@ -112,7 +116,7 @@ class CheckpointWeights:
         return StoredWeight(self._checkpoint, names, self.dtype, self._device.torch_device)
 
     def _joined(self, names: list[str]) -> Tensor:
-        """Small ones, in memory of their own, also where it is only one: a bias is used as it is by every method."""
+        """Join small tensors in memory of their own, even a single one: every method uses a bias as it is."""
         return torch.cat([self._converted(self._checkpoint.take(name)) for name in names])
 
     def _counted_tensor(self, value: Tensor) -> Tensor:
@@ -120,7 +124,7 @@ class CheckpointWeights:
         return value
 
     def _owned(self, value: Tensor) -> Tensor:
-        """Converted, and never a view of the file, which may change on disk under a running server."""
+        """Return the value converted, never as a view of the file, which may change on disk under a running server."""
         converted = self._converted(value)
         return converted.clone() if converted is value else converted
 
@@ -129,7 +133,7 @@ class CheckpointWeights:
 
 
 class StoredWeight:
-    """The rows of `names`, in order, as `dtype` (quantization.base.Weight). Read anew each time."""
+    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight. Each use reads them anew."""
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
         shapes = [checkpoint.shape(name) for name in names]
@@ -141,7 +145,7 @@ class StoredWeight:
         self._device = device
 
     def pieces(self) -> Iterator[Tensor]:
-        """See Weight; a piece may be a view of the file, which may change on disk under a running server."""
+        """See Weight. A piece may be a view of the file, which may change on disk under a running server."""
         for name in self._names:
             for piece in self._checkpoint.pieces(name):
                 yield piece.to(device=self._device, dtype=self.dtype)
@@ -151,7 +155,7 @@ class StoredWeight:
         return self.copied(torch.empty(self.shape, dtype=self.dtype, device=self._device))
 
     def copied(self, whole: Tensor) -> Tensor:
-        """All of it, into `whole`, which is of its shape and dtype."""
+        """Copy all rows into `whole`, which has their shape and dtype, and return it."""
         first = 0
         for piece in self.pieces():
             whole[first : first + piece.shape[0]] = piece
@@ -159,5 +163,5 @@ class StoredWeight:
         return whole
 
     def tensor_of(self, row: int) -> str:
-        """The name of the tensor that row `row` is of."""
+        """Return the name of the tensor that row `row` belongs to."""
         return next(name for name, end in zip(self._names, self._ends, strict=True) if row < end)

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights, and what their headers say. No torch."""
+"""The files that hold a checkpoint's weights, and their headers. No torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.generation.core.model_config import CONFIG_FILE, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# What `penstock pack` writes. Not under a name that other software takes for the weights.
+# `penstock pack` writes this file, under no name that other software takes for the weights.
 PACKED_FILE = "penstock.safetensors"
-# Buffers that old checkpoints carry and nobody reads.
+# Buffers that old checkpoints carry and no loader reads.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 # safetensors' own bound.
 _MAX_HEADER_BYTES = 100_000_000
@@ -34,14 +34,16 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor of one file. Raises OSError, and ValueError, LookupError or TypeError for what is no header."""
+    """Return name -> tensor of one file. Raises OSError; ValueError, LookupError or TypeError for bytes that are no
+    header."""
     with path.open("rb") as file:
         start = file.read(8)
         return stored_tensors(start + file.read(_header_bytes(start)))
 
 
 def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
-    """Name -> tensor, of the beginning of a file. Raises ValueError, LookupError or TypeError for what is no header."""
+    """Return name -> tensor from the beginning of a file. Raises ValueError, LookupError or TypeError for bytes that
+    are no header."""
     header, data_begin = parse_header(start)
     found = {}
     for name, entry in header.items():
@@ -52,7 +54,8 @@ def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
 
 
 def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
-    """The JSON at the beginning of a file, and where the tensors' bytes begin. Raises ValueError for what is none."""
+    """Return the JSON at the beginning of a file, and the offset of the tensors' bytes. Raises ValueError for bytes
+    that are no header."""
     size = _header_bytes(start[:8])
     header = json.loads(start[8 : 8 + size])
     if not isinstance(header, dict):
@@ -67,12 +70,13 @@ def _header_bytes(start: bytes) -> int:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether `penstock pack` wrote it; also where the weights are a link to what is gone."""
+    """True when `penstock pack` wrote the folder; also where the weights are a broken link."""
     return os.path.lexists(folder / PACKED_FILE)
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """tensor -> file of a sharded checkpoint; {} for a single file. Raises StartupError when there is neither."""
+    """Return tensor -> file of a sharded checkpoint; {} for a single file. Raises StartupError when there is
+    neither."""
     if (folder / SINGLE_FILE).is_file():
         return {}
     if not (folder / INDEX_FILE).is_file():
@@ -87,21 +91,23 @@ def indexed_files(folder: Path) -> dict[str, str]:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Of all files, each once. Raises as `indexed_files`."""
+    """Return the names of all files, each once. Raises like `indexed_files`."""
     listed = indexed_files(folder)
     return list(dict.fromkeys(listed.values())) if listed else [SINGLE_FILE]
 
 
 _ITEM_BYTES = {"float32": 4, "fp32": 4, "F32": 4, "bfloat16": 2, "bf16": 2, "BF16": 2}
-# Of a number in a linear layer.
+# Bytes of a number in a linear layer.
 _QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embeddings: bool) -> int:
-    """Bytes that loading `folder` as `--dtype` and `--quantization` will certainly need for its matrices, not counting
-    the table that ids are looked up in where `map_embeddings` lets it be used where it is; 0 where the kernels
-    have no such format, or anything is wrong with the folder: the loader says what."""
+    """Lower bound on the bytes that loading `folder` as `--dtype` and `--quantization` needs for its matrices.
+
+    The embedding does not count where `map_embeddings` lets it be used in the page cache. 0 where the kernels have no
+    such format, or anything is wrong with the folder: the loader names it.
+    """
     try:
         tensors = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}
         config = read_json(folder / CONFIG_FILE)
@@ -118,7 +124,7 @@ def least_weight_bytes(folder: Path, dtype: str, quantization: str, *, map_embed
 
 
 def _item_bytes(matrices: dict[str, StoredTensor], named: object, dtype: str) -> int:
-    """Of a number as `dtype`. "auto" is what config.json names, which need not be what is stored: the smaller."""
+    """Bytes of a number as `dtype`; for "auto" the smaller of the dtype that config.json names and the stored one."""
     if dtype != "auto":
         return _ITEM_BYTES[dtype]
     stored = _ITEM_BYTES[matrices[_EMBEDDING if _EMBEDDING in matrices else _LM_HEAD].dtype]
@@ -126,7 +132,7 @@ def _item_bytes(matrices: dict[str, StoredTensor], named: object, dtype: str) ->
 
 
 def _ends(matrices: dict[str, StoredTensor]) -> list[str]:
-    """Embedding and head, as far as they are there. The first is the table, the last the head."""
+    """Names of embedding and head, as far as they are there. The first serves as the table, the last as the head."""
     return [name for name in (_EMBEDDING, _LM_HEAD) if name in matrices]
 
 
@@ -137,11 +143,11 @@ def _layers(matrices: dict[str, StoredTensor], item: int, quantization: str) -> 
 
 def _head(matrices: dict[str, StoredTensor], item: int, quantization: str) -> float:
     rows, columns = matrices[_ends(matrices)[-1]].shape
-    # int8 whichever is asked for.
+    # int8 for either of the two quantizations.
     return rows * columns * (_QUANTISED_BYTES["int8"] if quantization in _QUANTISED_BYTES else item)
 
 
 def _has_table(matrices: dict[str, StoredTensor], quantization: str, *, is_tied: bool) -> bool:
-    """Whether certainly. Where embedding and head are equal and kept as they are, one serves as both; a config.json
-    that unties them makes that unlikely."""
+    """True when a table beside the head is certain. Where embedding and head are equal and kept as they are, one serves
+    as both; a config.json that unties them makes that unlikely."""
     return quantization in _QUANTISED_BYTES or (not is_tied and len(_ends(matrices)) > 1)

@@ -1,4 +1,4 @@
-"""The folder that `penstock pack` writes: nothing half done under a name that a service reads."""
+"""The folder that `penstock pack` writes: no half-written file has a name that a service reads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from penstock.common.errors import StartupError
 from penstock.generation.weights.files import INDEX_FILE, is_packed
 
-# What the model may be used for.
+# Files that say how the model may be used.
 _LICENCES = ("LICENSE*", "NOTICE*")
-# Vocabularies and templates that have names of their own.
+# Vocabularies and templates under names of their own.
 _NAMED = (
     "chat_template.jinja",
     "chat_templates/*.jinja",
@@ -25,9 +25,9 @@ _NAMED = (
     "vocab.json",
     "tokenizer.model",
 )
-# All that a service reads of a folder besides the weights, and more.
+# All files that a service reads besides the weights, and more.
 _SIDE_FILES = ("*.json", "*.jinja", *_NAMED, *_LICENCES)
-# What would be read of an earlier model as if it were this one's. Other files, JSON or not, are somebody's.
+# Files of an earlier model that a service would take for this model's. All other files belong to the user.
 _MISTAKABLE = (
     "config.json",
     "generation_config.json",
@@ -42,9 +42,10 @@ _UNFINISHED = ".penstock-pack-"
 
 @contextmanager
 def unfinished(folder: Path, output: Path, *, force: bool) -> Iterator[Path]:
-    """A folder inside `output`, on the same file system, for files that are to be renamed into it; it goes in the end.
+    """Yield a folder inside `output`, on the same file system, for files to be renamed into `output`; remove it in the
+    end.
 
-    Raises StartupError when `output` is not to be written into, OSError when it cannot be.
+    Raises StartupError when `output` must not be written into, OSError when it cannot be.
     """
     is_new = not output.exists()
     if output.exists() and not output.is_dir():
@@ -55,7 +56,7 @@ def unfinished(folder: Path, output: Path, *, force: bool) -> Iterator[Path]:
         raise StartupError(f"OUTPUT {output} is not empty: --force replaces the model in it", flag="OUTPUT")
     output.mkdir(parents=True, exist_ok=True)
     for left in output.glob(f"{_UNFINISHED}*"):
-        # Of a run that was killed.
+        # A run that was killed left it.
         shutil.rmtree(left)
     scratch = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=output))
     try:
@@ -63,13 +64,14 @@ def unfinished(folder: Path, output: Path, *, force: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         if is_new:
-            # Still empty: nothing came of it.
+            # Still empty: the run failed.
             with contextlib.suppress(OSError):
                 output.rmdir()
 
 
 def copy_side_files(folder: Path, scratch: Path, output: Path) -> None:
-    """Those of `folder` to `output`, by way of `scratch`; ones that an earlier model left in `output` go."""
+    """Copy the side files of `folder` to `output` by way of `scratch`; remove those that an earlier model left in
+    `output`."""
     ours = _found(folder, _SIDE_FILES)
     theirs = _found(output, (*_MISTAKABLE, *_LICENCES) if is_packed(output) else _MISTAKABLE)
     for name in ours:
@@ -84,7 +86,7 @@ def copy_side_files(folder: Path, scratch: Path, output: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to the file, or renamed into the folder, is on the disk then."""
+    """Return when all that was written to the file, or renamed into the folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""A packed file: safetensors, and every byte of it but the numbers follows from config.json and a few facts.
+"""The layout of a packed file: safetensors, in which all bytes but the numbers follow from config.json and a few facts.
 
-Tensors lie in the order in which a step reads them, each at a multiple of 64 bytes; `padding.N` fills what is between
-them, since safetensors allows no gaps. A reader computes where each one is instead of believing the file.
+Tensors lie in the order in which a step reads them, each at a multiple of 64 bytes; `padding.N` fills the space between
+them, since safetensors allows no gaps. A reader computes the place of each tensor and does not trust the file.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.generation.weights.tensor_names import (
 )
 
 FORMAT = "penstock packed weights"
-# Of this file's rules; the kernels' own layout has a version, too.
+# Version of this file's rules; the kernels' own layout has a version, too.
 FORMAT_VERSION = 1
 ALIGNMENT = 64
-# The head's matrix without `.weight`: its parts are named as those of the layers' are.
+# The head's matrix without `.weight`: its parts are named like those of the layers' matrices.
 HEAD = LM_HEAD.removesuffix(".weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STORED = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -35,16 +35,16 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class PackedFacts:
-    """What the header says beside the tensors. All text, as safetensors has it."""
+    """Facts in the header beside the tensors. All are text, as safetensors has it."""
 
     dtype: str
     quantization: str
-    # The checkpoint's name, and its files' SHA-256 as JSON.
+    # Name of the checkpoint, and SHA-256 of its files as JSON.
     source: str = ""
     source_sha256: str = "{}"
-    # Of all bytes behind the header.
+    # SHA-256 of all bytes behind the header.
     sha256: str = _NO_DIGEST
-    # Of Penstock, for people.
+    # Version of Penstock, for people.
     written_by: str = ""
     format: str = FORMAT
     format_version: str = str(FORMAT_VERSION)
@@ -53,7 +53,7 @@ class PackedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor, and where its bytes are behind the header."""
+    """A tensor, and the place of its bytes behind the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,8 +62,8 @@ class Place:
 
 
 def layout(config: ModelConfig, dtype: torch.dtype, quantization: str, *, has_table: bool) -> dict[str, Place]:
-    """Every tensor of the file, in order; `has_table`: the embedding is not looked up in the head. The kernels must be
-    loaded."""
+    """Return every tensor of the file, in order. `has_table`: the embedding is a tensor of its own, not the head's
+    rows. The kernels must be loaded."""
     places: dict[str, Place] = {}
     end = 0
     for name, kind, shape in _tensors(config, dtype, quantization, has_table):
@@ -77,7 +77,8 @@ def layout(config: ModelConfig, dtype: torch.dtype, quantization: str, *, has_ta
 
 
 def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
-    """The file's first bytes, as many whatever the digest is; the tensors begin behind them, aligned."""
+    """Return the file's first bytes, of a length that does not depend on the digest; the tensors begin behind them,
+    aligned."""
     entries: dict[str, object] = {"__metadata__": asdict(facts)}
     entries |= entries_of(places)
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -86,7 +87,7 @@ def header(places: dict[str, Place], facts: PackedFacts) -> bytes:
 
 
 def entries_of(places: dict[str, Place]) -> dict[str, object]:
-    """As safetensors writes them."""
+    """Return the entries as safetensors writes them."""
     return {
         name: {"dtype": _STORED[place.dtype], "shape": list(place.shape), "data_offsets": [place.begin, place.end]}
         for name, place in places.items()

@@ -1,7 +1,7 @@
-"""Weights out of a file that `penstock pack` wrote: used where they are, nothing is copied.
+"""Weights from a file that `penstock pack` wrote: used where they are, without a copy.
 
-The kernels get pointers into the file, so all that decides where they point to is computed from config.json, and the
-file must say the same.
+The kernels get pointers into the file. So every offset and size is computed from config.json, and the file must say the
+same.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class PackedFile:
-    """The mapped file of a folder and what its header says, not compared with a model yet."""
+    """The mapped file of a folder and the facts of its header, not compared with a model yet."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises StartupError naming the file when it is unreadable, broken or of another version."""
+        """Map the file. Raises StartupError naming it when it is unreadable, broken or of another version."""
         self.folder = folder
         self.path = folder / PACKED_FILE
         try:
@@ -48,12 +48,12 @@ class PackedFile:
         self._check_facts()
 
     def error(self, problem: str) -> StartupError:
-        """What is wrong, and what to do."""
+        """Return an error that says the problem and the remedy."""
         return StartupError(f"{self.path} {problem}: run `penstock pack` again", flag="MODEL")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is computed."""
+        """Dtype of the computation."""
         return DTYPES[self.facts.dtype]
 
     def _check_facts(self) -> None:
@@ -64,7 +64,7 @@ class PackedFile:
                 if found != one.default:
                     raise self.error(f"has {one.name.replace('_', ' ')} {found!r}, and this release {one.default!r}")
         if facts.dtype not in DTYPES or facts.quantization not in QUANTIZATIONS:
-            raise self.error(f"is said to be {facts.dtype!r} and {facts.quantization!r}, which there is not")
+            raise self.error(f"names the format {facts.dtype!r} and {facts.quantization!r}, which does not exist")
 
 
 class PackedWeights:
@@ -79,8 +79,8 @@ class PackedWeights:
         quantization: str,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Check everything, then bring the file into memory. `dtype` and `quantization` are what is asked for, "auto"
-        for whatever the file has. Raises StartupError naming the flag, or the file and what is wrong with it."""
+        """Check everything, then bring the file into memory. `dtype` and `quantization` are the flags' values; "auto"
+        takes the file's. Raises StartupError naming the flag, or the file and its fault."""
         file = PackedFile(folder)
         _check_wanted(file, device, dtype, quantization)
         data = device.mapped_weights(file.mapped, str(folder))
@@ -88,7 +88,7 @@ class PackedWeights:
         self.num_bytes = 0
         self._config = config
         self._layers, self._head = formats(file.dtype, file.facts.quantization)
-        # Only a matrix that is kept as it is can be looked up in.
+        # Rows can be looked up only in a matrix that is kept as it is.
         has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
         _check_scale(file, config)
         self._places = layout(config, file.dtype, file.facts.quantization, has_table=has_table)
@@ -135,7 +135,7 @@ class PackedWeights:
 
 
 def _facts(metadata: dict[str, str]) -> PackedFacts:
-    """Of a header; a later release may know more of them. Raises LookupError, TypeError, ValueError."""
+    """Read the facts of a header; a later release may add some. Raises LookupError, TypeError, ValueError."""
     versions = ("format", "format_version", "layout_version")
     known = {
         one.name: metadata[one.name] for one in fields(PackedFacts) if one.name in metadata or one.name in versions
@@ -161,8 +161,10 @@ def _check_wanted(file: PackedFile, device: Device, dtype: str, quantization: st
 
 
 def _check_scale(file: PackedFile, config: ModelConfig) -> None:
-    """Whether a file of this size can hold so many numbers, the smallest of which take half a byte. Said in Python's
-    integers: what the kernels compute with sizes of config.json would overflow, and fit then."""
+    """Raise StartupError when the file is too small for the model's numbers at half a byte each.
+
+    Python's integers decide it: the kernels' sizes, computed from config.json, could overflow and then seem to fit.
+    """
     shapes = [linear.shape for linear in layer_linears(config)]
     numbers = config.vocab_size * config.hidden_size + config.num_layers * sum(map(math.prod, shapes))
     if numbers > 2 * len(file.memory):
@@ -170,7 +172,8 @@ def _check_scale(file: PackedFile, config: ModelConfig) -> None:
 
 
 def _check_places(file: PackedFile, expected: dict[str, object]) -> None:
-    """Every entry is what config.json asks for, there is no other, and vectors begin where they may."""
+    """Raise StartupError unless the entries are just those that config.json asks for, with vectors at aligned
+    offsets."""
     for name, entry in expected.items():
         if file.entries.get(name) != entry:
             raise file.error(f"does not fit {file.folder / 'config.json'} in tensor {name}")

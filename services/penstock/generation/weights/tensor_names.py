@@ -1,4 +1,4 @@
-"""What tensors a model of a configuration has, in a checkpoint and fused as they are computed. No torch."""
+"""The tensors of a model with a certain configuration, in a checkpoint and fused for the computation. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model
 class LayerLinear:
     """A linear layer of every decoder layer: the outputs of all its parts, in order, in one product."""
 
-    # Such as self_attn.qkv_proj; in a checkpoint it is `parts`, with so many rows each.
+    # Such as self_attn.qkv_proj; a checkpoint has the `parts` instead, with this many rows each.
     name: str
     parts: tuple[str, ...]
     rows: tuple[int, ...]
@@ -25,17 +25,17 @@ class LayerLinear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs of all parts, and inputs."""
+        """Number of outputs of all parts, and of inputs."""
         return sum(self.rows), self.inputs
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """Return the prefix of the names of a layer's tensors."""
     return f"model.layers.{index}."
 
 
 def layer_linears(config: ModelConfig) -> tuple[LayerLinear, LayerLinear, LayerLinear, LayerLinear]:
-    """qkv, output, gated, down."""
+    """Return the four linear layers of a decoder layer: qkv, output, gated, down."""
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -49,7 +49,7 @@ def layer_linears(config: ModelConfig) -> tuple[LayerLinear, LayerLinear, LayerL
 
 
 def layer_norms(config: ModelConfig) -> dict[str, int]:
-    """Name -> width of the norms of every layer."""
+    """Return name -> width of the norms of every layer."""
     norms = {"input_layernorm.weight": config.hidden_size, "post_attention_layernorm.weight": config.hidden_size}
     if config.qk_norm:
         norms |= {"self_attn.q_norm.weight": config.head_dim, "self_attn.k_norm.weight": config.head_dim}
@@ -57,7 +57,7 @@ def layer_norms(config: ModelConfig) -> dict[str, int]:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that such a checkpoint must have (Hugging Face's names)."""
+    """Return name -> shape of every tensor that such a checkpoint must have (Hugging Face's names)."""
     layer: dict[str, tuple[int, ...]] = {}
     for linear in layer_linears(config):
         for name, rows in zip(linear.parts, linear.rows, strict=True):

@@ -53,7 +53,7 @@ _DTYPES = {
 def to_generate_options(
     message: generation_pb2.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS
 ) -> GenerateOptions:
-    """A GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
+    """Return a GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
 
     Raises InvalidArgument for one of those beyond its bound: a message has room for millions, and the loop would stall.
     """
@@ -85,7 +85,7 @@ def to_generate_options(
 def to_detect_watermark(
     message: generation_pb2.DetectWatermarkRequest, limits: RequestLimits
 ) -> DetectWatermarkCommand:
-    """A DetectWatermarkRequest as plain data, unchecked but for the number of ids. Raises InvalidArgument."""
+    """Return a DetectWatermarkRequest as plain data, unchecked but for the number of ids. Raises InvalidArgument."""
     check_count("token_ids", message.token_ids, limits.max_watermark_tokens)
     return DetectWatermarkCommand(
         token_ids=list(message.token_ids),
@@ -97,17 +97,17 @@ def to_detect_watermark(
 
 
 def _watermark(config: config_pb2.WatermarkingConfig, limits: RequestLimits) -> WatermarkOptions:
-    """A WatermarkingConfig with transformers' defaults for unset fields, unchecked."""
+    """Return a WatermarkingConfig with transformers' defaults for unset fields, unchecked."""
     return WATERMARK.from_proto(config, "watermarking_config", limits, "max_watermark_context")
 
 
 def from_evidence(evidence: WatermarkEvidence) -> generation_pb2.WatermarkEvidence:
-    """The result of a detection; the fields have the same names."""
+    """Return the result of a detection as a message; the fields have the same names."""
     return generation_pb2.WatermarkEvidence(**asdict(evidence))
 
 
 def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:
-    """A Constraint as plain data, unchecked."""
+    """Return a Constraint as plain data, unchecked."""
     name = constraint.WhichOneof("kind")
     if name is None:
         return ConstraintSpec(None)
@@ -120,7 +120,7 @@ def to_constraint(constraint: config_pb2.Constraint) -> ConstraintSpec:
 
 
 def fill_started(message: generation_pb2.Started, request: Request, model: str, started: StartedOutput) -> None:
-    """First event of a request."""
+    """Fill in the first event of a request."""
     params = request.params
     message.request_id = request.request_id
     message.model = model
@@ -136,7 +136,8 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
 
 
 def fill_delta(message: generation_pb2.TokenDelta, delta: Emission) -> None:
-    """New tokens of one sequence. Filled in place: on the token path a copied message costs more than its fields."""
+    """Fill in the new tokens of one sequence. In place: on the token path a copied message costs more than its
+    fields."""
     message.seq = delta.seq
     message.index = delta.index
     message.token_ids.extend(delta.token_ids)
@@ -149,7 +150,7 @@ def fill_delta(message: generation_pb2.TokenDelta, delta: Emission) -> None:
 
 
 def from_finish(finish: SequenceFinish) -> common_pb2.SequenceResult:
-    """How a sequence ended."""
+    """Return the result of a sequence as a message."""
     result = common_pb2.SequenceResult(
         index=finish.index,
         finish_reason=common_pb2.FinishReason.ValueType(finish.reason.value),
@@ -164,7 +165,7 @@ def from_finish(finish: SequenceFinish) -> common_pb2.SequenceResult:
 
 
 def from_finished(finished: FinishedOutput) -> generation_pb2.Finished:
-    """Last event of a request."""
+    """Return the last event of a request."""
     return generation_pb2.Finished(
         sequences=[from_finish(finish) for finish in finished.sequences],
         usage=common_pb2.Usage(
@@ -191,7 +192,7 @@ def _from_timings(timings: RequestTimings) -> common_pb2.StageTimings:
 
 
 def from_positions(positions: Iterable[PositionLogprobs]) -> list[common_pb2.PositionLogprobs]:
-    """Log-probabilities position by position."""
+    """Return log-probabilities as messages, position by position."""
     return [
         common_pb2.PositionLogprobs(
             chosen=None if position.chosen is None else _from_logprob(position.chosen),
@@ -206,7 +207,7 @@ def _from_logprob(entry: Logprob) -> common_pb2.TokenLogprob:
 
 
 def to_response(request: Request, model: str, event: Event) -> GenerateResponse:
-    """An event of a request that has its stream to itself."""
+    """Return an event of a request that has its stream to itself."""
     message = GenerateResponse()
     _fill(message, request, model, event)
     return message
@@ -228,7 +229,7 @@ def add_tokens(response: SessionResponse, tokens: Sequence[tuple[int, Emission]]
 
 
 def add_error(response: SessionResponse, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
-    """Append the last word on a request that was refused or failed."""
+    """Append the last event of a request that was refused or failed."""
     response.events.add(request_id=request_id, attempt_epoch=attempt_epoch, error=from_error(error))
 
 
@@ -242,7 +243,7 @@ def _fill(message: GenerateResponse | SessionEvent, request: Request, model: str
 
 
 def from_error(error: PenstockError) -> generation_pb2.RequestError:
-    """A refusal or failure of one request of a session."""
+    """Return a refusal or failure of one request of a session as a message."""
     status = to_status(error)
     return generation_pb2.RequestError(
         code=status.code, message=status.message, status_details=status.SerializeToString()
@@ -250,7 +251,7 @@ def from_error(error: PenstockError) -> generation_pb2.RequestError:
 
 
 def from_load(load: EngineLoad, state: int, max_queued_requests: int) -> admin_pb2.Load:
-    """What a router needs to place a request. `state` is a ModelState's number."""
+    """Return the facts that a router needs to place a request. `state` is a ModelState's number."""
     return admin_pb2.Load(
         **load._asdict(),
         draining=state == common_pb2.MODEL_STATE_DRAINING,
@@ -260,7 +261,7 @@ def from_load(load: EngineLoad, state: int, max_queued_requests: int) -> admin_p
 
 
 def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPoolStatsResponse:
-    """Counters since the start."""
+    """Return the counters since the start as a message."""
     return admin_pb2.GetPoolStatsResponse(
         load=load,
         prefix_lookups_tokens=stats.prefix_lookup_tokens,
@@ -272,17 +273,17 @@ def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPo
 
 
 def from_dump(dump: EngineDump) -> admin_pb2.EngineState:
-    """The engine's state; its fields have the names of the message's."""
+    """Return the engine's state as a message; the fields have the same names."""
     return json_format.ParseDict(dump.as_dict(), admin_pb2.EngineState())
 
 
 def from_state(state: int) -> common_pb2.ModelState.ValueType:
-    """A ModelState's number as the proto's."""
+    """Return a ModelState's number as the proto's type."""
     return common_pb2.ModelState.ValueType(state)
 
 
 def from_dtype(name: str) -> common_pb2.DType.ValueType:
-    """`torch.bfloat16` or `bfloat16` as DType; unknown names are UNSPECIFIED."""
+    """Return `torch.bfloat16` or `bfloat16` as DType; unknown names are UNSPECIFIED."""
     return _DTYPES.get(name.removeprefix("torch."), common_pb2.D_TYPE_UNSPECIFIED)
 
 
@@ -292,7 +293,7 @@ _TENSOR_DTYPES = {"float32": common_pb2.D_TYPE_FLOAT32, "int64": common_pb2.D_TY
 def fill_tensors(
     messages: RepeatedCompositeFieldContainer[common_pb2.StepTensors], tensors: Iterable[StepTensors | None]
 ) -> None:
-    """One message per token; empty where the position was not asked for."""
+    """Append one message per token; it stays empty where the position was not asked for."""
     for one in tensors:
         message = messages.add()
         if one is None:

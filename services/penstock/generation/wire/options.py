@@ -1,4 +1,4 @@
-"""GenerationConfig, StopConfig and OutputConfig of penstock.v1 to plain options and back, by the table."""
+"""Conversion of penstock.v1's GenerationConfig, StopConfig and OutputConfig to plain options and back, by the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def to_options(config: config_pb2.GenerationConfig, limits: RequestLimits = DEFAULT_LIMITS) -> RequestOptions:
-    """The set fields of a GenerationConfig, unchecked but for the sizes of lists and for what has no plain form.
+    """Return the set fields of a GenerationConfig, unchecked but for the sizes of lists and for values without a plain
+    form.
 
     Raises InvalidArgument for a list beyond its bound, an unknown enum value, an empty oneof and for
     negative_prompt_text.
@@ -24,12 +25,12 @@ def to_options(config: config_pb2.GenerationConfig, limits: RequestLimits = DEFA
 
 
 def to_stop(stop: config_pb2.StopConfig, limits: RequestLimits = DEFAULT_LIMITS) -> StopOptions:
-    """A StopConfig as plain data. Raises InvalidArgument for a list beyond its bound."""
+    """Return a StopConfig as plain data. Raises InvalidArgument for a list beyond its bound."""
     return StopOptions.of(_values(stop, STOP, limits))
 
 
 def to_output(output: config_pb2.OutputConfig, limits: RequestLimits = DEFAULT_LIMITS) -> OutputOptions:
-    """An OutputConfig as plain data. Raises InvalidArgument for a list beyond its bound."""
+    """Return an OutputConfig as plain data. Raises InvalidArgument for a list beyond its bound."""
     return OutputOptions.of(_values(output, OUTPUT, limits))
 
 
@@ -44,7 +45,8 @@ def _values(message: Message, specs: dict[str, OptionSpec], limits: RequestLimit
 
 
 def from_options(options: RequestOptions) -> config_pb2.GenerationConfig:
-    """The inverse of `to_options`; equal to it but for constraints, which come back as disjunctive."""
+    """Return the message of some options: the inverse of `to_options`, but that constraints come back as
+    disjunctive."""
     config = config_pb2.GenerationConfig()
     for name, value in options.items():
         CONFIG[name].kind.to_proto(config, name, value)

@@ -1,4 +1,4 @@
-"""Score and Embed: messages to plain data and results to messages."""
+"""Conversion of Score and Embed: messages to plain data and results to messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.v1 import common_pb2, generation_pb2
 
 
 def to_score(message: generation_pb2.ScoreRequest, limits: RequestLimits) -> ScoreCommand:
-    """A ScoreRequest as plain data, unchecked but for the number of items. Raises InvalidArgument."""
+    """Return a ScoreRequest as plain data, unchecked but for the number of items. Raises InvalidArgument."""
     _bound("items", len(message.items), limits.max_score_items)
     return ScoreCommand(
         items=[ScoreItem(list(item.prompt_token_ids), list(item.continuation_token_ids)) for item in message.items],
@@ -27,7 +27,7 @@ def to_score(message: generation_pb2.ScoreRequest, limits: RequestLimits) -> Sco
 
 
 def to_embed(message: generation_pb2.EmbedRequest, limits: RequestLimits) -> EmbedCommand:
-    """An EmbedRequest as plain data, unchecked but for the number of inputs. Raises InvalidArgument."""
+    """Return an EmbedRequest as plain data, unchecked but for the number of inputs. Raises InvalidArgument."""
     _bound("inputs", len(message.inputs), limits.max_embed_inputs)
     return EmbedCommand(
         inputs=[list(entry.ids) for entry in message.inputs],
@@ -38,7 +38,7 @@ def to_embed(message: generation_pb2.EmbedRequest, limits: RequestLimits) -> Emb
 
 
 def from_scores(results: Sequence[ItemResult]) -> generation_pb2.ScoreResponse:
-    """One ScoreResult per item. Raises Internal when the model gave no numbers."""
+    """Return one ScoreResult per item. Raises Internal when the model gave no numbers."""
     response = generation_pb2.ScoreResponse(usage=_usage(results))
     for result in results:
         chosen = [position.chosen for position in result.logprobs if position.chosen is not None]
@@ -54,7 +54,8 @@ def from_scores(results: Sequence[ItemResult]) -> generation_pb2.ScoreResponse:
 
 
 def from_embeddings(results: Sequence[ItemResult], *, normalize: bool) -> generation_pb2.EmbedResponse:
-    """One Embedding per input; divided by its Euclidean norm when `normalize`. Raises Internal as `from_scores`."""
+    """Return one Embedding per input, divided by its Euclidean norm when `normalize`. Raises Internal like
+    `from_scores`."""
     response = generation_pb2.EmbedResponse(usage=_usage(results))
     for result in results:
         values = np.frombuffer(result.finished.embedding or b"", dtype="<f4")

@@ -49,7 +49,7 @@ def test_without_a_negative_prompt_the_guide_starts_from_the_last_prompt_token()
     assert run(engine, item)[item.request_id].ids == {0: guided([1, 2, 3], [3], 3)}
 
 
-def test_returned_sequences_share_the_prompt_and_their_guides_the_negative_prompt() -> None:
+def test_returned_sequences_share_the_prompt_and_their_unconditional_branches_the_negative_prompt() -> None:
     engine, runner = make_engine()
     item = request(
         list(range(16)), max_new_tokens=3, guidance=guidance(*range(12)), num_return_sequences=3, do_sample=True

@@ -67,7 +67,7 @@ def test_nobody_passes_a_waiting_request_that_does_not_fit_yet() -> None:
     assert first_seen[3] >= first_seen[2]
 
 
-def test_admission_leaves_the_watermark_free_while_others_run() -> None:
+def test_admission_leaves_the_reserve_free_while_others_run() -> None:
     engine, _ = make_engine(engine_config(num_blocks=10, reserve_share=0.3))
     engine.add(request([1] * 8, max_new_tokens=3))
     engine.add(request([2] * 24, max_new_tokens=3))

@@ -1,4 +1,4 @@
-"""C++ kernels: built by `penstock build-kernels`, loaded where they are there."""
+"""C++ kernels: `penstock build-kernels` builds them, a service loads them where they are built."""
 
-# The file's name begins so.
+# Prefix of the library's file name.
 LIBRARY = "penstock_native"

@@ -1,6 +1,6 @@
 """Builds the C++ kernels once for this machine's torch and compiler, into a folder that later starts load from.
 
-Nothing of a build is tied to the CPU that it is made on: every kernel is compiled for each instruction set.
+A build is not tied to the CPU that makes it: every kernel is compiled for each instruction set.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.compilers import run_compilers
 
 SOURCES = Path(__file__).parent / "csrc"
-# Every file of kernels is compiled once for each; the operators (ops_*.cpp) pick at run time. Names of files differ, in
-# whatever folder they are.
+# Every file of kernels is compiled once for each of them; the operators (ops_*.cpp) pick one at run time. All file
+# names differ, across folders too.
 _INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
     "avx2": ("-mavx2", "-mfma", "-Wno-psabi"),
 }
-# NaN and infinity as they are: masks are infinities, and a NaN must reach the sampler. Sums in the source's order: a
-# row's result must not depend on how the compiler treats the rows beside it.
+# Keep NaN and infinity: masks are infinities, and a NaN must reach the sampler. Keep the source's order of sums: a
+# row's result must not depend on the compiler's treatment of the rows beside it.
 _FLAGS = (
     "-O3",
     "-std=c++20",
@@ -37,12 +37,12 @@ _FLAGS = (
     "-fno-signed-zeros",
     "-ffp-contract=fast",
 )
-# No contraction that the source does not ask for, where a sum is written in two ways that must give the same bits.
-# (There, units of 32 bits are floats or integers as the case may be.)
+# Contract only where the source asks for it: some sums are written in two ways that must give the same bits.
+# (In these files a unit of 32 bits is a float in one place and an integer in another.)
 _EXACT = ("-ffp-contract=off", "-fno-strict-aliasing")
 _EXACT_SOURCES = ("attention", "pack")
-# Of a build for tests only: the first wrong access or undefined operation ends the process. Optimised, so that sums are
-# contracted as the product's are; vptr would need the types of torch's classes.
+# Flags of a build for tests only: the first wrong access or undefined operation ends the process. The build is
+# optimised, so that sums are contracted as in the product; vptr would need the types of torch's classes.
 _SANITIZED = (
     "-O2",
     "-g1",
@@ -54,12 +54,12 @@ _SANITIZED = (
 
 
 def is_supported() -> bool:
-    """Whether there are kernels for this machine's kind of processor."""
+    """True when there are kernels for this machine's kind of processor."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Of these sources, this torch and `extra` flags, whichever compiler."""
+    """Folder of builds of these sources for this torch and `extra` flags, by any compiler."""
     facts = (torch.__version__, platform.machine(), _FLAGS, _EXACT, _EXACT_SOURCES, _INSTRUCTION_SETS, extra)
     digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
@@ -68,13 +68,13 @@ def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
 
 
 def find(cache: Path) -> Path | None:
-    """The library of these sources and this torch that was built or used last; needs no compiler."""
+    """Return the library of these sources and this torch that was built or used last; needs no compiler."""
     built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.stat().st_mtime)
     return built[-1] if built else None
 
 
 def library_path(cache: Path, compiler: str, *, sanitize: bool = False) -> Path:
-    """Place of the library, there or to come, that this compiler in its present version makes. Raises StartupError."""
+    """Path of the library, present or not, that this compiler makes in its present version. Raises StartupError."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -84,19 +84,21 @@ def library_path(cache: Path, compiler: str, *, sanitize: bool = False) -> Path:
 
 
 def find_compiler() -> str | None:
-    """One that may be used, on the PATH."""
+    """Return a usable compiler on the PATH; None when there is none."""
     return shutil.which("g++") or shutil.which("c++")
 
 
 def build(cache: Path, *, compiler: str | None = None, sanitize: bool = False) -> Path:
-    """Compile, unless this compiler did before, or there is none any more but a library that it left; the library's
-    path. About a minute on two cores.
+    """Compile the kernels and return the library's path. About a minute on two cores.
 
-    `sanitize`: checked by the address and undefined-behaviour sanitizers, in a folder that `find` does not know. It can
-    only be loaded where libasan was first (tools/sanitize_kernels.py).
+    Nothing is compiled when this compiler did it before, or when no compiler is left but a library of an earlier one
+    is.
 
-    Raises StartupError when this machine is none that the kernels are for, or the compiler is missing or fails. Nothing
-    is left of a build that does not end well, whatever is raised meanwhile.
+    `sanitize`: the address and undefined-behaviour sanitizers check the library; its folder is one that `find` does not
+    know. It can only be loaded where libasan was loaded first (tools/sanitize_kernels.py).
+
+    Raises StartupError when there are no kernels for this machine, or the compiler is missing or fails. A build that
+    does not end well leaves nothing, whatever is raised meanwhile.
     """
     if not is_supported():
         raise StartupError("the native kernels are for x86-64", flag="--kernels")
@@ -116,7 +118,7 @@ def build(cache: Path, *, compiler: str | None = None, sanitize: bool = False) -
         run_compilers(
             [[command, "-shared", *extra, "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch)
         )
-        # At once for everybody else, who may be building the same.
+        # Atomic for other processes, which may be building the same.
         os.replace(linked, target)
     return target
 
@@ -150,7 +152,8 @@ def _includes() -> tuple[str, ...]:
 
 
 def _libraries() -> tuple[str, ...]:
-    """torch's own OpenMP, not the system's: two of them would keep two pools of threads."""
+    """Return the libraries to link: torch's own OpenMP, not the system's; two of them would keep two pools of
+    threads."""
     folder = _torch_folder() / "lib"
     openmp = sorted(folder.glob("libgomp*.so*")) + sorted((folder.parent.parent / "torch.libs").glob("libgomp*.so*"))
     runtime = (str(openmp[0]),) if openmp else ("-lgomp",)

@@ -1,4 +1,4 @@
-"""Removes builds of the kernels that nobody has loaded for long, of whichever checkout or environment they were."""
+"""Removes builds of the kernels that were not loaded for long, from any checkout or environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ _BUILD = re.compile(r"[0-9a-f]{16}")
 
 
 def mark_used(library: Path) -> None:
-    """Note that it was loaded, once a day, where this user may."""
+    """Note that the library was loaded: once a day, and only where this user may write."""
     with contextlib.suppress(OSError):
         if time.time() - library.stat().st_mtime > DAY_SECONDS:
             os.utime(library)
 
 
 def remove_unused(cache: Path, keep: Path) -> int:
-    """Remove libraries but `keep` that were neither built nor loaded for UNUSED_DAYS, and what builds left that were
-    killed, a day later; bytes that are free now. A process that has such a library loaded keeps it."""
+    """Remove libraries that were neither built nor loaded for UNUSED_DAYS, all but `keep`; return the bytes that are
+    free now.
+
+    Remains of builds that were killed go after a day. A process that has a removed library loaded keeps it.
+    """
     now = time.time()
     freed = 0
     for path in [*_builds(cache, f"{LIBRARY}-*.so"), *_builds(cache, "tmp*")]:
@@ -34,7 +37,7 @@ def remove_unused(cache: Path, keep: Path) -> int:
             if path != keep and now - path.stat().st_mtime > days * DAY_SECONDS:
                 freed += _remove(path)
     for folder in _folders(cache):
-        # Fails, as it should, where something is left in it.
+        # It fails, as it should, where something is left in the folder.
         with contextlib.suppress(OSError):
             folder.rmdir()
     return freed

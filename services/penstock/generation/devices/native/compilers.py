@@ -18,8 +18,8 @@ from penstock.common.errors import StartupError
 def run_compilers(commands: Sequence[Sequence[str]], scratch: Path) -> None:
     """Run all `commands`, one for each core at a time. Their temporary files go to `scratch`.
 
-    Raises StartupError as soon as one fails. Whatever is raised meanwhile, KeyboardInterrupt included, those that have
-    not begun never do, and those that run are gone before it goes on.
+    Raises StartupError as soon as one fails. Whatever is raised meanwhile, KeyboardInterrupt included, compilers that
+    have not begun never do, and running ones are gone before it goes on.
     """
     running = _Running(scratch)
     with ThreadPoolExecutor(os.cpu_count() or 1, "compiler") as pool:
@@ -41,7 +41,7 @@ class _Running:
         self._is_over = False
 
     def run(self, command: Sequence[str]) -> None:
-        """Run one to its end, unless all is over."""
+        """Run one compiler to its end, unless `kill_all` was called."""
         with self._lock:
             if self._is_over:
                 return
@@ -55,7 +55,7 @@ class _Running:
                 process_group=0,
             )
             self._processes.add(process)
-        # The pipe ends with the last process of the group.
+        # The pipe closes with the last process of the group.
         _, problems = process.communicate()
         with self._lock:
             self._processes.discard(process)
@@ -68,6 +68,6 @@ class _Running:
         self._is_over = True
         with self._lock:
             for process in self._processes:
-                # One that has ended, and was waited for just now, has no group any more.
+                # A process that has ended, and was waited for just now, has no group any more.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The built kernels as Python functions. Torch operators of torch's dispatcher: nothing is called before `load`."""
+"""The built kernels as operators of torch's dispatcher: call none before `load`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def find_first(*folders: Path) -> Path | None:
-    """The library that `load` takes."""
+    """Return the library that `load` takes; None when nothing was built."""
     return next((found for folder in folders if (found := find(folder)) is not None), None)
 
 
 def load(*folders: Path) -> str | None:
-    """Load what was built into the first of `folders` that has something; the instruction set that it uses, which
-    native_bound() may narrow, None when nothing was built or it cannot run here.
+    """Load the library from the first of `folders` that has one; return the instruction set that it uses.
+
+    native_bound() may narrow that set. None when nothing was built, or it cannot run here.
 
     A process has one library: once one is loaded, that of another folder (made of the same sources) need not be.
     """
@@ -40,5 +41,5 @@ def load(*folders: Path) -> str | None:
 
 
 def is_loaded() -> bool:
-    """Whether `load` has found a library in this process."""
+    """True when `load` has found a library in this process."""
     return hasattr(torch.ops.penstock, "instruction_set")

@@ -1,4 +1,4 @@
 """Number formats of linear layers."""
 
-# Of --quantization, where it is not `auto`.
+# Values of --quantization besides `auto`.
 QUANTIZATIONS = ("none", "int8", "int4")

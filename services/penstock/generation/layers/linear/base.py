@@ -1,4 +1,4 @@
-"""How a linear layer's weights are kept and multiplied. One file per number format."""
+"""Interfaces of linear layers: storage and product of their weights. One file per number format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 class NotFinite(ValueError):
-    """A weight to be quantised has NaN or infinity in row `row`, or near it: no scale holds it."""
+    """Raised for a weight with NaN or infinity in row `row`, or near it, which no scale of a quantised format holds."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"row {row} of the weight is not finite")
@@ -25,74 +25,75 @@ class NotFinite(ValueError):
 
 
 def check_finite(scale: Tensor) -> None:
-    """Raises NotFinite by the scales of each row (rows, any)."""
+    """Raise NotFinite when a scale is not finite; scales are (rows, any)."""
     bad = (~scale.isfinite()).flatten(1).any(dim=1).nonzero()
     if len(bad):
         raise NotFinite(int(bad[0]))
 
 
 class Weight(Protocol):
-    """(out, in) of `dtype`, which is read only now."""
+    """A weight (out, in) of `dtype` that is read only when it is used."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
 
     def pieces(self) -> Iterator[Tensor]:
-        """Rows in order, each piece for use until the next."""
+        """Yield the rows in order; a piece is valid until the next one."""
 
     def joined(self) -> Tensor:
-        """All of it, in memory that nothing else uses."""
+        """Return all of the weight, in memory that nothing else uses."""
 
 
 def dense(weight_OI: Tensor | Weight) -> Tensor:
-    """The whole tensor."""
+    """Return the whole tensor."""
     return weight_OI if isinstance(weight_OI, Tensor) else weight_OI.joined()
 
 
 class Linear(ABC):
-    """y = x Wᵀ + b with the weight in whatever form its method chose. Immutable after construction."""
+    """y = x Wᵀ + b with the weight in the form that its method chose. Immutable after construction."""
 
     in_features: int
     out_features: int
 
     @abstractmethod
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """(rows, in) -> (rows, out), in x's dtype, contiguous."""
+        """Map (rows, in) to (rows, out), in x's dtype, contiguous."""
 
     def as_float(self, x_TI: Tensor) -> Tensor:
-        """The same in float32, unrounded where the method can."""
+        """Return the same product in float32, unrounded where the method can."""
         return self(x_TI).float()
 
     def rows(self) -> Rows | None:
-        """A lookup in the very weight that it was made of, for an embedding that shares it; None: it is not kept."""
+        """Return a lookup in the dense weight, for an embedding that shares it; None when the weight is not kept as it
+        was."""
         return None
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory that the weight and bias take."""
+        """Bytes of memory that weight and bias take."""
 
 
 class LinearMethod(ABC):
-    """Turns dense weights into Linears at load time. Raises NotFinite where it cannot."""
+    """Turns dense weights into Linears at load time. Raises NotFinite for a weight that its format cannot hold."""
 
     name: str
 
     def linear(self, weight_OI: Tensor | Weight, bias_O: Tensor | None) -> Linear:
-        """Take over (out, in) `weight_OI`; the caller drops its reference, so no second copy stays in memory."""
+        """Take over `weight_OI` (out, in); the caller drops its reference, so no second copy stays in memory."""
         return self._linear(dense(weight_OI), bias_O)
 
     def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
-        """silu(first half of the outputs) * second half, as one Linear with half of `weight_OI`'s outputs."""
+        """Return silu(first half of the outputs) * second half as one Linear with half of `weight_OI`'s outputs."""
         return _Gated(self.linear(weight_OI, bias_O), kernels)
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
-        """The last layer, which gives the logits: where rounding hurts most."""
+        """Return the last layer, which gives the logits; rounding hurts most there."""
         return self.linear(weight_VI, None)
 
     @abstractmethod
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-        """`linear` of the whole tensor."""
+        """Return `linear` of a weight that is a whole tensor."""
 
 
 class _Gated(Linear):

@@ -16,7 +16,7 @@ _log = get_logger("penstock.generation")
 
 
 class PlainLinear(Linear):
-    """torch's own: right on accelerators; on CPU it repacks the weight on every call."""
+    """torch's own linear layer: right on accelerators; on CPU it repacks the weight on every call."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -47,7 +47,8 @@ class PlainLinearMethod(LinearMethod):
 
 
 class PackedLinear(Linear):
-    """oneDNN's blocked layout, made once: 5-9 times faster than F.linear at batch 2-16 (docs/guide/performance.md)."""
+    """A weight in oneDNN's blocked layout, made once: 5-9 times faster than F.linear at batch 2-16
+    (docs/guide/performance.md)."""
 
     # Rows that the layout is tuned for; the result is the same for any number.
     BATCH_HINT = 16
@@ -80,7 +81,7 @@ class PackedLinearMethod(LinearMethod):
 
 
 def cpu_linear_method(dtype: torch.dtype) -> LinearMethod:
-    """Packed where possible, else plain, with the reason logged."""
+    """Return the packing method where it works, else the plain one, with the reason logged."""
     obstacle = packing_obstacle(dtype)
     if obstacle is None:
         return PackedLinearMethod()

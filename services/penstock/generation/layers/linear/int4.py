@@ -16,7 +16,7 @@ _INNER_TILES = 8
 
 
 def quantize_groups(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Values 0..15 (O, I) as int32, meaning (value - 8) * scale, and the scales (O, groups) in bfloat16.
+    """Return values 0..15 (O, I) as int32, which mean (value - 8) * scale, and the scales (O, groups) in bfloat16.
 
     The largest magnitude of a group becomes -8, so that all 16 values are used (as in GGML's q4_0). Inputs are padded
     to whole groups.
@@ -30,14 +30,14 @@ def quantize_groups(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int4Linear(Linear):
-    """Weights take half a byte each, and 1/16 for the scales."""
+    """A linear layer with weights of half a byte each, and 1/16 byte for the scales."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         values, scale = quantize_groups(F.pad(weight_OI, (0, 0, 0, -self.out_features % _BLOCK)))
         check_finite(scale)
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, _INNER_TILES)
-        # torch's zero is added: (value - 8) * scale + zero.
+        # torch adds its zero: (value - 8) * scale + zero.
         self._scale_and_zero = torch.stack([scale, torch.zeros_like(scale)], dim=2).transpose(0, 1).contiguous()
         self._bias = None if bias_O is None else bias_O.float()
         self._padding = values.shape[1] - self.in_features
@@ -68,7 +68,7 @@ class Int4LinearMethod(LinearMethod):
     name = "int4"
 
     def __init__(self) -> None:
-        """Raises StartupError naming --quantization where the head's int8 cannot be."""
+        """Make the method. Raises StartupError naming --quantization where the head's int8 is not possible."""
         check_int8_product(self.name)
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

@@ -1,8 +1,9 @@
-"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. The reference of the
-C++ kernels' int8, and what is used without them.
+"""int8 by oneDNN: a scale for each output and, computed anew for each row of x, one for the row. It is the reference of
+the C++ kernels' int8, and serves without them.
 
-Every CPU gives the same sums. oneDNN's product has unsigned x. So x is moved up by 128; or, where bytes above 127 would
-saturate (CPUs without VNNI), its positive and negative numbers are rows of one product, which reads the weight once.
+Every CPU gives the same sums. oneDNN's product takes unsigned x. So x is moved up by 128; or, where bytes above 127
+would saturate (CPUs without VNNI), its positive and negative numbers become rows of one product, which reads the weight
+once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MOST = 127.0
 
 
 def check_int8_product(quantization: str) -> None:
-    """Raises StartupError naming --quantization where oneDNN has no right product of bytes."""
+    """Raise StartupError naming --quantization where oneDNN has no right product of bytes."""
     if int8_product() is Int8Product.MISSING:
         raise StartupError(
             f"--quantization {quantization} needs oneDNN's product of bytes, which is missing or wrong here: build the "
@@ -28,16 +29,17 @@ def check_int8_product(quantization: str) -> None:
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """int32-valued float32 in [-127, 127] and the scale of each row (T, 1): symmetrical, by the largest magnitude."""
+    """Return whole numbers in [-127, 127] as float32, and the scale of each row (T, 1): symmetrical, by the largest
+    magnitude."""
     x = x_TI.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # A true division, which `127.0 / tensor` is not: the C++ kernels' bits.
+    # A true division, which `127.0 / tensor` is not: it gives the C++ kernels' bits.
     inverse = torch.where(largest > 0, torch.full_like(largest, _MOST).div_(largest), 0.0)
     return (x * inverse).round(), largest / _MOST
 
 
 class Int8Linear(Linear):
-    """Weights take a byte each."""
+    """A linear layer with weights of one byte each."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -67,7 +69,8 @@ class Int8Linear(Linear):
         return result if self._bias is None else result.add_(self._bias)
 
     def _product(self, values_TI: Tensor, zero: int) -> Tensor:
-        """Of 0 <= `values_TI` <= 255, less `zero`. oneDNN's scale is one for all of x: ours are applied after."""
+        """Product of 0 <= `values_TI` <= 255, less `zero`. oneDNN has one scale for all of x: ours are applied after
+        it."""
         result: Tensor = torch.ops.onednn.qlinear_pointwise(
             values_TI.to(torch.uint8), 1.0, zero, self._packed, self._scale, self._zero, None, 1.0, 0, torch.float32,
             "none", [], "",
@@ -87,7 +90,7 @@ class Int8LinearMethod(LinearMethod):
     name = "int8"
 
     def __init__(self) -> None:
-        """Raises StartupError naming --quantization where there is no int8."""
+        """Make the method. Raises StartupError naming --quantization where there is no int8."""
         check_int8_product(self.name)
 
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:

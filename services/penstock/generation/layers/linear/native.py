@@ -1,6 +1,6 @@
 """Linear layers on the C++ kernels (csrc/linear): float32, bfloat16, int8 and int4, all in panels of 32 outputs.
 
-A row's result is the same bits whatever rows are beside it and however many threads work.
+A row's result has the same bits with any rows beside it and any number of threads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
     from penstock.generation.layers.kernels import LayerKernels
 
-# Of all that a packed weight's bytes mean, for files that keep them: to be raised with every change of the layout in
-# csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two together.
+# Version of the meaning of a packed weight's bytes, for files that keep them. Raise it with every change of the layout
+# in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
+# together.
 LAYOUT_VERSION = 1
 PANEL = 32
 # Inputs that share a scale in int4.
@@ -30,7 +31,7 @@ _SLAB_BYTES = 64 << 20
 
 
 class Format(IntEnum):
-    """csrc/linear/linear.h's numbers."""
+    """Number formats, as numbered in csrc/linear/linear.h."""
 
     F32 = 0
     BF16 = 1
@@ -39,7 +40,7 @@ class Format(IntEnum):
 
 
 def formats(dtype: torch.dtype, quantization: str) -> tuple[Format, Format]:
-    """Of the layers and of the head: bfloat16 or float32 as `dtype`, or as `quantization` says."""
+    """Return the formats of the layers and of the head: bfloat16 or float32 as `dtype`, or as `quantization` says."""
     if quantization == "none":
         dense = Format.BF16 if dtype is torch.bfloat16 else Format.F32
         return dense, dense
@@ -50,12 +51,12 @@ class Slabs:
     """Memory for packed weights in large pages, many of them in one piece: 64-byte aligned, never given back singly."""
 
     def __init__(self, arena: Arena | None = None) -> None:
-        """From `arena` while it lasts."""
+        """Take memory from `arena` until it is used up."""
         self._arena = arena
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """(num_bytes,) uint8, not initialised."""
+        """Return (num_bytes,) uint8, not initialised."""
         memory = None if self._arena is None else self._arena.take(num_bytes)
         if memory:
             return torch.frombuffer(memory, dtype=torch.uint8)
@@ -72,11 +73,11 @@ class Slabs:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight as the kernels read it, and of what it was made. The tensors are those of `part_sizes`."""
+    """A weight as the kernels read it, and facts of its dense form. The tensors are those of `part_sizes`."""
 
     # Outputs and inputs of the dense weight; gated: both halves of the outputs.
     shape: tuple[int, int]
-    # Of the dense weight, and so of x.
+    # Dtype of the dense weight, and so of x.
     dtype: torch.dtype
     format: Format
     gated: bool
@@ -88,7 +89,7 @@ class PackedWeight:
     sum: Tensor | None = None
 
     def parts(self) -> dict[str, Tensor]:
-        """Those that there are, in the order of `part_sizes`."""
+        """Return the tensors that the format has, in the order of `part_sizes`."""
         every = {"weight": self.weight, "bias": self.bias, "scale": self.scale, "sum": self.sum}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
@@ -96,7 +97,7 @@ class PackedWeight:
 def part_sizes(
     shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
 ) -> dict[str, tuple[torch.dtype, int]]:
-    """dtype and number of elements of each tensor that a packed (outputs, inputs) weight consists of."""
+    """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight."""
     outputs, inputs = shape
     panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
     sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
@@ -110,7 +111,7 @@ def part_sizes(
 
 
 class NativeLinear(Linear):
-    """x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
+    """A linear layer for x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
 
     def __init__(self, packed: PackedWeight) -> None:
         outputs, self.in_features = packed.shape
@@ -150,7 +151,7 @@ class NativeLinear(Linear):
 
     @property
     def format(self) -> Format:
-        """Of the weight."""
+        """Number format of the weight."""
         return self.packed.format
 
     @property
@@ -163,7 +164,8 @@ class NativeLinearMethod(LinearMethod):
     """Packs for the C++ kernels, which must be loaded."""
 
     def __init__(self, format: Format, head: Format | None = None, *, arena: Arena | None = None) -> None:
-        """`head`: the format of the last layer, where it is another; `arena`: where weights go while it lasts."""
+        """Take the format of the layers, `head` for another one of the last layer, and `arena` for the weights' memory
+        until it is used up."""
         self.name = f"native {format.name.lower()}"
         self._format = format
         self._head = format if head is None else head
@@ -214,7 +216,7 @@ def _pack(
 
 
 def _in_panels(bias_O: Tensor, *, gated: bool) -> Tensor:
-    """In the order of the panels' outputs, padded with zeros."""
+    """Return the bias in the order of the panels' outputs, padded with zeros."""
     if not gated:
         return F.pad(bias_O, (0, -bias_O.shape[0] % PANEL))
     half = PANEL // 2

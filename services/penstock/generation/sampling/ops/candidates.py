@@ -23,7 +23,8 @@ class Candidates:
 
 
 def top_candidates(scores_NV: torch.Tensor, rows_R: torch.Tensor, count: int) -> Candidates:
-    """The `count` highest scores of the selected rows, by reading the vocabulary once for the maxima of its blocks.
+    """Find the `count` highest scores of the selected rows by reading the vocabulary once, for the maxima of its
+    blocks.
 
     The `count` blocks with the highest maxima hold `count` scores >= the lowest of these maxima, and no other block
     holds a greater one: they contain the highest scores.

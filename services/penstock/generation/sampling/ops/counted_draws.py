@@ -34,12 +34,12 @@ def stream_keys(seeds_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def stream_key(seed: int) -> int:
-    """As `stream_keys`, of one seed."""
+    """Key of the stream of one seed: see `stream_keys`."""
     return _mix_one(seed + int(_GOLDEN))
 
 
 def token_stream(key: int, position: int, slot: int) -> int:
-    """Key of a stream with one uniform per token id: of a sequence's stream, a position and a slot (Gumbel top-k)."""
+    """Key of a stream with one uniform per token id, from a sequence's stream, a position and a slot (Gumbel top-k)."""
     return _mix_one(_mix_one(key + int(_GOLDEN) * (position + 1)) + int(_GOLDEN) * (slot + 1))
 
 
@@ -79,7 +79,7 @@ def draw_from_candidates(weights_RC: torch.Tensor, ids_RC: torch.Tensor, uniform
 def draw_from_vocabulary(weights_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     """Token ids (R), drawn with probability proportional to `weights_RV` (fp32, 0 = dropped).
 
-    Two levels, so that only one block per row is summed token by token: first the block of ids, then the id. Raises
+    It draws on two levels, first the block of ids, then the id: only one block per row is summed token by token. Raises
     FloatingPointError when a row's weights do not sum to a number.
     """
     vocab_size = weights_RV.shape[1]
@@ -105,9 +105,9 @@ def _targets(cumulative_RC: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Ten
 
 
 def _invert(cumulative_RC: torch.Tensor, targets_R1: torch.Tensor) -> torch.Tensor:
-    """First place (R, 1) whose cumulative weight exceeds the target: never one of weight 0.
+    """First place (R, 1) with a cumulative weight above the target: never one of weight 0.
 
-    Where rounding leaves the target at or above the last sum, the last place with a weight.
+    Where rounding leaves the target at or above the last sum, it is the last place that has a weight.
     """
     places_R1 = (cumulative_RC <= targets_R1).sum(-1, keepdim=True)
     return torch.minimum(places_R1, (cumulative_RC < cumulative_RC[:, -1:]).sum(-1, keepdim=True))

@@ -26,34 +26,35 @@ HeadSearch = Callable[[int, int, "Seq[int]", "Seq[int]"], list[bool]]
 _TABLE_SIZE = 1_000_003
 _MASK_64 = (1 << 64) - 1
 SELF_HASH = "selfhash"
-# Of (vocabulary, ids of a list, seed, id); begun anew when it is full.
+# Answers by (vocabulary, ids of a list, seed, id); emptied when it is full.
 _MOST_ANSWERS = 1 << 16
 _answers: dict[tuple[int, int, int, int], bool] = {}
 
 
 def num_green(vocab_size: int, options: WatermarkOptions) -> int:
-    """Tokens of a green list."""
+    """Number of tokens in a green list."""
     return int(vocab_size * options.greenlist_ratio)
 
 
 def green_bits(vocab_size: int, options: WatermarkOptions, context: Seq[int]) -> npt.NDArray[np.uint8]:
-    """Which tokens are green after `context` (for selfhash: with the drawn one as its last): one bit per id, as
-    numpy.packbits has them."""
+    """Green tokens after `context` (for selfhash: with the drawn one as its last), one bit per id as numpy.packbits has
+    them."""
     return _green_bits(vocab_size, num_green(vocab_size, options), _seed(options, context))
 
 
 def is_green(vocab_size: int, options: WatermarkOptions, context: Seq[int], token_id: int) -> bool:
-    """Membership of `token_id` in the green list after `context`, for either scheme. Keeps nothing: for any thread."""
+    """True when `token_id` is in the green list after `context`, for either scheme. Keeps nothing, so any thread may
+    call it."""
     return _is_in_head(vocab_size, num_green(vocab_size, options), _seed(options, context), token_id)
 
 
 def are_green(
     vocab_size: int, options: WatermarkOptions, pairs: Seq[tuple[Seq[int], int]], search: HeadSearch | None = None
 ) -> list[bool]:
-    """For selfhash: whether the id of each (context, id) is green. `search` None: `in_head`.
+    """Tell for each (context, id) whether the id is green under selfhash. `search` None: `in_head`.
 
-    A list of its own for nearly every token: only the answers are worth keeping, and nothing but the one id is followed
-    through the permutation.
+    Nearly every token has a list of its own. So only the answers are kept, and only the one id is followed through the
+    permutation.
     """
     count = num_green(vocab_size, options)
     asked = [(vocab_size, count, _seed(options, context), token_id) for context, token_id in pairs]
@@ -68,7 +69,8 @@ def are_green(
 
 
 def in_head(vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
-    """Of each seed and id, whether the id is among the first `count` of torch.randperm(vocab_size), seeded so."""
+    """Tell for each seed and id whether the id is among the first `count` of torch.randperm(vocab_size) with that
+    seed."""
     return [_is_in_head(vocab_size, count, seed, token_id) for seed, token_id in zip(seeds, ids, strict=True)]
 
 
@@ -84,7 +86,8 @@ def _seed(options: WatermarkOptions, context: Seq[int]) -> int:
 
 
 def _is_in_head(vocab_size: int, count: int, seed: int, token_id: int) -> bool:
-    """randperm exchanges place i with one of [i, vocab_size), for i from 0 on; after `count` steps its head is final.
+    """True when the id is in the head. randperm exchanges place i with one of [i, vocab_size), for i from 0 on; after
+    `count` exchanges the head is final.
 
     Its numbers are those of MT19937 with the lower 32 bits of the seed. The places that the id is moved to are few.
     """
@@ -103,7 +106,7 @@ def _is_in_head(vocab_size: int, count: int, seed: int, token_id: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _green_bits(vocab_size: int, count: int, seed: int) -> npt.NDArray[np.uint8]:
-    """18 KiB each for a vocabulary of 150 000."""
+    """The green list of a seed as packed bits: 18 KiB for a vocabulary of 150 000."""
     is_green_V = np.zeros(vocab_size, dtype=np.bool_)
     is_green_V[_head(vocab_size, count, seed).numpy()] = True
     return np.packbits(is_green_V)
@@ -119,5 +122,6 @@ def _table(hashing_key: int) -> npt.NDArray[np.int32]:
 
 
 def _generator(seed: int) -> torch.Generator:
-    """torch.Generator() itself needs modules of torch that this process may have left unloaded (generation.early)."""
+    """Return a generator with this seed. torch.Generator() itself needs modules of torch that this process may have
+    left unloaded (startup/preload.py)."""
     return torch.default_generator.clone_state().manual_seed(seed)

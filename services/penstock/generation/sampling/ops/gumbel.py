@@ -14,21 +14,22 @@ import torch
 from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.ops.counted_draws import uniforms
 
-# Ids and what they are ranked by, best first.
+# Ids and the keys that they are ranked by, best first.
 Ranked = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
-# Noise is made for every token, unless fewer than one in so many is left.
+# Noise is made for every token, unless fewer than one in this many is left.
 _FEW = 8
-# So few keys are sorted whole.
+# At most this many keys are sorted as a whole.
 _SORTED_WHOLE = 2048
 # Half of the smallest step: the logarithm of 0 would be a key that never wins.
 _SMALLEST = 2.0**-54
-# Tokens at a time: what is worked on stays in the processor's cache.
+# Tokens at a time: the arrays stay in the processor's cache.
 _CHUNK = 1 << 13
 
 
 def gumbel_noise(stream: int, ids_E: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Noise of each token of `ids_E`, fp64; `stream` is `rng.token_stream` of a sequence's key, a position, a slot."""
+    """Noise of each token of `ids_E`, fp64; `stream` is `counted_draws.token_stream` of a sequence's key, a position
+    and a slot."""
     streams = np.array([stream], dtype=np.uint64)
     noise_E = np.empty(len(ids_E))
     for first in range(0, len(ids_E), _CHUNK):
@@ -53,7 +54,7 @@ def top_noisy(scores_V: torch.Tensor, stream: int, count: int) -> Ranked:
     if len(keys_E) <= _SORTED_WHOLE:
         order = np.argsort(-keys_E, kind="stable")
     else:
-        # Two keys of 53 random bits are not equal, so how it orders equals does not matter.
+        # Two keys of 53 random bits are not equal, so the order of equals does not matter.
         only_row = torch.zeros(1, dtype=torch.int64)
         order = top_candidates(torch.from_numpy(keys_E)[None], only_row, max(count, 1)).ids_RC[0].numpy()
     order = order[: min(count, num_left)]

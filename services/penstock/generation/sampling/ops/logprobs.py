@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from penstock.generation.sampling.ops.candidates import Candidates
 
-# More than the API allows to ask for, and the same for every row: which of several equal scores are listed must not
-# depend on what the other rows of the batch ask for.
+# More than the API allows to ask for, and the same for every row: the choice among equal scores must not depend on the
+# number that other rows of the batch ask for.
 LISTED = 32
 
 
 def position_logprobs(
     scores_RV: torch.Tensor, chosen_R: torch.Tensor, num_top: Seq[int], ids_RV: torch.Tensor | None = None
 ) -> list[PositionLogprobs]:
-    """The chosen token and the `num_top[r]` most likely ones of each row.
+    """Return the chosen token and the `num_top[r]` most likely ones of each row.
 
     Natural log of the softmax of `scores_RV`, which need not be normalised; -inf marks tokens that a processor
     removed, and these are never listed, so `top` is shorter where fewer survived. A rank is 1 + the number of
@@ -50,8 +50,8 @@ def listed_logprobs(
     top: tuple[list[list[float]], list[list[int]], list[list[float]]],
     num_top: Seq[int],
 ) -> list[PositionLogprobs]:
-    """Of every row: the chosen token as (id, logprob, rank), and of `top`, which holds descending scores, ids and
-    logprobs, the first `num_top`."""
+    """Return, for every row, the chosen token (id, logprob, rank) and the first `num_top` of `top`, which holds
+    descending scores, ids and logprobs."""
     return [
         PositionLogprobs(Logprob(*one), _ranked(scores[:k], ids[:k], logprobs[:k]))
         for one, scores, ids, logprobs, k in zip(chosen, *top, num_top, strict=True)
@@ -59,7 +59,8 @@ def listed_logprobs(
 
 
 def top_logprobs(found: Candidates, row: int, num_top: int, log_total: float) -> tuple[Logprob, ...]:
-    """The `num_top` most likely tokens of one row of candidates; `log_total` is the log of the sum of exp(scores)."""
+    """Return the `num_top` most likely tokens of one row of candidates; `log_total` is the log of the sum of
+    exp(scores)."""
     scores = found.scores_RC[row, :num_top].tolist()
     return _ranked(scores, found.ids_RC[row, :num_top].tolist(), [score - log_total for score in scores])
 

@@ -20,9 +20,9 @@ def id_array(ids: Iterable[int]) -> npt.NDArray[np.int64]:
 
 
 class Places:
-    """Tokens of rows: (row, id) pairs, ids beyond the vocabulary left out.
+    """Tokens of rows: (row, id) pairs without ids beyond the vocabulary.
 
-    A checkpoint may name ids beyond its output layer; they cannot be drawn in any case.
+    A checkpoint may name ids beyond its output layer; these cannot be drawn in any case.
     """
 
     def __init__(self, rows: Seq[int], ids: Seq[npt.NDArray[np.int64]], device: torch.device) -> None:
@@ -45,17 +45,17 @@ class Places:
         return self._index_E
 
     def fill(self, scores_NV: torch.Tensor, value: float) -> None:
-        """Set every score."""
+        """Set the scores at all places to `value`."""
         scores_NV.view(-1)[self.index(scores_NV.shape[1])] = value
 
     def of(self, values_E: npt.NDArray[np.float32], vocab_size: int) -> torch.Tensor:
-        """The values (one per pair) of the places of `index`."""
+        """Return the values (one per pair) that belong to the places of `index`."""
         self.index(vocab_size)
         return torch.from_numpy(values_E[self._kept_E]).to(self._device)
 
 
 def only(scores_V: torch.Tensor, ids_A: torch.Tensor) -> None:
-    """Everything but these tokens of one row becomes -inf, in place."""
+    """Set every score of one row to -inf, in place, but for these tokens."""
     kept_A = scores_V[ids_A]
     scores_V.fill_(-torch.inf)
     scores_V[ids_A] = kept_A

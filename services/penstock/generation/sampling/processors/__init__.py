@@ -47,7 +47,7 @@ PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     OpenAIPenalties,
     LogitBias,
 )
-# Of sampled rows, after those and the grammar's masks.
+# These run on sampled rows, after the processors and the grammar's masks.
 WARPERS: tuple[type[Warper], ...] = (
     TopNSigma,
     Temperature,
@@ -60,5 +60,5 @@ WARPERS: tuple[type[Warper], ...] = (
     EtaCutoff,
 )
 OTHER_WARPERS = tuple(kind for kind in WARPERS if not kind.is_in_draw)
-# After the warpers.
+# These run after the warpers.
 LATE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (Watermark, Renormalize)

@@ -1,4 +1,4 @@
-"""Only certain tokens: a fixed set, or the paths of a trie."""
+"""Restriction to certain tokens: a fixed set, or the paths of a trie."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class AllowedTokens(LogitsProcessor):
     """`allowed_token_ids`: everything else is removed, at every position.
 
-    Where the processors before it left none of them, they get a score of 0 and so come in spite of them, as in
-    transformers' PrefixConstrainedLogitsProcessor: under beams only when no beam of the request can go on, and never in
-    group beam search, which 5.x does not have and where 4.41.1 did not.
+    Where earlier processors left none of the allowed tokens, these get a score of 0 all the same, as in transformers'
+    PrefixConstrainedLogitsProcessor: under beams only when no beam of the request can go on, and never in group beam
+    search, which 5.x does not have and where 4.41.1 did not.
     """
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
@@ -48,7 +48,7 @@ class AllowedTokens(LogitsProcessor):
 
 
 class TrieNode:
-    """A place in the trie of one request: the paths that begin alike. What follows is found when an output comes here,
+    """A place in the trie of one request: the paths that begin alike. Children are made when an output comes here,
     since a request may bring tens of thousands of ids and its outputs see few of them."""
 
     __slots__ = ("_allowed_A", "_children", "_depth", "_paths")
@@ -61,12 +61,12 @@ class TrieNode:
 
     @property
     def is_end(self) -> bool:
-        """Whether some path ends here."""
+        """True when some path ends here."""
         return any(len(path) == self._depth for path in self._paths)
 
     @property
     def children(self) -> dict[int, TrieNode]:
-        """By the token that leads there."""
+        """The next places, by the token that leads to each."""
         if self._children is None:
             begun: dict[int, list[TokenSequence]] = {}
             for path in self._paths:
@@ -76,7 +76,7 @@ class TrieNode:
         return self._children
 
     def allowed(self, eos_A: torch.Tensor) -> torch.Tensor:
-        """What may follow: the next tokens of its paths, and the end-of-sequence ids where a path ends."""
+        """Tokens that may follow: the next ones of the paths, and the end-of-sequence ids where a path ends."""
         if self._allowed_A is None:
             ends = eos_A.tolist() if self.is_end or not self.children else []
             self._allowed_A = torch.from_numpy(id_array([*self.children, *ends])).to(eos_A.device)
@@ -84,7 +84,7 @@ class TrieNode:
 
 
 class TrieCursor(Tracker):
-    """Where the output stands in the trie; None where it left it."""
+    """The output's place in the trie; None after the output left the trie."""
 
     __slots__ = ("_first", "_root", "node")
 
@@ -107,7 +107,7 @@ class TrieCursor(Tracker):
 
 class AllowedTrie(LogitsProcessor):
     """`allowed_token_trie`, the declarative form of transformers' prefix_allowed_tokens_fn: every output is a path from
-    the root, and what follows a whole path is the end of the sequence. Forced as `AllowedTokens` are."""
+    the root, and the end of the sequence follows a whole path. Tokens are forced as in `AllowedTokens`."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows, self._states = rows, states
@@ -138,7 +138,7 @@ def _keep_only(scores_NV: torch.Tensor, rows: Seq[int], states: Seq[RowState], a
     alive: set[int] = set()
     dead: list[tuple[int, torch.Tensor, RowState]] = []
     for row, ids_A, state in zip(rows, allowed, states, strict=True):
-        # Ascending, and seldom beyond the vocabulary: they are many, and looked through once a row.
+        # The ids are ascending and seldom beyond the vocabulary; there are many, and each row looks through them once.
         kept_A = ids_A if len(ids_A) and ids_A[-1] < scores_NV.shape[1] else ids_A[ids_A < scores_NV.shape[1]]
         only(scores_NV[row], kept_A)
         if float(scores_NV[row].amax()) == -torch.inf:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.trackers import Tracker
 
-# What an option makes of a score stays within this. The sum of two such scores over the lowest temperature is finite
-# in fp32: an infinity would turn into a NaN, and what one request asks for must not break the step of all the others.
+# A score that an option changed stays within this. The sum of two such scores over the lowest temperature is finite in
+# fp32: an infinity would turn into a NaN, and one request's options must not break the step of all the others.
 LARGEST_SCORE = 1e8
 
 
@@ -33,25 +33,26 @@ class RowState(Protocol):
 
     @property
     def trackers(self) -> Mapping[type[LogitsProcessor], Tracker]:
-        """By the processor that asked for it."""
+        """The trackers, each by the processor that asked for it."""
 
     @property
     def prepared(self) -> Mapping[type[LogitsProcessor], object]:
-        """What processors made of the request's options."""
+        """Values that processors prepared from the request's options."""
 
 
 class RowKernels(Protocol):
     """Operations on rows of scores that processors need (`sampling.kernels.SamplingKernels`)."""
 
     def in_head(self, vocab_size: int, count: int, seeds: Seq[int], ids: Seq[int]) -> list[bool]:
-        """For each (seed, id): the seed's permutation of the vocabulary has the id among its first `count`."""
+        """Tell for each (seed, id) whether the seed's permutation of the vocabulary has the id among its first
+        `count`."""
 
 
 class LogitsProcessor(ABC):
     """One option over the rows of a batch that use it.
 
-    An object is built when the composition of the batch changes and only if some row `wants` it, so that an option
-    nobody uses costs nothing. Rows that do not use it are never touched.
+    An object is built when the composition of the batch changes, and only if some row `wants` it: an unused option
+    costs nothing. Rows that do not use it are never touched.
     """
 
     # True: the most likely token stays the most likely, so greedy rows skip it.
@@ -60,24 +61,24 @@ class LogitsProcessor(ABC):
     @staticmethod
     @abstractmethod
     def wants(params: SamplingParams) -> bool:
-        """Whether a row with these options uses this processor."""
+        """True when a row with these options uses this processor."""
 
     @staticmethod
     def prepare(params: SamplingParams) -> object:
-        """What it makes of the options once per request (`RowState.prepared`), shared by all its sequences."""
+        """Prepare the options once per request (`RowState.prepared`); all its sequences share the result."""
         return None
 
     @staticmethod
     def tracker(sequence: Sequence, prepared: object) -> Tracker | None:
-        """What it keeps of the sequence's tokens (`RowState.trackers`); None: nothing."""
+        """Return a tracker of the sequence's tokens (`RowState.trackers`); None: the processor needs none."""
         return None
 
     @abstractmethod
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        """`rows` are the batch rows that want it and `states` theirs, in the same order."""
+        """Take the batch rows that want the processor, and their states in the same order."""
 
     def use(self, kernels: RowKernels) -> None:
-        """Work with these kernels, of the process; called before `apply`. Most need none."""
+        """Work with these kernels of the process; called before `apply`. Most processors need none."""
         return
 
     @abstractmethod
@@ -96,18 +97,18 @@ class Warper(ABC):
     """
 
     is_argmax_invariant: ClassVar[bool] = True
-    # True: every batch has one, and a draw can do without the warped vocabulary. The others exist only where some row
-    # wants them, and send it the long way.
+    # True: every batch has this warper, and a draw can do without the warped vocabulary. Another warper exists only
+    # where some row wants it, and that row is drawn from its whole warped vocabulary.
     is_in_draw: ClassVar[bool] = False
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
-        """Tell if a row with these options uses this warper; asked of those that are not in the draw."""
+        """True when a row with these options uses this warper; asked only of warpers that are not part of the draw."""
         return True
 
     @abstractmethod
     def __init__(self, params: Seq[SamplingParams], device: torch.device) -> None:
-        """`params` are those of the sampled rows of the batch, in their order."""
+        """Take the options of the sampled rows of the batch, in their order."""
 
     @abstractmethod
     def apply(self, scores_RV: torch.Tensor, rows_R: torch.Tensor) -> None:
@@ -115,23 +116,23 @@ class Warper(ABC):
 
 
 def min_tokens_to_keep(params: SamplingParams) -> int:
-    """Tokens that a warper leaves at least: 1, or one more than there are end-of-sequence ids where a sequence must be
-    able to go on (transformers' beams)."""
+    """Least number of tokens that a warper leaves: 1; under beams one more than there are end-of-sequence ids, so that
+    a beam can go on (as in transformers)."""
     return max(len(params.eos_token_ids), 1) + 1 if params.mode.keeps_more_than_ends else 1
 
 
 def log_total(scores_V: torch.Tensor) -> float:
     """log(sum(exp(scores))) of one row that has a finite score.
 
-    From log_softmax: a plain sum over one row is split by the number of threads.
+    It comes from log_softmax, since a plain sum over one row is split by the number of threads.
     """
     return float(scores_V.amax() - scores_V.log_softmax(-1).amax())
 
 
 def drop_below(scores_V: torch.Tensor, lowest: torch.Tensor) -> None:
-    """Scores of one row below `lowest` (a scalar) become -inf, in place.
+    """Set the scores of one row below `lowest` (a scalar) to -inf, in place.
 
     threshold_ is vectorised; masked_fill_ branches on every token and takes fifteen times as long when about half of
-    them are dropped. It replaces what is <= its threshold, hence the next lower number.
+    them are dropped. It replaces numbers <= its threshold, hence the next lower number.
     """
     torch.threshold_(scores_V, float(torch.nextafter(lowest, lowest.new_tensor(-torch.inf))), -torch.inf)

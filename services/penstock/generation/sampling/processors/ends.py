@@ -1,4 +1,5 @@
-"""Where an output begins and ends: forced first and last tokens, a least length, an end that becomes more likely."""
+"""The beginning and the end of an output: forced first and last tokens, a least length, an end that becomes more
+likely."""
 
 from __future__ import annotations
 

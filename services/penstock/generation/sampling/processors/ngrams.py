@@ -1,4 +1,4 @@
-"""N-grams that may not come twice."""
+"""Processors that keep n-grams from coming twice."""
 
 from __future__ import annotations
 

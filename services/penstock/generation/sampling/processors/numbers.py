@@ -1,4 +1,4 @@
-"""Rows as numbers: logits that are none are replaced, scores become log-probabilities."""
+"""Repairs of a row's numbers: NaN and infinities are replaced, scores become log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RemoveInvalidValues(LogitsProcessor):
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         for row in self._rows:
-            # None: the largest and the smallest number.
+            # None stands for the largest and the smallest number of the dtype.
             torch.nan_to_num_(scores_NV[row], nan=0.0, posinf=None, neginf=None)
 
 

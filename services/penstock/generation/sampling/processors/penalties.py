@@ -47,8 +47,8 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 class EncoderRepetitionPenalty(LogitsProcessor):
-    """transformers' EncoderRepetitionPenaltyLogitsProcessor, whose "encoder" ids are the prompt of a decoder-only
-    model: as the repetition penalty with 1 / penalty, so that values above 1 hold the output to the prompt's words."""
+    """transformers' EncoderRepetitionPenaltyLogitsProcessor, with the prompt of a decoder-only model as "encoder" ids:
+    a repetition penalty of 1 / penalty, so that values above 1 hold the output to the prompt's words."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = np.array(rows, dtype=np.int64)
@@ -105,8 +105,8 @@ def _counts(state: RowState, kind: type[LogitsProcessor]) -> TokenCounts:
 
 
 def penalise(scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch.Tensor) -> None:
-    """Scores at distinct places of the flattened `scores_NV`, in place: negative ones times the penalty, the others
-    divided by it, within LARGEST_SCORE; what was removed stays removed."""
+    """Penalise the scores at distinct places of the flattened `scores_NV`, in place: negative ones times the penalty,
+    the others divided by it, within LARGEST_SCORE. Removed tokens stay removed."""
     flat = scores_NV.view(-1)
     scores_E = flat[places_E]
     penalised_E = torch.where(scores_E < 0, scores_E * penalties_E, scores_E / penalties_E)
@@ -115,7 +115,7 @@ def penalise(scores_NV: torch.Tensor, places_E: torch.Tensor, penalties_E: torch
 
 
 def _within_range(penalties: Iterable[float]) -> npt.NDArray[np.float32]:
-    """No denormal, which some processors take for 0: 0 / 0 is not a number."""
+    """Return the penalties without denormals, which some CPUs take for 0: 0 / 0 is not a number."""
     range_ = np.finfo(np.float32)
     return np.array([min(max(penalty, range_.tiny), range_.max) for penalty in penalties], dtype=np.float32)
 
@@ -123,7 +123,8 @@ def _within_range(penalties: Iterable[float]) -> npt.NDArray[np.float32]:
 def _places(
     rows: npt.NDArray[np.int64], tokens: Seq[TokenCounts | PromptIds], vocab_size: int
 ) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """Places in the flattened scores of every row's distinct tokens (no place twice), and how many each row has."""
+    """Return the places in the flattened scores of every row's distinct tokens (no place twice), and their number per
+    row."""
     lengths = [len(some.ids) for some in tokens]
     places_E = np.concatenate([some.ids for some in tokens])
     places_E += (rows * vocab_size).repeat(lengths)

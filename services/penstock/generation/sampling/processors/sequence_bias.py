@@ -24,16 +24,16 @@ Entries = tuple["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"]
 
 
 class SuffixBiases:
-    """Biased sequences of one request, found by what stands before their last token."""
+    """Biased sequences of one request, found by the tokens before their last one."""
 
     def __init__(self, biases: Iterable[tuple[TokenSequence, float]]) -> None:
         found: dict[TokenSequence, tuple[list[int], list[float]]] = {}
         for token_ids, bias in biases:
             ids, values = found.setdefault(token_ids[:-1], ([], []))
             ids.append(token_ids[-1])
-            # Infinities remove; anything else stays a number whatever is done to it.
+            # Infinities remove a token; any other bias stays a finite number through all later steps.
             values.append(bias if np.isinf(bias) else min(max(bias, -LARGEST_SCORE), LARGEST_SCORE))
-        # By everything before the last token.
+        # Last tokens and biases, by all tokens before the last one.
         self._entries: dict[TokenSequence, Entries] = {
             prefix: (np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32))
             for prefix, (ids, values) in found.items()
@@ -41,7 +41,8 @@ class SuffixBiases:
         self._lengths = sorted({len(prefix) for prefix in self._entries})
 
     def after(self, token_ids: list[int]) -> list[Entries]:
-        """The biases of the token after `token_ids`. Costs the lengths of the sequences, not their number."""
+        """Return the biases of the token after `token_ids`. The cost grows with the lengths of the sequences, not with
+        their number."""
         found = []
         for length in self._lengths:
             if length > len(token_ids):

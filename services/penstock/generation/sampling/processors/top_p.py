@@ -42,7 +42,7 @@ class TopP(Warper):
 
 
 def _drop_outside_nucleus(scores_V: torch.Tensor, top_p: float) -> None:
-    """Set to -inf what top-p drops from one row, without sorting it.
+    """Set the scores that top-p drops from one row to -inf, without sorting the row.
 
     A probability's upper 16 bits number its bin, in ascending order. Bins are summed, whole bins kept or dropped, and
     only the one in which the sum reaches top_p is sorted.

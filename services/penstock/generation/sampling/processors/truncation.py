@@ -82,18 +82,18 @@ def _entropy(scores_V: torch.Tensor) -> float:
 
 
 def _drop_less_likely(scores_V: torch.Tensor, lowest_logprob: float, params: SamplingParams) -> None:
-    """p < lowest is score < log(lowest) + log(sum(exp(scores)))."""
+    """Drop tokens with log p below `lowest_logprob`, which is score < lowest_logprob + log(sum(exp(scores)))."""
     _drop_less(scores_V, scores_V.new_tensor(lowest_logprob + log_total(scores_V)), params)
 
 
 def _drop_less(scores_V: torch.Tensor, lowest: torch.Tensor, params: SamplingParams) -> None:
-    """Drop scores below `lowest`; the most likely tokens stay, and their equals."""
+    """Drop scores below `lowest`; the most likely tokens and their equals stay."""
     keep = scores_V.topk(min(min_tokens_to_keep(params), len(scores_V))).values[-1]
     if bool(keep.isfinite()):
         drop_below(scores_V, torch.minimum(keep, lowest))
 
 
-# transformers looks at no more.
+# transformers looks at no more candidates than these.
 _MOST = 100
 
 
@@ -118,8 +118,8 @@ class TopH(Warper):
 
 
 def _kept(scores_C: torch.Tensor, top_h: float) -> torch.Tensor:
-    """Which of the descending scores stay. In fp32 and by the steps of torch's Categorical: at top_h = 1 its rounding
-    decides about the last token."""
+    """Mask of the descending scores that stay. Computed in fp32 and by the steps of torch's Categorical: at top_h = 1
+    its rounding decides about the last token."""
     logprobs_C = scores_C - scores_C.logsumexp(-1, keepdim=True)
     probs_C = logprobs_C.softmax(-1)
     entropy = -(logprobs_C.clamp(min=torch.finfo(torch.float32).min) * probs_C).sum()

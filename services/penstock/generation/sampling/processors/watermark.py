@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import RowKernels, RowState
 
-# Of transformers: selfhash only asks for the most likely tokens whether they are green.
+# As in transformers: under selfhash only the most likely tokens are tested for being green.
 _SELF_HASHED = 40
 
 

@@ -13,7 +13,7 @@ from penstock_client._types import Embeddings, Score, Scores, WatermarkEvidence
 
 
 def score_request(items: Iterable[tuple[str, str]], top_logprobs: int | None, model: str) -> text_pb2.ScoreTextRequest:
-    """A request for (prompt, continuation) pairs."""
+    """Return a request for (prompt, continuation) pairs."""
     request = text_pb2.ScoreTextRequest(model=model)
     if top_logprobs is not None:
         request.top_logprobs = top_logprobs
@@ -23,7 +23,7 @@ def score_request(items: Iterable[tuple[str, str]], top_logprobs: int | None, mo
 
 
 def embed_request(texts: str | Iterable[str], normalize: bool, model: str) -> text_pb2.EmbedTextRequest:
-    """A request for texts; a string is one text."""
+    """Return a request for texts; a string is one text."""
     return text_pb2.EmbedTextRequest(
         model=model, texts=[texts] if isinstance(texts, str) else texts, normalize=normalize
     )
@@ -50,7 +50,7 @@ def watermark_request(
     ignore_repeated_ngrams: bool,
     model: str,
 ) -> text_pb2.DetectWatermarkTextRequest:
-    """A request for a text or its ids. Raises ValueError or TypeError naming `watermarking_config`."""
+    """Return a request for a text or its ids. Raises ValueError or TypeError naming `watermarking_config`."""
     request = text_pb2.DetectWatermarkTextRequest(model=model, ignore_repeated_ngrams=ignore_repeated_ngrams)
     if isinstance(output, str):
         request.text = output

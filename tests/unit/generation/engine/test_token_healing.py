@@ -47,7 +47,7 @@ def test_only_the_last_token_is_computed_after_the_healing() -> None:
     assert [step.num_tokens for step in runner.steps] == [20, 1, 1, 1]
 
 
-def test_returned_sequences_and_guides_share_what_is_left_of_their_prompts() -> None:
+def test_returned_sequences_and_unconditional_branches_share_what_is_left_of_their_prompts() -> None:
     engine, runner = make_engine()
     prompt = list(range(13))
     spec: dict[str, Any] = {
