@@ -17,7 +17,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """The type of a flag whose value is a whole number from `smallest` on."""
+    """Return the type of a flag for a whole number from `smallest` on."""
 
     def parse(text: str) -> int:
         try:
@@ -32,12 +32,12 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def numbers(text: str) -> list[int]:
-    """The type of a flag whose value is a list of whole numbers from 1 on, with commas."""
+    """Type of a flag for a list of whole numbers from 1 on, with commas."""
     return [at_least(1)(one) for one in parts(text)]
 
 
 def names(known: Collection[str], what: str) -> Parse:
-    """The type of a flag whose value is a list, with commas, of what is `known`."""
+    """Return the type of a flag for a list of `known` words, with commas."""
 
     def parse(text: str) -> list[str]:
         found = parts(text)
@@ -50,7 +50,7 @@ def names(known: Collection[str], what: str) -> Parse:
 
 
 def parts(text: str) -> list[str]:
-    """Of a list with commas; never empty."""
+    """Split a list with commas; the result is never empty."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found:
         raise argparse.ArgumentTypeError("the list is empty")

@@ -20,7 +20,7 @@ WHOLE_RUN = re.compile(r"(?!)")
 
 @dataclass(frozen=True)
 class Setting:
-    """What all scripts are given."""
+    """Flags that all scripts get."""
 
     model: Path
     threads: int
@@ -28,7 +28,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a benchmark has its turns: `cycles` through its cells in one run, and so many runs of each tree."""
+    """Number of turns of a benchmark: `cycles` through its cells in one run, and so many runs of each tree."""
 
     cycles: int
     rounds: int
@@ -38,7 +38,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Bench:
-    """How a script is run. `flags` are for a setting, the cycles of the effort and the file for the JSON."""
+    """A script and its flags. `flags` makes them for a setting, the cycles of the effort and the file for the JSON."""
 
     name: str
     script: str
@@ -53,7 +53,7 @@ class Bench:
     needs_kernels: bool = False
 
     def starts_with_base(self, number: int, turn: int) -> bool:
-        """Whether the base goes first in this turn of this round: in each cell the trees take it in turns (ABBA)."""
+        """True when the base goes first in this turn of this round: in each cell the trees take it in turns (ABBA)."""
         return (number + turn // self.period + turn % self.period) % 2 == 0
 
 
@@ -106,7 +106,7 @@ def workloads(names: Sequence[str], effort: Effort) -> Bench:
     )
 
 
-# What a workload is judged by, and whether that is a speed.
+# Figure that a workload is judged by, and True when it is a speed.
 _FIGURES = {
     "W1": (("W1 first token", "ttft_s", False), ("W1 further tokens", "decode_tok_s", True)),
     "W2": (("W2", "output_tok_s", True),),
@@ -190,12 +190,13 @@ def wire_times(result: Mapping[str, Any]) -> Times:
 MODES = ("quick", "full")
 # More rounds of noisy cells are begun in quick mode only where they will end by then.
 QUICK_SECONDS = 340.0
-# By their first word, for --only.
+# Benchmarks by their first word, for --only.
 NAMES = ("decode_steps", "W1", "W5", "engine_overhead", "wire")
 
 
 def benches(mode: str) -> list[Bench]:
-    """Of a mode, quick ones first. Times are for two cores of 2025: quick is to end within six minutes."""
+    """Return the benchmarks of a mode, short ones first. Times are for two cores of 2025: quick must end within six
+    minutes."""
     few, tokens = [8], 20_480
     many = [64, 256]
     if mode == "quick":

@@ -14,7 +14,8 @@ COVERAGE = 0.93
 
 
 def ratios(new: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Of the turns of one round, pair by pair. Raises ValueError for other numbers of turns, none, or no time."""
+    """Return the ratios of the turns of one round, pair by pair. Raises ValueError for unequal numbers of turns, none,
+    or no time."""
     if len(new) != len(base) or not new:
         raise ValueError(f"{len(new)} turns of the tree, {len(base)} of the base")
     if min(*new, *base) <= 0:
@@ -47,7 +48,7 @@ class Cell:
 
     @property
     def pairs(self) -> list[float]:
-        """Of all rounds."""
+        """Ratios of all rounds."""
         return [one for found in self.rounds for one in found]
 
     @property
@@ -57,18 +58,18 @@ class Cell:
 
     @property
     def noise(self) -> float:
-        """How far the median may be off: the distance to the further end of its interval; infinite for one pair."""
+        """Possible error of the median: the distance to the further end of its interval; infinite for one pair."""
         if len(self.pairs) < 2:
             return math.inf
         low, high = interval(self.pairs)
         return max(self.median - low, high - self.median)
 
     def is_slower(self, bound: float) -> bool:
-        """Whether the median is beyond the bound (0.02: two per cent)."""
+        """True when the median is beyond the bound (0.02: two per cent)."""
         return self.median > 1 + bound
 
     def is_noisy(self, bound: float) -> bool:
-        """Whether the pairs are too far apart to tell."""
+        """True when the pairs are too far apart to tell."""
         return self.noise > bound
 
     def verdict(self, bound: float) -> str:
@@ -79,7 +80,7 @@ class Cell:
         return "noisy" if word == "ok" else f"{word}, noisy"
 
     def facts(self, bound: float) -> dict[str, Any]:
-        """For JSON."""
+        """Return the facts of the cell for JSON."""
         return {
             "cell": self.name,
             "ratio": self.median,

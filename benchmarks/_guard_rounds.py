@@ -21,7 +21,7 @@ from benchmarks._guard_turns import HeldProcess, TurnFailed
 
 @dataclass(frozen=True)
 class Limits:
-    """Of what is not noisy (0.02: two per cent), and of the seconds in which further rounds must end."""
+    """Bound on a ratio that is not noisy (0.02: two per cent), and on the seconds in which further rounds must end."""
 
     bound: float
     seconds: float
@@ -49,13 +49,13 @@ class Guard:
         self._rounds: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._cells: dict[str, dict[str, Cell]] = {}
-        # By benchmark: why it could not be measured, and why it was not to be.
+        # By benchmark: the reason why it failed, and the reason why it was left out.
         self.failures: dict[str, str] = {}
         self.left_out = left_out
 
     @property
     def cells(self) -> list[Cell]:
-        """Of all benchmarks that were run."""
+        """Cells of all benchmarks that were run."""
         return [cell for found in self._cells.values() for cell in found.values()]
 
     def measure(self) -> None:
@@ -70,7 +70,7 @@ class Guard:
                     self._round(bench)
 
     def facts(self, bound: float) -> dict[str, Any]:
-        """For JSON."""
+        """Return the facts of all cells for JSON."""
         return {
             "trees": {tree.name: {"commit": tree.commit, "kernels": tree.kernels} for tree in self._trees},
             "cells": [cell.facts(bound) for cell in self.cells],

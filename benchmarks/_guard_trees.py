@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks._arguments import refuse
 
-# What a tree's Python finds first, before a package that is installed.
+# Folders that a tree's Python searches first, before installed packages.
 _ROOMS = ("services", "clients/python", ".")
 _KERNELS = re.compile(r"^(\w+) kernels: ", re.MULTILINE)
 
@@ -30,7 +30,8 @@ class Tree:
     variables: dict[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """Of its processes: its own code first; no choice that a start measures, nor hashes that differ by chance."""
+        """Environment of its processes: its own code first; no choice that a start measures, no hashes that differ by
+        chance."""
         path = os.pathsep.join(str(self.folder / room) for room in _ROOMS)
         steady = {"PYTHONHASHSEED": "0", "PENSTOCK_TUNE_SECONDS": "0", "PYTHONUNBUFFERED": "1"}
         return {**os.environ, **steady, "PYTHONPATH": path, **self.variables}
@@ -125,6 +126,7 @@ def choose_kernels(trees: list[Tree]) -> str | None:
 
 
 def instruction_set(output: str) -> str:
-    """Of the kernels that `penstock build-kernels` says this machine runs; empty for none."""
+    """Return the instruction set of the kernels that this machine runs, from the output of `penstock build-kernels`;
+    empty for none."""
     found = _KERNELS.search(output)
     return found.group(1) if found else ""

@@ -1,4 +1,5 @@
-"""What a benchmark starts ends with it, however it ends. Standard library only: that is in every engine's Python.
+"""Processes that end with the benchmark that started them, in whatever way it ends. Standard library only, which every
+engine's Python has.
 
     python benchmarks/_processes.py PARENT_PID PROGRAM FLAGS...
 

@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: commit, machine, versions, time."""
+"""Facts that every benchmark writes beside its figures: commit, machine, versions, time."""
 
 from __future__ import annotations
 

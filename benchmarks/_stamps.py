@@ -91,7 +91,7 @@ def _once() -> Callable[[str], str]:
 
 
 def stamp_router() -> None:
-    """From the handler to the first delta's write."""
+    """Stamp the router, from the handler to the first delta's write."""
     from penstock.router.backends.session import BackendSession
     from penstock.router.frontend.generate import TextFlow
     from penstock.router.frontend.stream_writer import StreamWriter
@@ -144,7 +144,7 @@ def stamp_tokenizer() -> None:
 
 
 def stamp_generation() -> None:
-    """From the command to the message with the first token."""
+    """Stamp the generation service, from the command to the message with the first token."""
     from penstock.generation.delivery.hub import OutputHub
     from penstock.generation.delivery.streams import SessionStream
     from penstock.generation.engine.engine import Engine

@@ -61,7 +61,7 @@ class TokenSource:
         """`received[slot]` counts tokens at the client."""
         parts = [ids[at : at + pace.interval] for at in range(0, len(ids), pace.interval)]
         self._tokens = len(ids)
-        # Of the tokens that are told by handles, as varints; deltas of several are not.
+        # Sequence numbers of deltas of one token, as varints: these travel by handles, longer deltas do not.
         self._seqs = [varint(seq) for seq in range(len(parts))]
         self._ids = [varint(one) for one in ids] if pace.interval == 1 else []
         self._deltas = [
@@ -201,7 +201,8 @@ class _Raw(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
 async def _serve(arguments: argparse.Namespace) -> None:
     with arguments.counters.open("r+b") as file:
         received = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-    # As a real backend's: with grpc's own, the third ping of a router that hears nothing costs it the connection.
+    # The setting of a real backend: by grpc's own, the third ping of a router that hears nothing costs it the
+    # connection.
     server = grpc.aio.server(interceptors=(_Raw(),), options=server_options(ServerConfig()))
     health = HealthServicer()
     for name in ("", "penstock.v1.GenerationService"):

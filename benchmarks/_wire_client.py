@@ -46,7 +46,7 @@ class Load:
         self.between: list[float] = []
         self.tokens = 0
         self.failed = 0
-        # What streams that failed ended with, where it can be read.
+        # Errors of streams that failed, where they can be read.
         self.problems: Counter[str] = Counter()
 
     async def run(self, address: str) -> None:

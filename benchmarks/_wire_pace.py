@@ -1,4 +1,5 @@
-"""When a backend of benchmarks/wire.py emits: the same flags and the same rule for each kind of backend."""
+"""The pace at which a backend of benchmarks/wire.py emits: the same flags and the same rule for each kind of
+backend."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-# How long to wait for the client when every request has its window full.
+# Seconds to wait for the client when every request has its window full.
 _POLL_SECONDS = 0.00005
 
 
@@ -22,12 +23,12 @@ class Pace:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Pace:
-        """From `add_backend_flags`."""
+        """Return the pace that the flags of `add_backend_flags` ask for."""
         return cls(arguments.window, arguments.interval, arguments.step_seconds)
 
 
 def add_backend_flags(parser: argparse.ArgumentParser) -> None:
-    """What every kind of backend is told."""
+    """Add the flags of every kind of backend."""
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True, help="the process that this one ends with")
     parser.add_argument("--counters", type=Path, required=True, help="file of a 64-bit counter for each slot")

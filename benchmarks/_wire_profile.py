@@ -50,5 +50,5 @@ def record(pids: Mapping[Path, int], seconds: int, *more: str) -> Iterator[None]
 
 
 def _titled(svg: str, title: str) -> str:
-    """py-spy's title is its command line, with the folders of whoever ran it."""
+    """Replace py-spy's title, its command line with the folders of the user."""
     return re.sub(r'(y="24.00">)[^<]*', lambda found: found[1] + title, svg, count=1)

@@ -1,4 +1,4 @@
-"""What benchmarks/wire.py's client sends and reads: Penstock's Chat, or the chat completions of an HTTP gateway.
+"""Protocols of the client of benchmarks/wire.py: Penstock's Chat, or the chat completions of an HTTP gateway.
 
 Both are streams of one HTTP/2 connection, read by the same few lines and without parsing more than the text needs.
 """
@@ -23,16 +23,16 @@ def _question(slot: int) -> str:
 
 
 class Protocol(ABC):
-    """How a chat is asked for and answered."""
+    """Requests and answers of a chat."""
 
     path: str
     connection: type[Connection]
-    # How many a connection carries at once.
+    # Number of chats that a connection carries at once.
     max_streams = 4096
 
     @abstractmethod
     def request(self, slot: int) -> bytes:
-        """The body of a chat whose seed is `slot`."""
+        """Return the body of a chat with the seed `slot`."""
 
     @abstractmethod
     def text(self, message: bytes) -> str | None:
@@ -40,7 +40,7 @@ class Protocol(ABC):
 
     @abstractmethod
     def is_end(self, message: bytes) -> bool:
-        """Whether a message that is no delta says that the answer is whole."""
+        """True when a message that is no delta says that the answer is whole."""
 
 
 class Grpc(Protocol):

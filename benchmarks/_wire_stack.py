@@ -32,7 +32,7 @@ _TOKEN_CHARS = 4
 
 @dataclass(frozen=True)
 class Side:
-    """What carries a variant's tokens in one mode: where the client calls, by which protocol, and the processes."""
+    """The carrier of a variant's tokens in one mode: the client's address and protocol, and the processes."""
 
     address: str
     protocol: str
@@ -66,7 +66,7 @@ def memory_mb(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """What every backend answers; its text is four characters a token, so that text tells how many tokens came."""
+    """The answer of every backend; its text has four characters a token, so that text tells the number of tokens."""
 
     ids: list[int]
     text: str

@@ -5,12 +5,12 @@
 
 Formats are all combinations of `--dtype`, `--quantization` and `--kv-cache-dtype`. For each, under teacher forcing over
 documents of `--context` tokens: perplexity, the largest and the mean absolute error of a logit (beside the spread of
-the float32 logits), the share of positions whose likeliest token is float32's. And the mean length to which greedy
+the float32 logits), the share of positions with float32's likeliest token. And the mean length to which greedy
 continuations are float32's, of at most `--new-tokens` tokens, beside their mean length in float32.
 
-The embedded model reads conversations that training never saw: the held-out side of tools/demo_corpus, by a fixed
-seed. It has learnt to answer and not to ask, so perplexity and `of answers` count the answers' tokens only, and what is
-continued are held-out prompts. Other models need `--text`: there everything counts, and what is continued are the first
+The embedded model reads conversations that training never saw: the held-out side of tools/demo_corpus, by a fixed seed.
+It has learnt to answer and not to ask, so perplexity and `of answers` count the answers' tokens only, and continuations
+begin from held-out prompts. Other models need `--text`: there everything counts, and continuations begin from the first
 `--prompt` tokens of each document. float32's logits are kept: tokens x vocabulary x 4 bytes.
 """
 
@@ -48,7 +48,7 @@ DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES = ("float32", "bfloat16"), ("none", "int8
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """As the flags of the generation service name them."""
+    """A number format, as the flags of the generation service name it."""
 
     dtype: str
     quantization: str
@@ -74,7 +74,7 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one format says: per document (T - 1, vocabulary) logits of the next token, and continuations."""
+    """Results of one format: per document (T - 1, vocabulary) logits of the next token, and continuations."""
 
     logits: list[Tensor]
     continuations: list[list[int]]
@@ -235,7 +235,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any], continuations: int) -> str:
-    """Of the table."""
+    """Return a line of the table."""
     return (
         f"| {row['dtype']} | {row['quantization']} | {row['kv_cache_dtype']} | {row['perplexity']:.4f} "
         f"| {row['mean_logit_error']:.4f} | {row['max_logit_error']:.2f} | {row['argmax_agreement']:.2%} "

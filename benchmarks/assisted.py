@@ -84,7 +84,7 @@ class Bench:
     max_draft_rows: int
 
     def engine(self) -> Engine:
-        """With pools of its own."""
+        """Make an engine with pools of its own."""
         config = EngineConfig(NUM_BLOCKS, BLOCK_SIZE, CONTEXT, prefix_cache=False, max_draft_rows=self.max_draft_rows)
         drafter = None
         if self.draft is not None:

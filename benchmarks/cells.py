@@ -82,7 +82,7 @@ def figures(workload: Workload, times: list[list[float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Headline:
-    """What a workload is judged by."""
+    """The figure that a workload is judged by."""
 
     title: str
     workload: str

@@ -36,7 +36,7 @@ BLOCK_SIZE = 16
 # Rows from which a step is also held against the peak of multiplication.
 MANY_ROWS = 16
 QUANTIZATIONS = ("none", "int8", "int4")
-# What is shown of a row, beside its format and batch.
+# Columns that are shown of a row, beside its format and batch.
 COLUMNS = ("step_ms", "memory_ms", "arithmetic_ms", "gb_s", "memory_share", "share", "share_quartiles")
 # A weight that stays in the last cache, and how often it is multiplied in a probe.
 OUT, IN, TURNS = 9728, 896, 3
@@ -44,7 +44,7 @@ OUT, IN, TURNS = 9728, 896, 3
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step reads, in bytes, and its operations, two for each pair of factors."""
+    """Bytes that a step reads, and its operations, two for each pair of factors."""
 
     weights: int
     keys_and_values: int
@@ -97,7 +97,7 @@ class Steps:
 
     @property
     def kv_bytes(self) -> int:
-        """Of these."""
+        """Bytes of keys and values that these steps read."""
         return self.tokens * self._pool.bytes_per_block // BLOCK_SIZE
 
     def step(self) -> None:
@@ -161,7 +161,7 @@ class Products:
 
 
 def parts_of(model: Any, steps: Steps, batch: int) -> Parts:
-    """Of the next step."""
+    """Return the parts of the next step."""
     config = model.config
     linears = [
         linear
@@ -183,7 +183,7 @@ def measure_batch(
     steps = Steps(model, kernels, batch, options.context, options.pairs + 4)
     parts = parts_of(model, steps, batch)
     reader = Reader(parts.weights, options.threads)
-    # What is loaded is not looked at again, as in the service.
+    # Objects that are loaded are not looked at again by the garbage collector, as in the service.
     gc.freeze()
     products = Products(batch, quantization, model.dtype) if batch >= MANY_ROWS else None
 

@@ -1,4 +1,4 @@
-"""What the engine costs a step besides model and sampler: schedule and update, with a runner that does nothing.
+"""Cost of the engine in a step besides model and sampler: schedule and update, with a runner that does nothing.
 
     python benchmarks/engine_overhead.py [--sequences 1,8,32] [--contexts 128,4096] [--queued 1000] [--out FILE]
 
@@ -29,7 +29,7 @@ TOKEN = 7
 
 
 class NullRunner:
-    """Draws the same token for everybody, at no cost worth counting."""
+    """A runner that draws the same token for every sequence, at no cost worth counting."""
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         token = SampledToken(TOKEN)

@@ -1,4 +1,4 @@
-"""Where the time to the first token goes: every stage of a chat through router, tokenizer and generation.
+"""The time to the first token by stages of a chat through router, tokenizer and generation.
 
 Real processes, the demo model, and a client that costs next to nothing; the services' functions are wrapped from
 outside (`_stamps.py`) and note when a request passes. For each number of chats at once, rounds of chats and of direct
@@ -182,7 +182,7 @@ class Round:
             raise RuntimeError(f"{len(self.sent) - len(self.first)} of {len(self.sent)} requests failed")
 
     def milliseconds(self) -> list[float]:
-        """From sent to first token, of every request."""
+        """Times from sent to first token, of every request."""
         return [(self.first[number] - at) / 1e6 for number, at in self.sent.items()]
 
     def _next(self, slot: int) -> None:

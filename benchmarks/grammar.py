@@ -1,4 +1,4 @@
-"""What structured output costs a decode step: 8 constrained sequences beside 8 free ones, steps taken in turns.
+"""Cost of structured output in a decode step: 8 constrained sequences beside 8 free ones, steps taken in turns.
 
     python benchmarks/grammar.py --tokenizer FOLDER [--cache DIR] [--threads 2] [--batch 8] [--steps 60] [--json FILE]
 
@@ -162,7 +162,7 @@ def measure(grammar: CompiledGrammar, runner: ModelRunner, workers: MaskWorkers,
 
 
 def parts(group: Group, words: Any) -> dict[str, float]:
-    """What of a constrained step is certainly on the critical path, by itself."""
+    """Measure the parts of a constrained step that are certainly on the critical path, each by itself."""
     masks = TokenMasks(words, {sequence.seq_id: row for row, sequence in enumerate(group.sequences)})
     scores = torch.zeros(len(group.sequences), SHAPE["vocab_size"])
     applied = [timed(lambda: masks.apply(scores.zero_(), group.sequences)) for _ in range(20)]

@@ -1,4 +1,5 @@
-"""Nothing became slower: this tree and a commit beside it, in turns, on W1, W2, W5, decode steps, engine and wire.
+"""The guard against slowdowns: this tree and a commit beside it, in turns, on W1, W2, W5, decode steps, engine and
+wire.
 
     python benchmarks/guard.py HEAD~1
     python benchmarks/guard.py main --mode full --out guard.json
@@ -12,8 +13,8 @@ base's in neighbouring turns: 1.02 is 2 % slower. A cell is slower when the medi
 exit status is then 1. It is noisy when more pairs could move that median by more than the bound. Noisy cells get more
 rounds, in quick mode as far as its six minutes last.
 
-`--self` compares the base with itself: what is seen then is noise. `--plant 5` compares it with a copy of itself whose
-every model step waits for 5 % longer: a guard that works says slower.
+`--self` compares the base with itself: all differences are noise then. `--plant 5` compares it with a copy of itself in
+which every model step takes 5 % longer: a guard that works says slower.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def both_trees(options: argparse.Namespace) -> Iterator[tuple[Tree, Tree]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("base", metavar="BASE", help="the commit to compare with")
     made.add_argument("--mode", choices=MODES, default="quick")

@@ -1,4 +1,4 @@
-"""What reading and writing small gRPC messages costs by `penstock.http2` and by the h2 package, in one process.
+"""Cost of reading and writing small gRPC messages by `penstock.http2` and by the h2 package, in one process.
 
 No sockets: a chunk of bytes is what one turn of the event loop would read or write. *Write*: a message to each of the
 streams of a server's connection, then the bytes of all of them. *Read*: as many messages of one stream in one chunk,

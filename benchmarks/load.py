@@ -1,4 +1,4 @@
-"""How long a generation process takes until it is ready, where that time goes, and what memory it takes at most.
+"""Time until a generation process is ready, by stages, and the most memory that it takes.
 
     python benchmarks/load.py
     python benchmarks/load.py --models qwen2.5-0.5b DIR --quantization none int8 --rounds 3 --cold --json load.json
@@ -10,8 +10,8 @@ from end to end, in the same state of the page cache (--cold: dropped before), s
 is seen. Memory is what /proc says of the process, sampled every 10 ms; beside it stands that of a process that has
 imported torch only.
 
-Memory that a virtual machine has not used before is dear the first time, for whoever asks first. So a process of its
-own writes as much memory before each start and ends: `first_touch` is the longest that this took, `touch` the shortest.
+Memory that a virtual machine has not used before is dear for the process that asks first. So a process of its own
+writes as much memory before each start and ends: `first_touch` is the longest that this took, `touch` the shortest.
 Some hosts take freed memory back after seconds: --idle 10 shows starts after that, without it most memory is at hand.
 """
 
@@ -48,7 +48,7 @@ _COLUMNS = (
     *("reading s", "beyond reading s", "touch s", "weights MiB", "peak MiB", "of it anonymous", "bound MiB"),
 )
 _MIB = 2**20
-# What a start may take beyond weights and pool, as a share of the weights.
+# Memory that a start may take beyond weights and pool, as a share of the weights.
 _BOUND = 1.15
 
 

@@ -1,4 +1,4 @@
-"""What router and tokenizer add to calling GenerationService directly, with the demo model.
+"""Time that router and tokenizer add to a direct call of GenerationService, with the demo model.
 
 Starts real processes, then alternates rounds of direct and routed requests (same prompts, same lengths, same
 concurrency), so that both see the same machine. Figures are client-side, in milliseconds.

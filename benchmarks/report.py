@@ -25,12 +25,12 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def rows_of(result: dict[str, Any]) -> Rows:
-    """By (workload, engine)."""
+    """Return the rows by (workload, engine)."""
     return {(row["workload"], row["engine"]): row for row in result["rows"]}
 
 
 def engines_of(result: dict[str, Any]) -> list[str]:
-    """In the order of their rows."""
+    """Return the engines in the order of their rows."""
     return list(dict.fromkeys(row["engine"] for row in result["rows"]))
 
 
@@ -180,7 +180,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What workloads.py wrote. Ends the process when the file is something else."""
+    """Read a file that workloads.py wrote. Ends the process when the file is something else."""
     try:
         result = json.loads(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What this machine could do at best: a probe of memory and multiplication, and the ideal time of a workload.
+"""The best that this machine can do: a probe of memory and multiplication, and the ideal time of a workload.
 
     python benchmarks/roofline.py [--threads 2] [--seconds 4]
 
@@ -40,7 +40,7 @@ class Machine:
     peaks: dict[str, float]
 
     def peak(self, dtype: str) -> float:
-        """Of a weight format; 4-bit weights are multiplied as 8-bit ones at best."""
+        """Return the peak for a weight format; 4-bit weights are multiplied as 8-bit ones at best."""
         return self.peaks["int8" if dtype == "int4" else dtype]
 
 
@@ -58,7 +58,7 @@ class Model:
 
     @classmethod
     def read(cls, folder: Path) -> Model:
-        """From config.json (Llama, Qwen2 and kin)."""
+        """Read config.json (Llama, Qwen2 and kin)."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
         kv_heads = config.get("num_key_value_heads") or heads
@@ -70,11 +70,12 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in bf16."""
+        """Bytes of keys and values of one token, in bf16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
     def attention_operations(self, rows: int, before: int) -> float:
-        """Of `rows` tokens that follow `before`: scores and their product with the values."""
+        """Return the operations of attention for `rows` tokens that follow `before`: scores and their product with the
+        values."""
         pairs = rows * before + rows * (rows + 1) / 2
         return 4.0 * self.layers * self.heads * self.head_dim * pairs
 
@@ -87,7 +88,7 @@ class Ideal:
     decode: float
 
     def shares(self, figures: dict[str, float]) -> dict[str, float]:
-        """Of the limit: of the time to the last first token, of the time after it, and of the whole."""
+        """Return shares of the limit: in the time to the last first token, in the time after it, and in the whole."""
         wall, first = figures["wall_s"], figures["last_ttft_s"]
         return {
             "prefill": self.prefill / first,

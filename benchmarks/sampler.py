@@ -152,7 +152,7 @@ class OurBeams:
 
 
 class Transformers:
-    """What generate() does with the same options: its processors, softmax, multinomial."""
+    """The work of generate() with the same options: its processors, softmax, multinomial."""
 
     def __init__(self, options: dict[str, Any], rows: int, vocab: int) -> None:
         self.ids = torch.randint(0, vocab, (rows, PROMPT))
@@ -231,7 +231,7 @@ def measure(
 
 
 def usable_kernels(wanted: list[str]) -> Kernels:
-    """Those of `wanted` that there are here."""
+    """Return those of `wanted` that this machine has."""
     usable: Kernels = {"torch": SamplingKernels()}
     if "native" in wanted:
         instruction_set = library.load(Path(cache_folder()))
@@ -247,7 +247,7 @@ def _totals(scores_NV: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
 
 
 OPERATORS = torch.ops.penstock
-# By operator: what stands where it is called, what is put there, and the cases that it is for.
+# By operator: the name that callers use, its replacement there, and the cases that it is for.
 REPLACEMENTS: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     "log_totals": (OPERATORS, "log_totals", _totals, ("greedy, logprobs 5", "beams of 4, repetition 1.05")),
     "draw_rows": (
@@ -293,7 +293,7 @@ def measure_operator(name: str, case: str, given: torch.Tensor, repeats: int) ->
 
 
 def measure_operators(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Of every operator and the cases that it is for; beams are of requests of four."""
+    """Measure every operator in the cases that it is for; beams are of requests of four."""
     given = logits("peaked", rows, vocab)
     beams = logits("peaked", max(rows, BEAMS), vocab)
     return {

@@ -1,11 +1,11 @@
-"""What the scheduler makes of whole workloads on a real model, through the engine: rows, steps, time, gaps.
+"""The scheduler on whole workloads and a real model, through the engine: rows, steps, time, gaps.
 
     python benchmarks/scheduler.py [--model DIR] [--threads 2] [--budgets 128,512] [--workloads W3,W5,W6] [--json FILE]
 
 W3: 32 x (128 -> 64). W4: 1 x (2048 -> 16). W5: 64 mixed requests, prompts of 32 to 512 and outputs of 16 to 128 tokens.
 W6: 32 x (512 common + 32 own -> 32). All requests are there at once. Without --model the random Qwen2.5-0.5B of
 forward.py. Every cell is a new engine on the same model; budgets are taken in turns. W6 runs without the prefix cache
-beside it. `gap`: seconds between two steps that drew for somebody who was decoding already. `waited` counts decoding
+beside it. `gap`: seconds between two steps that drew for a sequence that was decoding already. `waited` counts decoding
 sequences that a step left out: it must be 0.
 """
 
@@ -63,7 +63,7 @@ class Watch:
     """A runner that times its steps and looks for decoding sequences that were left out."""
 
     runner: ModelRunner
-    # Of each step: when it ended, rows, and whether it drew for a sequence that had drawn before.
+    # Of each step: its end, its rows, and True when it drew for a sequence that had drawn before.
     steps: list[tuple[float, int, bool]] = field(default_factory=list)
     waited: int = 0
     decoding: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What a serving generation process does besides the forward pass: processor time of its threads, per engine step.
+"""Work of a serving generation process besides the forward pass: processor time of its threads, per engine step.
 
     python benchmarks/step_threads.py [MODEL] [--streams 32] [--prompt 128] [--tokens 64] [--threads 2] [--json FILE]
 
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--threads", type=at_least(1), default=2)
     parser.add_argument("--flag", action="append", default=[], help="a further flag of the service, such as --flag=...")
-    parser.add_argument("--services", type=Path, help="another checkout, whose services run")
+    parser.add_argument("--services", type=Path, help="run the services of this other checkout")
     parser.add_argument("--flamegraph", type=Path, help="SVG file to record (needs py-spy)")
     parser.add_argument("--flamegraph-seconds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="also write the result there")

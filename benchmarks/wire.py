@@ -1,4 +1,4 @@
-"""What the serving layer can carry: router, tokenizer and client around a backend that emits tokens at will.
+"""The load that the serving layer can carry: router, tokenizer and client around a backend that emits tokens at will.
 
 Everything is a process of its own on this machine; the tokenizer and the router are the real ones. Two kinds of load:
 

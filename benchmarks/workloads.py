@@ -6,7 +6,7 @@
     python benchmarks/workloads.py --engines penstock,openvino,llamacpp,vllm --dtype int8 --model llama-3.2-1b
 
 Every engine is a process that loads once; then for every round and workload each engine has its turn, the others
-asleep, so that a machine whose speed drifts is the same for all. A first round warms up and does not count. Prompts are
+asleep, so that a machine's drift in speed is the same for all. A first round warms up and does not count. Prompts are
 random ids, others in every round and the same for all engines; outputs are greedy and of the length that was asked for.
 The machine's bandwidth and peak are measured before and after. `python benchmarks/report.py FILE` shows its tables.
 Engines other than Penstock and transformers are used when they are installed (`make peers`; docs/guide/benchmarks.md).
@@ -191,7 +191,7 @@ class Bench:
 
 
 def skipped(engine: str, workload: str, included: list[str]) -> bool:
-    """Whether the engine leaves the workload out: a turn that was not asked for by --include."""
+    """True when the engine leaves the workload out: --include did not ask for its turn."""
     return workload in ENGINES[engine].skips and f"{engine}:{workload}" not in included
 
 
@@ -215,7 +215,7 @@ def _engine_options(given: list[str]) -> dict[str, dict[str, str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--engines", type=names(ENGINES, "engine"), default=["penstock", "transformers"])
     made.add_argument("--workloads", type=names(WORKLOADS, "workload"), default=list(WORKLOADS))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Where an engine's adapter is, and what its process needs."""
+    """Place of an engine's adapter, and needs of its process."""
 
     # Module and class, such as engines.penstock:Penstock.
     adapter: str

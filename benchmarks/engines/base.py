@@ -1,4 +1,4 @@
-"""What every engine's adapter does."""
+"""The interface of every engine's adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Unsupported(Exception):
-    """The engine does not have what was asked, such as a number format."""
+    """Raised when the engine lacks something that was asked for, such as a number format."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Settings:
     # Tokens that the KV memory holds, where the engine lets one choose.
     kv_tokens: int
     max_context: int
-    # Where converted checkpoints are kept.
+    # Folder of converted checkpoints.
     cache: str
     # The engine's own options, as KEY=VALUE of --option ENGINE.KEY=VALUE.
     options: dict[str, str] = field(default_factory=dict)
 
     def converted(self, name: str) -> Path:
-        """Where a form of the model belongs that an engine converted for itself."""
+        """Return the path for a form of the model that an engine converts for itself."""
         return Path(self.cache) / f"{Path(self.model).resolve().name}.{name}"
 
 
@@ -43,11 +43,11 @@ class TokenTimes:
         self._start = time.perf_counter()
 
     def add(self, request: int, count: int = 1) -> None:
-        """`count` tokens of a request came just now."""
+        """Note that `count` tokens of a request came just now."""
         self.times[request].extend([time.perf_counter() - self._start] * count)
 
     def add_to_all(self, requests: Iterable[int]) -> None:
-        """A token of each of these came just now."""
+        """Note that a token of each of these came just now."""
         now = time.perf_counter() - self._start
         for request in requests:
             self.times[request].append(now)
@@ -61,11 +61,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """What is not load time: imports, and converting the checkpoint. Raises ImportError, Unsupported."""
+        """Do all that is not load time: imports, and converting the checkpoint. Raises ImportError, Unsupported."""
 
     @abstractmethod
     def load(self) -> None:
-        """From files to an engine that is warm and waits for work."""
+        """Load files into an engine that is warm and waits for work."""
 
     @abstractmethod
     def run(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
@@ -73,15 +73,15 @@ class Adapter(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """The engine's own, with what else names it."""
+        """Return the engine's own version, with other facts that name it."""
 
     def facts(self) -> dict[str, int | float | str]:
-        """What else is worth writing down after loading, such as bytes of weights."""
+        """Return further facts worth writing down after loading, such as bytes of weights."""
         return {}
 
     def processes(self) -> list[int]:
-        """Ids of the processes whose memory counts."""
+        """Return the ids of the processes that count in the memory."""
         return [os.getpid()]
 
     def close(self) -> None:  # noqa: B027  # most engines end with their process
-        """End what was started."""
+        """End all that was started."""

@@ -80,7 +80,7 @@ def _pairs_beside(values: Any, head_dim: int) -> Any:
 
 
 def _llama3_factors(config: dict[str, Any]) -> Any:
-    """What each frequency is divided by."""
+    """Return the divisor of each frequency."""
     import numpy
 
     rope, head_dim = config["rope_parameters"], _head_dim(config)

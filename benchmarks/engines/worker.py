@@ -2,8 +2,8 @@
 
     python -m benchmarks.engines.worker ADAPTER FD PARENT_PID
 
-Between commands it waits in a read, so that the engines whose turn it is not leave the cores alone. SIGTERM, the end of
-stdin and that of the driver end it, and what the engine started with it.
+Between commands it waits in a read, so that it leaves the cores alone while another engine has its turn. SIGTERM, the
+end of stdin and that of the driver end it, and what the engine started with it.
 """
 
 from __future__ import annotations

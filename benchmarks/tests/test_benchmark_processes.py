@@ -17,7 +17,8 @@ from penstock.common.checkpoint import demo_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOOK_SECONDS, _PATIENCE_SECONDS = 0.05, 300.0
-# What each of them is to have started before it is stopped: services that are ready, and words of command lines.
+# Processes that each of them must have started before it is stopped: services that are ready, and words of command
+# lines.
 SERVICES = ("tokenizer", "generation", "router")
 COMMANDS = {
     "workloads.py": (
@@ -72,13 +73,13 @@ def started(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def are_ready(services: tuple[str, ...], folder: Path) -> bool:
-    """Whether each of the services said so in its log."""
+    """True when each of the services said so in its log."""
     logs = [log.read_text() for log in folder.glob("penstock-*.log")]
     return all(any(f"READY {service}" in log for log in logs) for service in services)
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all end, sooner or later."""
+    """True when all end, sooner or later."""
     _, alive = psutil.wait_procs(processes, _PATIENCE_SECONDS)
     return not alive
 

@@ -1,4 +1,4 @@
-"""What benchmarks/guard.py asks, reads, pairs and decides. Nothing is timed here."""
+"""Calls, readings, pairs and decisions of benchmarks/guard.py. Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_was_left_out_is_named_and_no_failure() -> None:
     assert (status, "decode_steps left out: needs C++ kernels" in line) == (0, True)
 
 
-# What the scripts are asked, and their answers
+# The scripts' flags, and their answers
 
 
 def test_flags_are_those_that_the_scripts_have(tmp_path: Path) -> None:

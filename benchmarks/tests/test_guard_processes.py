@@ -1,4 +1,4 @@
-"""What benchmarks/guard.py starts, holds, checks out and leaves behind. Nothing is timed here."""
+"""Processes, checkouts and remains of benchmarks/guard.py. Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_a_failure_shows_the_end_of_the_output() -> None:
 
 
 def stub_tree(folder: Path, name: str, milliseconds: str) -> Tree:
-    """A tree whose engine_overhead.py says `milliseconds`, an expression, and writes its name into a list beside."""
+    """Make a tree with an engine_overhead.py that says `milliseconds`, an expression, and writes its name into a list
+    beside."""
     (folder / name / "benchmarks").mkdir(parents=True)
     (folder / name / "benchmarks" / "engine_overhead.py").write_text(
         textwrap.dedent(f"""
@@ -200,7 +201,7 @@ def test_a_commit_is_checked_out_and_removed(repository: Path, tmp_path: Path) -
     commit = find_commit(repository, "HEAD")
     with checked_out(repository, commit, tmp_path) as tree:
         assert (tree.folder / "file").read_text() == "committed"
-        # What its benchmarks leave is removed, too.
+        # Files that its benchmarks leave are removed, too.
         (tree.folder / "left").mkdir()
         (tree.folder / "file").write_text("patched")
     assert is_clean(repository, tmp_path)
@@ -229,7 +230,7 @@ def test_a_removal_that_is_cut_off_is_done_again(
         nonlocal calls
         calls += 1
         if calls == 1:
-            # As far as that git would not take what is left for a worktree.
+            # Broken so far that git does not take the remains for a worktree.
             (folder / ".git").unlink()
             raise SystemExit(143)
         whole(folder, **settings)
@@ -285,7 +286,7 @@ def test_the_instruction_set_is_what_build_kernels_says(output: str, kernels: st
 
 
 def tree_that_builds(folder: Path, said: str) -> Tree:
-    """A tree whose `build-kernels` says this, or fails where it is empty."""
+    """Make a tree with a `build-kernels` that says this, or fails where it is empty."""
     package = folder / "services" / "penstock" / "cli"
     package.mkdir(parents=True)
     for part in (package.parent, package):

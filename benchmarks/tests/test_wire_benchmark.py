@@ -1,4 +1,4 @@
-"""What the peers of benchmarks/wire.py say to each other: server-sent events, and a worker's messages for smg."""
+"""Messages of the peers of benchmarks/wire.py: server-sent events, and a worker's messages for smg."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _only(message: bytes) -> tuple[int, bytes]:
 
 
 class Call:
-    """What a response stream was given; full while `is_full`."""
+    """A response stream that keeps the messages written to it; full while `is_full`."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []

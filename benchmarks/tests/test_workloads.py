@@ -1,4 +1,4 @@
-"""What benchmarks/workloads.py asks, counts and compares."""
+"""Flags, counts and comparisons of benchmarks/workloads.py."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ratios_are_taken_within_a_round_against_the_best_other_engine() -> None
 
 
 def result(rows: list[dict[str, Any]], failures: dict[str, str]) -> dict[str, Any]:
-    """Of a run on no machine in particular."""
+    """Return the result of a run on no machine in particular."""
     return {
         "environment": {"commit": "abc", "time": "now", "cores": 2, "cpu": "CPU", "load_average": 0.1},
         "settings": {"model": "m", "dtype": "bf16", "threads": 2, "rounds": 1},

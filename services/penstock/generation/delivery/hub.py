@@ -43,7 +43,7 @@ class OutputStream(Protocol):
 
 
 @dataclass(slots=True)
-class LiveRequest:
+class RequestRecord:
     """One accepted request; `stream` is None once its stream is detached."""
 
     request: Request
@@ -59,7 +59,7 @@ class OutputHub:
         self._submitter = submitter
         self._metrics = metrics
         self._step = step
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, RequestRecord] = {}
         # Request id -> work for a request that is not submitted yet.
         self._preparing: dict[str, asyncio.Task[Any]] = {}
         self._watchers: set[asyncio.Event] = set()
@@ -86,7 +86,7 @@ class OutputHub:
         if self.is_taken(request.request_id):
             raise _taken()
         self._submitter.submit(request)
-        self._live[request.request_id] = LiveRequest(request, stream)
+        self._live[request.request_id] = RequestRecord(request, stream)
         self._idle.clear()
         self.notify()
 
@@ -230,7 +230,7 @@ class OutputHub:
             self._idle.set()
         self.notify()
 
-    def _observe(self, live: LiveRequest, output: RequestOutput, now: float, earlier: Counter[float]) -> None:
+    def _observe(self, live: RequestRecord, output: RequestOutput, now: float, earlier: Counter[float]) -> None:
         if output.deltas:
             if live.last_token_at is None:
                 self._metrics.first_token(now - live.request.arrival_time)
