@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-# On a busy machine an example that takes long, or is made slowly, is no failure.
+# On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", deadline=None, suppress_health_check=_SLOW)
 hypothesis.settings.load_profile("penstock")
@@ -18,7 +18,7 @@ _WITH_COMPILATION_SECONDS = 900
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """More time for tests of the kernels."""
+    """Give tests of the kernels more time."""
     for item in items:
         module = getattr(item, "module", None)
         if any(hasattr(module, name) for name in ("use_native", "use_instruction_set", "use_packing")):

@@ -18,14 +18,14 @@ INSTRUCTION_SETS = ("avx512", "avx2")
 
 @functools.cache
 def cache_home() -> Path:
-    """What XDG_CACHE_HOME is to be where Penstock itself is to find the kernels of `use_native`."""
-    # Builds are told apart by a digest of all that they are made of; those that nobody loads for long are removed.
+    """Value of XDG_CACHE_HOME with which Penstock itself finds the kernels of `use_native`."""
+    # Builds are named by a digest of all their inputs; those that are not loaded for long are removed.
     return Path(cache_folder()).with_name("penstock-tests")
 
 
 @functools.cache
 def _obstacle() -> str | None:
-    """Why there are no kernels; None when they are loaded."""
+    """Reason for which there are no kernels; None when they are loaded."""
     cache = cache_home() / "penstock"
     try:
         build.build(cache)
@@ -35,13 +35,13 @@ def _obstacle() -> str | None:
 
 
 def use_native() -> None:
-    """Load the kernels, or skip the test and say why."""
+    """Load the kernels, or skip the test with the reason."""
     if (obstacle := _obstacle()) is not None:
         pytest.skip(obstacle)
 
 
 def use_instruction_set(name: str) -> Iterator[None]:
-    """For the body of a fixture: the kernels of one instruction set, or a skipped test."""
+    """Use the kernels of one instruction set in a fixture's body, or skip the test."""
     use_native()
     if native_bound() not in (None, name):
         pytest.skip(f"ATEN_CPU_CAPABILITY keeps this run from {name}")

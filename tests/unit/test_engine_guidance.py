@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
-from factories.engine import Answer, collect, engine_config, is_guide, make_engine, ranking, request, run
+from factories.engine import Answer, collect, engine_config, is_unconditional, make_engine, ranking, request, run
 from factories.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,7 +124,7 @@ class FailingRunner:
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         result = self._runner.execute(output)
-        bad = {one.seq_id for entry in output.scheduled for one in entry.sample if is_guide(one)}
+        bad = {one.seq_id for entry in output.scheduled for one in entry.sample if is_unconditional(one)}
         return RunnerOutput({}, {}, frozenset(bad)) if bad else result
 
     def release(self, seq_ids: Items[int]) -> None:

@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def parse_size(text: str) -> int:
-    """Parse bytes: `2GiB` and `2Gi` count by 1024, `2GB` and `2G` by 1000, bare numbers are bytes. Raises ValueError."""
+    """Parse bytes: `2GiB`, `2Gi` count by 1024, `2GB`, `2G` by 1000, bare numbers are bytes. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError("expected a size such as 512MiB or 2GiB")
