@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-# On a busy machine an example that takes long, or is made slowly, is no failure.
+# On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", deadline=None, suppress_health_check=_SLOW)
 hypothesis.settings.load_profile("penstock")

@@ -17,8 +17,7 @@ from penstock.common.checkpoint import demo_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOOK_SECONDS, _PATIENCE_SECONDS = 0.05, 300.0
-# Processes that each of them must have started before it is stopped: services that are ready, and words of command
-# lines.
+# Processes that each has to start before it is stopped: services that are ready, and words of command lines.
 SERVICES = ("tokenizer", "generation", "router")
 COMMANDS = {
     "workloads.py": (
@@ -35,7 +34,7 @@ COMMANDS = {
 
 
 def children(driver: subprocess.Popen[bytes]) -> dict[psutil.Process, str]:
-    """All below the driver that live, with their command lines."""
+    """Live processes below the driver, with their command lines."""
     found = {}
     for one in psutil.Process(driver.pid).children(recursive=True):
         try:
@@ -73,7 +72,7 @@ def started(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def are_ready(services: tuple[str, ...], folder: Path) -> bool:
-    """True when each of the services said so in its log."""
+    """True when each of the services has logged that it is ready."""
     logs = [log.read_text() for log in folder.glob("penstock-*.log")]
     return all(any(f"READY {service}" in log for log in logs) for service in services)
 

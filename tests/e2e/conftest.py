@@ -11,7 +11,7 @@ from factories.stack import Stack
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """Two backends on the embedded model. Tests must leave it as they found it."""
-    # float32: no id depends on what else is in the batch, or in the cache, which is a matter of time.
+    # float32: no id depends on the other rows of the batch or on the cache, which are a matter of time.
     flags = ("--kv-memory", "64MiB", "--threads", "1", "--dtype", "float32")
     with Stack(backends=2, generation_flags=flags) as running:
         yield running

@@ -1,4 +1,4 @@
-"""The embedded model answers through the whole stack: held-out prompts, tool calls, thinking, text of many bytes."""
+"""Answers of the embedded model through the whole stack: held-out prompts, tool calls, thinking, text of many bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WANTED = 0.9
 
 
 def visible(choice: Choice) -> str:
-    """The answer as the corpus writes it: tool calls as Hermes text, thoughts left out."""
+    """Return the answer in the corpus's form: tool calls as Hermes text, thoughts left out."""
     calls = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in choice.tool_calls]
     return choice.text.strip() + "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
@@ -34,7 +34,7 @@ async def ask(client: AsyncClient, prompt: HeldOutPrompt, thinking: bool) -> Com
 
 
 def _plain(value: Any) -> Any:
-    """Tool calls as the API has them: arguments are JSON text."""
+    """Turn tool calls into the API's form: arguments are JSON text."""
     if not isinstance(value, list):
         return value
     calls = [call["function"] for call in value]
@@ -79,7 +79,7 @@ def test_text_of_many_bytes_streams_in_whole_characters(stack: Stack) -> None:
     assert "\ufffd" not in choice.text
 
 
-def test_the_time_of_every_stage_is_told(stack: Stack) -> None:
+def test_the_time_of_every_stage_is_reported(stack: Stack) -> None:
     """All stages ran, and they fit into the total."""
     with Client(stack.address) as client:
         timings = client.chat("What is Penstock?", max_new_tokens=32).result().timings
@@ -99,7 +99,7 @@ def test_the_time_of_every_stage_is_told(stack: Stack) -> None:
     assert parts <= timings.time_to_first_token_seconds <= timings.total_seconds
 
 
-def test_a_seed_repeats_an_answer_and_is_told_when_nobody_chose_it(stack: Stack) -> None:
+def test_a_seed_repeats_an_answer_and_is_reported_when_the_server_chose_it(stack: Stack) -> None:
     """Sampling at a high temperature: the seed from Started gives the same text again."""
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "ignore_eos": True}
     with Client(stack.address) as client:

@@ -1,4 +1,4 @@
-"""Clients that vanish, and services that are told to stop in the middle of streams."""
+"""Clients that vanish, and services that get SIGTERM in the middle of streams."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def test_node_streams_the_same_chat_as_python(example: Path, stack: Stack) -> No
     assert summary["usage"]["completion_tokens"] == expected.usage.completion_tokens
 
 
-def test_node_is_told_the_status_and_field_of_a_bad_request(example: Path, stack: Stack) -> None:
-    """An error crosses the language border readable."""
+def test_node_gets_the_status_and_field_of_a_bad_request(example: Path, stack: Stack) -> None:
+    """An error is readable in another language's client."""
     done = run(example, "--address", stack.address, "--max-new-tokens", "0", QUESTION)
     assert done.returncode == 1
     assert "INVALID_ARGUMENT" in done.stderr
@@ -69,7 +69,7 @@ def test_node_scores_as_python_does(example: Path, stack: Stack) -> None:
     assert {row["continuation"]: row["logprob"] for row in rows} == pytest.approx(expected, abs=0.05)
 
 
-def test_node_is_told_what_is_wrong_with_an_item(example: Path, stack: Stack) -> None:
+def test_node_gets_the_field_of_a_bad_item(example: Path, stack: Stack) -> None:
     done = run(example, "--address", stack.address, "The capital of France is", " Rome", "", script="score.mjs")
     assert done.returncode == 1
     assert "items[1].continuation" in done.stderr
@@ -120,7 +120,7 @@ def test_every_option_of_python_is_one_of_node(example: Path) -> None:
 
 
 def json_of(folder: Path, expression: str) -> Any:
-    """What `expression` is in node, with options.mjs imported."""
+    """Evaluate `expression` in node, with options.mjs imported."""
     script = f'import {{ toRequest }} from "./options.mjs"; console.log(JSON.stringify({expression}));'
     done = subprocess.run(
         ["node", "--input-type=module", "-e", script],

@@ -58,7 +58,7 @@ BUILDS = {"go": build_go, "javac": build_java, "g++": build_cpp, "ruby": build_r
 
 
 def run(command: list[str], **environment: str) -> str:
-    """Its output; a failure shows what it said."""
+    """Run the program and return its output, which a failure shows."""
     variables = os.environ | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -124,5 +124,5 @@ def test_calls_end_as_they_should(server: Stack, program: list[str], tmp_path: P
     assert field_of(messages(tmp_path / "error.out")[0]) == "config.max_new_tokens"
     scored = text_pb2.ScoreTextResponse.FromString(messages(tmp_path / "score.out")[0])
     assert scored.results[0].logprob < 0
-    # What was cancelled, and what was late, is not computed any further.
+    # Requests that were cancelled or late are not computed any further.
     wait_idle(server.generations[0].address)

@@ -25,7 +25,7 @@ def penstock(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def ids(process: Process) -> list[int]:
-    """Of one greedy answer."""
+    """Return the ids of one greedy answer."""
     message = request([5, 6, 7, 8], config={"max_new_tokens": 24})
     with grpc.insecure_channel(process.address) as channel:
         events = generation_pb2_grpc.GenerationServiceStub(channel).Generate(message)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ def ids(process: Process) -> list[int]:
 
 
 def mapping(process: Process, path: Path) -> dict[str, int]:
-    """What smaps says of the file in this process, KiB."""
+    """Figures of smaps for the file in this process, KiB."""
     lines = Path(f"/proc/{process.popen.pid}/smaps").read_text().partition(str(path))[2].splitlines()[1:]
     fields = [line.split() for line in lines[:20]]
     return {field[0].rstrip(":"): int(field[1]) for field in fields if len(field) == 3 and field[2] == "kB"}

@@ -1,4 +1,4 @@
-"""Every command of the README is run here, as it is printed; only ports are exchanged for free ones."""
+"""Commands of the README are all run here, as they are printed; only ports are replaced by free ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from factories.stack import Process, start
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
-# Commands that need more than this test may take: where each of them is really run.
+# Commands that need more than this test may take -> the place where each is really run.
 ELSEWHERE = {
     "make demo": "test_demo_command.py",
     "make test": "this very run; .ci/run calls it",
@@ -46,7 +46,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Process]:
-    """`penstock serve`, with nothing but its ports chosen."""
+    """Run `penstock serve` with nothing but its ports chosen."""
     process = start(None)
     try:
         process.wait_ready()
@@ -56,7 +56,7 @@ def served() -> Iterator[Process]:
 
 
 def local(command: str, served: Process) -> str:
-    """The command with the ports of this run. `penstock health` takes addresses as arguments only."""
+    """Return the command with the ports of this run. `penstock health` takes addresses as arguments only."""
     command = f"{command} {served.address}" if command == "penstock health" else command
     return command.replace("127.0.0.1:50050", served.address).replace("127.0.0.1:9100", served.metrics_address)
 
@@ -77,7 +77,7 @@ def test_the_table_of_commands_run_elsewhere_names_no_command_that_is_gone() -> 
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=[re.sub(r"\W+", "-", command)[:50] for command in RUN_HERE])
 def test_command(command: str, served: Process, tmp_path: Path) -> None:
-    """It exits 0 and prints what it is there for."""
+    """Each command exits 0 and prints its expected output."""
     if command.startswith("node "):
         if shutil.which("npm") is None:
             pytest.skip("node and npm are not installed; last run recorded in docs/learn/testing.md")

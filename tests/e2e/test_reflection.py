@@ -1,4 +1,4 @@
-"""Every service can be explored and called with a generic client that knows nothing but its address."""
+"""Services can be explored and called with a generic client that knows only their addresses."""
 
 from __future__ import annotations
 

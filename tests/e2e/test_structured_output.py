@@ -29,7 +29,7 @@ def stub() -> Iterator[Any]:
 
 
 def read(stream: Any) -> tuple[str, int]:
-    """The whole text, and why it ended."""
+    """Read the whole text and the reason of its end."""
     events = list(stream)
     text = "".join(event.delta.text for event in events if event.HasField("delta"))
     return text, events[-1].finished.sequences[0].finish_reason

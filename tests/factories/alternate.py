@@ -1,4 +1,4 @@
-"""A decoding mode that Penstock does not have: all that another one takes, in one file."""
+"""Decoding mode that Penstock does not have: all that a further one takes, in one file."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class AlternateOptions(DecodingMode):
     no_tensors = "is not available with alternating search"
 
     def is_second(self, position: int) -> bool:
-        """Whether output position `position`, from 0, takes the second best token."""
+        """True when output position `position`, from 0, takes the second best token."""
         return position % self.period == self.period - 1
 
 
 class AlternatingSearch(ParallelSampling):
-    """Asks the sampler for the two best tokens and chooses itself."""
+    """Strategy that asks the sampler for the two best tokens and chooses itself."""
 
     def _new_track(self, index: int) -> Track:
         track = super()._new_track(index)

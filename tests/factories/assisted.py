@@ -19,7 +19,7 @@ WIDE = engine_config(num_blocks=1200, max_batch_tokens=600, max_running_sequence
 
 
 def noised_checkpoint(source: Path, folder: Path, noise: float, seed: int = 0) -> Path:
-    """The checkpoint with `noise` times each tensor's own spread added: a model that nearly agrees."""
+    """Write the checkpoint with `noise` times each tensor's own spread added: a model that nearly agrees."""
     model = reference_model(source)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
@@ -30,7 +30,7 @@ def noised_checkpoint(source: Path, folder: Path, noise: float, seed: int = 0) -
 
 
 def make_runner(model: CausalLM, num_blocks: int, block_size: int) -> ModelRunner:
-    """A runner on a pool whose unwritten places show."""
+    """Make a runner on a pool that shows reads of unwritten places."""
     config = model.config
     geometry = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
     kv = KVCachePool(*geometry, model.dtype, model.device)
@@ -43,7 +43,7 @@ def make_runner(model: CausalLM, num_blocks: int, block_size: int) -> ModelRunne
 def assisted_engine(
     model: CausalLM, draft: CausalLM | None = None, config: EngineConfig = WIDE, *, draft_blocks: int | None = None
 ) -> Engine:
-    """An engine over `model`, drafted for by `draft` on a pool of its own."""
+    """Make an engine over `model` with the draft model `draft` on a pool of its own."""
     drafter = None
     if draft is not None:
         blocks = config.num_blocks if draft_blocks is None else draft_blocks

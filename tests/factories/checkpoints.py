@@ -72,7 +72,7 @@ def tiny_checkpoint(
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint as transformers runs it, eager attention, evaluation mode."""
+    """Load the checkpoint in transformers, eager attention, evaluation mode."""
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager")
     return model.eval()

@@ -1,6 +1,6 @@
-"""A generation backend without a model: a real gRPC server that emits scripted ids, at will or as fast as it can.
+"""Generation backend without a model: a real gRPC server that emits scripted ids, at will or as fast as it can.
 
-For the router's tests, which step, freeze and break it, and for benchmarks, which want nothing but a stream of tokens:
+It is for the router's tests, which step, freeze and break it, and for benchmarks, which need only a stream of tokens:
 `cd tests; python -m factories.emitting_backend --port 50052 --tokens 128`.
 """
 
@@ -38,7 +38,7 @@ Script = Callable[[generation_pb2.GenerateRequest], Sequence[int]]
 
 
 def count_up(tokens: int, vocabulary: int = 1000, first: int = 300) -> Script:
-    """Ids that depend on the position alone, so that a moved stream can be compared with one that was not."""
+    """Make ids that depend on the position alone, so that a moved stream can be compared with one that was not."""
     ids = [first + position % vocabulary for position in range(tokens)]
     return lambda _: ids
 
@@ -49,7 +49,7 @@ class Running:
 
     request: generation_pb2.GenerateRequest
     ids: Sequence[int]
-    # Per returned sequence.
+    # Emitted ids of each returned sequence.
     positions: list[int]
     next_seq: int = 0
     started: bool = False
@@ -57,7 +57,7 @@ class Running:
 
 @dataclass
 class EmittingBackend:
-    """One token per sequence and step. Knobs may be turned while it runs."""
+    """Backend that emits one token per sequence and step. Its attributes may be changed while it runs."""
 
     script: Script = field(default_factory=lambda: count_up(8))
     model: str = "penstock-demo"
@@ -74,12 +74,12 @@ class EmittingBackend:
     # Steps that may still be taken; None: any number.
     allowance: int | None = None
     refuse: PenstockError | None = None
-    # Reports this many waiting requests that are not ours.
+    # Number of waiting requests of others that it reports.
     extra_load: int = 0
     draining: bool = False
-    # Changes a message before it is sent; what it returns is sent.
+    # Changes a message before it is sent; its result is sent.
     distort: Callable[[generation_pb2.SessionResponse], generation_pb2.SessionResponse] | None = None
-    # As a generation service of this release: plain tokens are told by the handles of their requests.
+    # As in a generation service of this release: plain tokens are rows with the handles of their requests.
     uses_handles: bool = True
 
     transport: str = field(default_factory=lambda: os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport))
@@ -110,7 +110,7 @@ class EmittingBackend:
         return sum(len(session.running) for session in self.sessions)
 
     async def start(self) -> EmittingBackend:
-        """Listen; a port that was given or had before is used again."""
+        """Listen, on the same port as before if there was one."""
         self._frozen = False
         self._server = plain_server(self.transport, self.port)
         self.health = WatchedHealth(self._watched)
@@ -165,7 +165,7 @@ class EmittingBackend:
         await self.notify()
 
     async def notify(self) -> None:
-        """Something changed that somebody may wait for."""
+        """Wake `until`: a condition may hold now."""
         async with self._changed:
             self._changed.notify_all()
 
@@ -179,7 +179,7 @@ class EmittingBackend:
             self.watchers -= 1
 
     def load(self) -> admin_pb2.Load:
-        """What WatchLoad says."""
+        """Load that WatchLoad reports."""
         return admin_pb2.Load(
             running_requests=self.running,
             waiting_requests=self.extra_load,
@@ -192,7 +192,7 @@ class EmittingBackend:
         )
 
     def may_step(self) -> bool:
-        """Whether the next step may be taken now."""
+        """True when the next step may be taken now."""
         return not self._frozen and self.allowance != 0
 
     @property
@@ -206,7 +206,7 @@ class Session:
     def __init__(self, backend: EmittingBackend) -> None:
         self._backend = backend
         self.running: dict[str, Running] = {}
-        # By request id and epoch.
+        # Running requests by id and epoch.
         self._handles: dict[tuple[str, int], int] = {}
         self.refusals: list[generation_pb2.SessionEvent] = []
         self.ended = False
@@ -235,7 +235,7 @@ class Session:
         return bool(self.refusals) or (bool(self.running) and self._backend.may_step())
 
     def step(self) -> generation_pb2.SessionResponse:
-        """One message: an event or more for every request."""
+        """Make one message: an event or more for every request."""
         backend = self._backend
         message = generation_pb2.SessionResponse(step=backend.steps)
         message.events.extend(self.refusals)
@@ -307,7 +307,7 @@ class _Servicer:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
-        """Any other RPC."""
+        """Refuse any other RPC."""
 
         async def unimplemented(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, name)

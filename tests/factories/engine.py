@@ -1,4 +1,4 @@
-"""An engine without a model: a runner that checks the KV pool it is told to use, and short ways to make requests."""
+"""Engine without a model: a runner that checks its use of the KV pool, and short ways to make requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ids = itertools.count()
 
 
 class FakeRunner:
-    """Draws a pure function of (seed, all tokens before), read back from the KV that the block tables point at.
+    """Runner that draws a pure function of (seed, all tokens before), read from the KV that the block tables point at.
 
     `kv[block][offset]` holds (token, position). A step fails when a sequence's context is not what its tokens say,
     when two sequences write the same slot, when a draw is asked of a row that is not the drawer's last, or when a
@@ -130,10 +130,10 @@ class FakeRunner:
 
 
 class FakeDrafter:
-    """Drafts that the runner of the same vocabulary would draw, each with probability `quality`, else others."""
+    """Drafter of tokens that the runner of this vocabulary would draw, each with probability `quality`, else others."""
 
     def __init__(self, quality: float, *, vocab_size: int = 50, lengths: Items[int] = (99,)) -> None:
-        """`lengths`: how many tokens the answers have at most, in turns."""
+        """Make it. `lengths`: most tokens of the answers, in turns."""
         self.quality = quality
         self.vocab_size = vocab_size
         self.calls: list[list[DraftRequest]] = []
@@ -160,7 +160,7 @@ class FakeDrafter:
 
 
 def prompt_targets(entry: ScheduledSequence) -> list[int]:
-    """Prompt tokens whose log-probability the entry's rows tell."""
+    """Return the prompt tokens of which the entry's rows give the log-probability."""
     sequence = entry.sequence
     if sequence.first_logprob_row is None:
         return []
@@ -172,19 +172,19 @@ def prompt_targets(entry: ScheduledSequence) -> list[int]:
 
 
 def is_unconditional(sequence: Sequence) -> bool:
-    """Whether only other sequences' draws need its row."""
+    """True when only other sequences' draws need its row: the unconditional branch of guidance."""
     return sequence.draw.kind is DrawKind.UNCONDITIONAL
 
 
 def ranking(seed: int, context: Items[int], vocab_size: int) -> list[tuple[int, float]]:
-    """Some (token, logprob), best first: a pure function."""
+    """Return some (token, logprob), best first: a pure function."""
     digest = hashlib.blake2b(repr((seed, list(context))).encode(), digest_size=32).digest()
     tokens = dict.fromkeys(byte % vocab_size for byte in digest)
     return [(token, -0.5 - 0.25 * rank - digest[0] / 1000) for rank, token in enumerate(tokens)]
 
 
 def candidates(sequence: Sequence, seed: int, context: Items[int], vocab_size: int) -> SampledToken:
-    """The best of `ranking`, after a penalty of 1 for each time that a token is taken. Other tokens score -20."""
+    """Return the best of `ranking`, less 1 for each time that a token is taken. Other tokens score -20."""
     spec, listed = sequence.draw, sequence.params.top_logprobs
     scores = {token: score - spec.taken_ids.count(token) for token, score in ranking(0, context, vocab_size)}
     slot = spec.gumbel_slot
@@ -222,7 +222,7 @@ def engine_config(**changes: Any) -> EngineConfig:
 
 
 def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) -> Request:
-    """A request from now (time 0); `fields` go to Request where it has them, else to SamplingParams."""
+    """Make a request that begins at time 0; `fields` go to Request where it has them, else to SamplingParams."""
     names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline"}
     own = {name: fields.pop(name) for name in list(fields) if name in names}
     params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
@@ -231,7 +231,7 @@ def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) ->
 
 
 class Answer:
-    """All that was said about one request; adding an output checks the terminal rule and the numbering."""
+    """All output of one request; adding an output checks the terminal rule and the numbering."""
 
     def __init__(self) -> None:
         self.started: StartedOutput | None = None
@@ -265,7 +265,7 @@ def collect(answers: dict[str, Answer], outputs: Iterable[RequestOutput]) -> Non
 
 
 def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
-    """Add the requests, step until there is no work, check the pool after every step. Answers by request id.
+    """Add the requests, step until there is no work, and check the pool after every step; return answers by request id.
 
     `answers` are those of earlier steps, when the engine has been stepped before.
     """

@@ -1,4 +1,4 @@
-"""A real generation service in this process, on a tiny random model, and a client of its wire."""
+"""Generation service in this process, on a tiny random model, and a client of its RPCs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from prometheus_client import CollectorRegistry
 
 # Time that a condition has to come true; the tests end as soon as it does.
 PATIENCE_SECONDS = 60.0
-# Of the demo tokenizer, so that its texts can be used with a random model.
+# The demo tokenizer's size, so that its texts can be used with a random model.
 TEXT_VOCAB_SIZE = 4096
 CONTEXT = 8192
 
 
 def text_checkpoint(folder: Path, **config: Any) -> Path:
-    """A random model that speaks the demo model's tokens."""
+    """Write a random model with the demo model's tokens."""
     settings = {"vocab_size": TEXT_VOCAB_SIZE, "max_position_embeddings": CONTEXT, **config}
     tiny_checkpoint(folder, **settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -47,14 +47,14 @@ def text_checkpoint(folder: Path, **config: Any) -> Path:
 
 @dataclass(slots=True)
 class Outcome:
-    """All that came back for one request."""
+    """All events of one request."""
 
     events: list[generation_pb2.GenerateResponse] = field(default_factory=list)
     error: PenstockError | None = None
 
     @property
     def kinds(self) -> list[str | None]:
-        """started, delta … finished."""
+        """Kinds of the events: started, delta … finished."""
         return [event.WhichOneof("event") for event in self.events]
 
     @property
@@ -104,7 +104,7 @@ class Client:
         return outcome
 
     async def load(self) -> admin_pb2.Load:
-        """The load now."""
+        """Read the present load."""
         response: admin_pb2.GetLoadResponse = await self.admin.GetLoad(admin_pb2.GetLoadRequest())
         return response.load
 
@@ -120,7 +120,7 @@ class Client:
         raise AssertionError("the watch ended")
 
     async def until_idle(self) -> admin_pb2.Load:
-        """Nothing runs or waits, and every block is back."""
+        """Wait until nothing runs or waits, and every block is free."""
         return await self.until(
             lambda load: not (load.running_requests or load.waiting_requests or load.kv_blocks_used)
         )
@@ -128,14 +128,14 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def generation_service(model: Path, **config: Any) -> AsyncIterator[Client]:
-    """A ready service over `model` and a client of it."""
+    """Run a ready service over `model`; yield a client of it."""
     torch.set_num_threads(1)
     settings = {
         "model": str(model),
         "kv_memory": "8MiB",
         "threads": 1,
         "tune_seconds": 0.0,
-        # What a busy machine makes slow is not refused for it.
+        # A request that a busy machine makes slow must not be refused.
         "constraint_compile_seconds": PATIENCE_SECONDS,
         **config,
     }
@@ -157,7 +157,7 @@ def request(
     output: dict[str, Any] | None = None,
     **fields: Any,
 ) -> generation_pb2.GenerateRequest:
-    """A GenerateRequest; 8 new tokens, over end-of-sequence ids, unless `config` and `stop` say otherwise."""
+    """Make a GenerateRequest: 8 new tokens, past end-of-sequence ids, unless `config` and `stop` change that."""
     return generation_pb2.GenerateRequest(
         prompt_token_ids=list(prompt),
         config=config_pb2.GenerationConfig(**{"max_new_tokens": 8, **(config or {})}),
@@ -168,5 +168,5 @@ def request(
 
 
 def token_ids(*ids: int) -> common_pb2.TokenIds:
-    """One run of ids."""
+    """Make one run of ids."""
     return common_pb2.TokenIds(ids=ids)

@@ -1,8 +1,8 @@
-"""Tiny random models that are the same bits on every machine: the golden files are made with them.
+"""Tiny random models that have the same bits on every machine: the golden files are made with them.
 
 No transformers here: `tools/make_goldens.py` runs beside releases years apart, and all of them, and Penstock's loader,
-read what this writes. Weights are uniform numbers of numpy's RandomState, whose stream is frozen, and no function of
-libm is involved.
+read these files. Weights are uniform numbers of numpy's RandomState, which has a frozen stream, and no function of libm
+is involved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Array = npt.NDArray[np.float32]
 
 
 class GoldenModel(NamedTuple):
-    """What is written of a model, and the seed of its weights."""
+    """Configuration of a model, and the seed of its weights."""
 
     seed: int
     config: Mapping[str, Any]
 
 
 def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
-    """config.json in the words that transformers 4.41 and 5.x both understand; nothing is left to a default."""
+    """Make config.json in the words that transformers 4.41 and 5.x both understand; nothing is left to a default."""
     return {
         "model_type": model_type,
         "architectures": [architecture],
@@ -67,7 +67,7 @@ GOLDEN_MODELS: Mapping[str, GoldenModel] = {
     "golden-llama": GoldenModel(
         202, _config("llama", "LlamaForCausalLM", num_hidden_layers=3, tie_word_embeddings=True, **_LLAMA)
     ),
-    # For DoLa, whose candidates are every other layer of one half.
+    # For DoLa, which has every other layer of one half as candidates.
     "golden-deep": GoldenModel(
         303, _config("llama", "LlamaForCausalLM", num_hidden_layers=8, tie_word_embeddings=False, **_LLAMA)
     ),
@@ -89,7 +89,7 @@ def golden_checkpoint(folder: Path, name: str, *, noise: float = 0.0) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """sha256 of the weights: golden files say which they were made with."""
+    """Return the sha256 of the weights, which golden files carry."""
     return hashlib.sha256(_weights(name)).hexdigest()
 
 
@@ -106,7 +106,7 @@ def _weights(name: str, noise: float = 0.0) -> bytes:
 
 
 def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of the checkpoint in the order that its numbers are drawn."""
+    """Yield every tensor of the checkpoint in the order in which its numbers are drawn."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = hidden // config["num_attention_heads"]
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)

@@ -24,7 +24,7 @@ EOS = (4089, 4087)
 
 @functools.cache
 def text_tokenizer() -> Tokenizer:
-    """Encodes text as it stands: a model may write any bytes, and a grammar means the very ones it was given."""
+    """Tokenizer that encodes text as it is: a model may write any bytes, and a grammar means exactly its own."""
     tokenizer = Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
     tokenizer.normalizer = None
     return tokenizer
@@ -62,7 +62,7 @@ def choice(*values: str) -> ConstraintSpec:
 
 
 def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) -> CompiledGrammar:
-    """In this process and at once; the constraint must be a good one."""
+    """Compile in this process and at once; the constraint must be valid."""
     tokenizer = tokenizer or grammar_tokenizer()
     assert spec.kind is not None
     matcher = new_matcher(tokenizer, to_lark(spec.kind, spec.text, spec.choices))
@@ -71,7 +71,7 @@ def compiled(spec: ConstraintSpec, tokenizer: GrammarTokenizer | None = None) ->
 
 
 def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:
-    """The ids whose bits are set."""
+    """Return the ids with a set bit."""
     workers = mask_workers(vocab_size)
     words = np.zeros((1, workers.num_words), dtype=np.int32)
     workers.fill([state], words)
@@ -82,13 +82,13 @@ def allowed(state: MatcherState, vocab_size: int = VOCAB_SIZE) -> set[int]:
 
 
 def accepts(grammar: CompiledGrammar, text: str) -> bool:
-    """Whether the whole text is an output: token by token, and complete at its end."""
+    """True when the whole text is an output: token by token, and complete at its end."""
     state = grammar.start(EOS)
     return all(state.advance(token_id) for token_id in ids_of(text)) and state.advance(EOS[0])
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """JSON texts of a value: every order of its properties (a grammar has one), with and without escapes."""
+    """Make JSON texts of a value: every order of its properties (a grammar has one), with and without escapes."""
     for ordered in itertools.islice(_orders(value), 200):
         for ensure_ascii in (False, True):
             text = json.dumps(ordered, ensure_ascii=ensure_ascii)

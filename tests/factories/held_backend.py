@@ -1,4 +1,4 @@
-"""A scripted backend that emits only as many steps as it is allowed, and how streams before it end."""
+"""Scripted backend that emits only as many steps as a test allows, and the ends of streams before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held(**knobs: Any) -> EmittingBackend:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, Any]:
-    """How a stream failed: code and error."""
+    """Return the code and error by which a stream failed."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call)
     return caught.value.code(), from_rpc_error(caught.value)

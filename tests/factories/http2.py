@@ -1,4 +1,4 @@
-"""One end of an HTTP/2 connection as bytes."""
+"""End of an HTTP/2 connection as bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = Limits(
 
 
 class Socket(asyncio.Transport):
-    """Whose other end reads nothing."""
+    """Socket with another end that reads nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Socket(asyncio.Transport):
 
 
 def frames_of(written: bytes | bytearray) -> Iterator[tuple[int, int, int, bytes]]:
-    """Kind, flags, stream and payload of each frame."""
+    """Return kind, flags, stream and payload of each frame."""
     data = bytes(written)
     while data:
         end = frames.FRAME_HEAD + int.from_bytes(data[:3], "big")
@@ -71,7 +71,7 @@ def frames_of(written: bytes | bytearray) -> Iterator[tuple[int, int, int, bytes
 
 
 def message(data: bytes, *, compressed: bool = False) -> bytes:
-    """A gRPC message with its head."""
+    """Make a gRPC message with its head."""
     return bytes((compressed,)) + len(data).to_bytes(4, "big") + data
 
 
@@ -105,5 +105,5 @@ class Peer:
         return [payload for *where, payload in frames_of(self.socket.written) if (where[0], where[2]) == (kind, stream)]
 
     async def given_back(self, stream: int) -> int:
-        """Bytes of window."""
+        """Return the bytes of window that were given back."""
         return sum(int.from_bytes(one, "big") for one in await self.received(frames.WINDOW_UPDATE, stream))

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """Same shape, dtype and, nearly, numbers."""
+    """Assert that shape and dtype are the same, and the numbers nearly."""
     assert found.shape == expected.shape
     assert found.dtype is expected.dtype
     limit = (tolerance or TOLERANCE[expected.dtype]) * max(1.0, float(expected.float().abs().max()))
@@ -26,7 +26,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float | None = None
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model's attention and its pool."""
+    """Sizes of a model's attention and its pool."""
 
     kv_heads: int
     group: int
@@ -52,20 +52,20 @@ shapes = st.builds(
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything about one sequence: the fused projections of all its tokens."""
+    """One sequence: the fused projections of all its tokens."""
 
     qkv_TE: Tensor
 
 
 def contexts(shape: Shape, lengths: list[int], dtype: torch.dtype, seed: int) -> list[Context]:
-    """Random projections of as many sequences."""
+    """Make random projections of as many sequences."""
     generator = torch.Generator().manual_seed(seed)
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return [Context(torch.randn(length, width, generator=generator).to(dtype)) for length in lengths]
 
 
 class Layer:
-    """One layer of a model that is nothing but attention, over a pool that is NaN where nobody has written."""
+    """One layer of a model that is nothing but attention, over a pool that is NaN where nothing was written."""
 
     def __init__(self, attention: Attention, shape: Shape, kv_dtype: torch.dtype, num_blocks: int, seed: int) -> None:
         self.shape = shape
@@ -82,7 +82,7 @@ class Layer:
         return self
 
     def step(self, chunks: dict[int, tuple[Tensor, int, int]]) -> dict[int, Tensor]:
-        """Compute rows [first, last) of each sequence, given by its projections; their outputs."""
+        """Compute rows [first, last) of each sequence from its projections; return their outputs."""
         size = self.shape.block_size
         for name, (_, _, last) in chunks.items():
             own = self._blocks.setdefault(name, [])
@@ -105,7 +105,7 @@ class Layer:
         return self._attention.forward_qkv(qkv, cos, sin, heads, 0, metadata, self.kv, scale, shape.window)
 
     def run(self, sequences: list[Context], cuts: list[list[int]]) -> list[Tensor]:
-        """All rows of each sequence, in the chunks between its cuts; step i computes the i-th chunk of every one."""
+        """Compute all rows of each sequence, in the chunks between its cuts; step i computes the i-th chunk of each."""
         spans = [list(pairwise([0, *own, len(x.qkv_TE)])) for own, x in zip(cuts, sequences, strict=True)]
         outputs: list[list[Tensor]] = [[] for _ in sequences]
         for number in range(max(map(len, spans))):

@@ -11,7 +11,7 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 
 def is_idle(load: admin_pb2.Load) -> bool:
-    """Nothing waits or runs and every block is free, or holds no more than a reusable prefix."""
+    """True when nothing waits or runs, and every block is free or holds no more than a reusable prefix."""
     free = load.kv_blocks_free + load.kv_blocks_evictable
     return load.waiting_requests == load.running_requests == load.kv_blocks_used == 0 and free == load.kv_blocks_total
 
@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 60.0
 
 
 async def wait_load(address: str, condition: Callable[[admin_pb2.Load], bool]) -> admin_pb2.Load:
-    """The first load of the process at `address` to meet `condition`. Raises TimeoutError when none does."""
+    """Wait for and return the first load of the process at `address` that meets `condition`. Raises TimeoutError."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -32,5 +32,5 @@ async def wait_load(address: str, condition: Callable[[admin_pb2.Load], bool]) -
 
 
 async def steps_of(*addresses: str) -> list[int]:
-    """Engine steps so far of each process, read when it is idle."""
+    """Return the engine steps so far of each process, read when it is idle."""
     return [(await wait_load(address, is_idle)).step for address in addresses]

@@ -11,7 +11,7 @@ Arguments = dict[str, Any]
 Draw = Callable[[Random], Arguments]
 
 HEADS: tuple[list[int], ...] = ([], [11, 12, 13, 14, 15, 16, 17, 18, 19], [*range(100, 120)])
-# So many that random text runs into one now and then.
+# So many ids that random text meets one now and then.
 ENDS = [7, 40, 93, 117, 160, 211, 250, 276, 300]
 _WARPERS: tuple[Arguments, ...] = (
     {"top_k": 0},
@@ -44,7 +44,7 @@ _PROCESSORS: tuple[Arguments, ...] = (
 
 
 def mixed_request(random: Random, extra: Mapping[str, Draw]) -> Arguments:
-    """{"prompt": ids, and arguments}, of a mode below or of the `extra` ones, which are tried twice as often."""
+    """Make {"prompt": ids, and arguments} of a mode below or of the `extra` ones, which are tried twice as often."""
     mode = random.choice([*MODES, *MODES, *extra, *extra, *extra, *extra])
     options = {**MODES, **extra}[mode](random)
     prompt = random.choice(HEADS) + [random.randint(3, 300) for _ in range(random.randint(1, 9))]
@@ -163,6 +163,6 @@ def structured(name: str) -> Draw:
 
 
 def textual(random: Random) -> Arguments:
-    """What needs a tokenizer."""
+    """Make a request of a mode that needs a tokenizer."""
     mode = random.choice([MODES["greedy"], MODES["sample"], MODES["beam"], MODES["guided"]])
     return {**random.choice([{"stop_strings": ["e", "in"]}, {"token_healing": True}]), **mode(random)}

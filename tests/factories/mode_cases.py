@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 def spread(group: str, models: tuple[str, ...], base: Arguments, variants: Iterable[Arguments]) -> list[Case]:
-    """Each variant over `base`, on models and prompts in turn, and every third on a second model."""
+    """Make a case of each variant over `base`, on models and prompts in turn, and every third on a second model."""
     cases: list[Case] = []
     for number, variant in enumerate(variants):
         turns = range(number, number + 1 + (number % 3 == 0 and len(models) > 1))
@@ -54,7 +54,7 @@ def spread(group: str, models: tuple[str, ...], base: Arguments, variants: Itera
 
 
 def over(base: Arguments, variants: Iterable[Arguments]) -> Iterator[Arguments]:
-    """Each variant on top of `base`."""
+    """Yield each variant on top of `base`."""
     return ({**base, **variant} for variant in variants)
 
 

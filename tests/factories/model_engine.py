@@ -1,4 +1,4 @@
-"""An engine over a real (tiny) model, and what a decoding mode has to keep whatever runs beside it."""
+"""Engine over a real (tiny) model, and the rule that a request's answer does not depend on others beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequence
 
 
 def load_tiny(folder: Path) -> CausalLM:
-    """The checkpoint in fp32 on one thread."""
+    """Load the checkpoint in fp32 on one thread."""
     return load_model(folder, dtype="float32", device=cpu_device())
 
 
@@ -33,7 +33,7 @@ def model_engine(
     kv_dtype: torch.dtype | None = None,
     modes: ModeRegistry = MODES,
 ) -> Engine:
-    """An engine on a pool of its own; what is read before it is written shows."""
+    """Make an engine on a pool of its own, which shows reads of unwritten places."""
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     heads = (model.config.num_kv_heads, model.config.head_dim)
     kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
@@ -41,14 +41,14 @@ def model_engine(
 
 
 def answer_alone(model: CausalLM, item: Request, modes: ModeRegistry = MODES) -> Answer:
-    """What the request gets from an idle engine."""
+    """Return the answer of an idle engine to the request."""
     return run(model_engine(model, modes=modes), item)[item.request_id]
 
 
 def check_company(
     model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig, modes: ModeRegistry = MODES
 ) -> Engine:
-    """Every request gets what it gets alone, one joining per step, and again with whatever prefixes are cached then.
+    """Check that every request gets the answer that it gets alone, one joining a step, and again with cached prefixes.
 
     The engine is returned for its counters.
     """
@@ -68,7 +68,7 @@ def check_company(
 
 
 def golden_cases(mode: str, options: Iterable[str]) -> list[Mapping[str, Any]]:
-    """The cases of a golden file whose keyword arguments are all among `options`."""
+    """Return the cases of a golden file that use only keyword arguments among `options`."""
     cases = json.loads((GOLDENS / f"{mode}.json").read_text(encoding="utf-8"))["cases"]
     known = set(options)
     return [case for case in cases if case["kwargs"].keys() <= known]

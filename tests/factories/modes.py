@@ -47,7 +47,7 @@ _SCHEDULES = {
 
 
 def load_service(folder: Path, **config: Any) -> LoadedModel:
-    """A folder as the service loads it, in float32, one thread."""
+    """Load a folder as the service does, in float32, on one thread."""
     own = {"kv_memory": "1MiB", "threads": 1, "dtype": "float32", "tune_seconds": 0.0}
     settings = {"model": str(folder), **own, **config}
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def load_service(folder: Path, **config: Any) -> LoadedModel:
 
 
 def to_message(prompt: Iterable[int], arguments: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
-    """generate()'s arguments in our words; those that it does not have are named as in our API."""
+    """Turn generate()'s arguments into a message; options that it does not have are named as in our API."""
     given = {name: value for name, value in arguments.items() if value is not None}
     message = generation_pb2.GenerateRequest(prompt_token_ids=list(prompt))
     ends = given.pop("eos_token_id", [])
@@ -82,7 +82,7 @@ def _runs(runs: Iterable[Iterable[int]]) -> list[common_pb2.TokenIds]:
 
 
 def _value(name: str, value: Any) -> Any:
-    """An argument as the field of its name takes it."""
+    """Return an argument in the form of its field."""
     match name:
         case "early_stopping":
             return _EARLY_STOPPING[value]
@@ -125,8 +125,8 @@ def _constraint(entry: Mapping[str, Any]) -> config_pb2.DecodingConstraint:
 
 
 def prepare(loaded: LoadedModel, message: generation_pb2.GenerateRequest) -> Request:
-    """What the servicer makes of a message; constraints are the demo tokenizer's. Raises what it refuses it with."""
-    # Everything in it that only moves bytes is left out.
+    """Prepare a message as the servicer does; constraints are the demo tokenizer's. Raises the servicer's errors."""
+    # The parts of it that only move bytes are left out.
     parts = dict.fromkeys((part.name for part in dataclasses.fields(GenerationCore)), None)
     core = GenerationCore(**(parts | {"loaded": loaded, "limits": RequestLimits()}))  # type: ignore[arg-type]
     command = to_generate_options(message)
@@ -148,7 +148,7 @@ class Row:
 
 
 class RecordingSampler(Sampler):
-    """Keeps logits and processed scores of every row it is asked to draw from."""
+    """Sampler that keeps logits and processed scores of every row that it draws from."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, cpu_device().sampling_kernels())
@@ -169,7 +169,7 @@ def _mask_workers(vocab_size: int) -> MaskWorkers:
 
 
 def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampler | None = None) -> Engine:
-    """An engine with a pool of its own: what is read from it before it is written shows as NaN."""
+    """Make an engine with a pool of its own: reads of unwritten places give NaN."""
     model = loaded.model
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.kv.dtype)
@@ -196,7 +196,7 @@ class Generated:
 def generate(
     loaded: LoadedModel, prompt: Iterable[int], arguments: Mapping[str, Any], *, record: bool = False
 ) -> Generated:
-    """Alone on an engine of its own, to its end; every block is free then."""
+    """Run a request alone on an engine of its own to its end; check that every block is free then."""
     request = prepare(loaded, to_message(prompt, arguments))
     sampler = RecordingSampler(loaded.model.device) if record else None
     engine = new_engine(loaded, sampler=sampler)

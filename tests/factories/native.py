@@ -31,7 +31,7 @@ def cache_home() -> Path:
 
 @functools.cache
 def _obstacle() -> str | None:
-    """Why there are no kernels; None when they are loaded."""
+    """Reason for which there are no kernels; None when they are loaded."""
     cache = cache_home() / "penstock"
     cache.mkdir(parents=True, exist_ok=True)
     try:
@@ -45,13 +45,13 @@ def _obstacle() -> str | None:
 
 
 def use_native() -> None:
-    """Load the kernels, or skip the test and say why."""
+    """Load the kernels, or skip the test with the reason."""
     if (obstacle := _obstacle()) is not None:
         pytest.skip(obstacle)
 
 
 def use_instruction_set(name: str) -> Iterator[None]:
-    """For the body of a fixture: the kernels of one instruction set, or a skipped test."""
+    """Use the kernels of one instruction set in a fixture's body, or skip the test."""
     use_native()
     if native_bound() not in (None, name):
         pytest.skip(f"ATEN_CPU_CAPABILITY keeps this run from {name}")

@@ -16,36 +16,36 @@ from penstock.generation.weights.files import PACKED_FILE, parse_header
 
 
 def use_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penstock finds the tests' kernels, or the test is skipped."""
+    """Make Penstock find the tests' kernels, or skip the test."""
     use_native()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home()))
 
 
 def native_device() -> CPUDevice:
-    """With the kernels."""
+    """Make a device with the kernels."""
     device = CPUDevice()
     device.start(kernels="native")
     return device
 
 
 def packed(folder: Path, output: Path, **options: Any) -> Path:
-    """`output`, with the model of `folder`."""
+    """Pack the model of `folder` into `output` and return it."""
     assert packing.pack(folder, output, **options).path == output / PACKED_FILE
     return output
 
 
 def load(folder: Path, **options: str) -> CausalLM:
-    """On the kernels."""
+    """Load the folder on the kernels."""
     return load_model(folder, device=native_device(), **options)  # type: ignore[arg-type]
 
 
 def read(folder: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin."""
+    """Read the header, and the offset at which the tensors begin."""
     return parse_header((folder / PACKED_FILE).read_bytes())
 
 
 def rewrite(folder: Path, header: dict[str, Any]) -> None:
-    """Another header of the same length."""
+    """Write another header of the same length."""
     path = folder / PACKED_FILE
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")

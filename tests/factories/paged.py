@@ -1,4 +1,4 @@
-"""The smallest engine: runs sequences over a paged pool in whatever chunks and batches a test asks for."""
+"""Smallest engine: it runs sequences over a paged pool in the chunks and batches that a test asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class PagedSequence:
-    """Tokens, how many of them are computed, and their blocks."""
+    """Tokens, the number of them that are computed, and their blocks."""
 
     token_ids: list[int]
     computed: int = 0
@@ -25,13 +25,15 @@ class PagedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return len(self.token_ids) - self.computed
 
 
 class PagedDriver:
-    """Blocks are handed out in random order and never freed; a new pool is full of NaN, so that reading a slot before
-    it is written shows."""
+    """Engine that hands blocks out in random order and never frees them.
+
+    A new pool is full of NaN, which shows reads of unwritten slots.
+    """
 
     def __init__(
         self, model: CausalLM, *, num_blocks: int, block_size: int, seed: int = 0, kv_dtype: torch.dtype | None = None
@@ -54,7 +56,7 @@ class PagedDriver:
         self.random.shuffle(self._free)
 
     def take_blocks(self, count: int) -> list[int]:
-        """Blocks for a sequence, for a test that shares them."""
+        """Take blocks for a sequence, for a test that shares them."""
         return [self._free.pop() for _ in range(count)]
 
     def step(self, work: Sequence[tuple[PagedSequence, int]]) -> None:
@@ -74,13 +76,13 @@ class PagedDriver:
             sequence.computed += count
 
     def prefill(self, sequences: Sequence[PagedSequence], max_chunk: int) -> None:
-        """Compute everything that is there, in random chunks of random mixes of the sequences."""
+        """Compute all tokens that are there, in random chunks of random mixes of the sequences."""
         while pending := [sequence for sequence in sequences if sequence.left]:
             chosen = self.random.sample(pending, self.random.randint(1, len(pending)))
             self.step([(s, self.random.randint(1, min(s.left, max_chunk))) for s in chosen])
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int, max_chunk: int) -> list[list[int]]:
-        """Continuations of all prompts, those still in their prompt mixed with those that decode."""
+        """Continue all prompts, with sequences still in their prompt beside others that decode."""
         sequences = [PagedSequence(list(prompt)) for prompt in prompts]
         wanted = [len(prompt) + new_tokens for prompt in prompts]
         while pending := [s for s, length in zip(sequences, wanted, strict=True) if len(s.token_ids) < length]:

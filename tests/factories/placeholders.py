@@ -1,4 +1,4 @@
-"""Arguments that name ids by where they come up in an answer. No transformers: the golden tool uses it too."""
+"""Arguments that name ids by their place in an answer. No transformers: the golden tool uses it, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of either transport with nothing around it: no service, no credentials, no drain."""
+"""Server of either transport with nothing around it: no service, no credentials, no drain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 
 def plain_server(transport: Any, port: int) -> Server:
-    """It will listen at `port` (0: a free one) of the loopback address."""
+    """Make a server that will listen at `port` (0: a free one) of the loopback address."""
     config = ServerConfig(transport=transport, port=port)
     most = config.max_concurrent_rpcs
     calls = CallInterceptor(GrpcServerMetrics(CollectorRegistry()), tokens=None, max_concurrent_rpcs=most)

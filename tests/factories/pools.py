@@ -1,4 +1,4 @@
-"""KV pools whose unwritten places show."""
+"""KV pools that show reads of unwritten places."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.generation.attention.kv_cache import KVCachePool
 def unwritten_pool(
     layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVCachePool:
-    """A pool on the CPU that gives NaN to whoever reads what was not written."""
+    """Make a pool on the CPU that gives NaN where nothing was written."""
     kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"))
     spoil(kv)
     return kv

@@ -9,7 +9,7 @@ from penstock.generation.core.sampling_params import SamplingParams
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LogitsProcessorList, WatermarkingConfig
 
-# Named alike on both sides, with a value that means "off" on ours.
+# Options with the same name on both sides -> the value that means "off" on ours.
 _ALIKE: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -38,7 +38,7 @@ class ReferenceProcessors(GenerationMixin):
         self.config = LlamaConfig(vocab_size=vocab_size)
 
     def of(self, params: SamplingParams, prompt: list[int]) -> LogitsProcessorList:
-        """The list that generate() would run for these options and this prompt."""
+        """Make the list that generate() would run for these options and this prompt."""
         config = GenerationConfig(
             do_sample=params.do_sample,
             max_length=len(prompt) + params.max_new_tokens,
@@ -48,7 +48,7 @@ class ReferenceProcessors(GenerationMixin):
         )
         for name, off in _ALIKE.items():
             if getattr(params, name) == off:
-                # generate's own defaults differ: top_k is 50.
+                # generate()'s own defaults differ: top_k is 50.
                 setattr(config, name, None)
         eos = params.eos_token_ids
         config._eos_token_tensor = torch.tensor(eos) if eos else None
@@ -63,7 +63,7 @@ class ReferenceProcessors(GenerationMixin):
 
 
 def _converted(params: SamplingParams) -> dict[str, Any]:
-    """Options that transformers writes in other types."""
+    """Convert options to the types that transformers takes."""
     options: dict[str, Any] = {}
     if params.sequence_bias:
         options["sequence_bias"] = [[list(ids), bias] for ids, bias in params.sequence_bias.items()]

@@ -1,4 +1,4 @@
-"""Every rule that refuses a request: what is sent, and the field that the refusal names."""
+"""Rules that refuse a request, all of them: the request, and the field that the refusal names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def phrase(*token_ids: int) -> config_pb2.DecodingConstraint:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One rule: the request's messages, and what the refusal says."""
+    """One rule: the request's messages, and the refusal's text."""
 
     path: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -65,12 +65,12 @@ class Refusal:
 
 
 def option(name: str, *values: Any, **also: Any) -> list[Refusal]:
-    """An option that none of `values` is possible for, beside `also`."""
+    """Make a rule for an option for which none of `values` is possible, beside `also`."""
     return [Refusal(f"config.{name}", {**also, name: value}) for value in values]
 
 
 def combination(path: str, **config: Any) -> Refusal:
-    """Options that are possible each but not together."""
+    """Make a rule for options that are possible each but not together."""
     return Refusal(f"config.{path}", config)
 
 
@@ -252,7 +252,7 @@ OTHERS: list[Refusal] = [
     Refusal("constraint.choice", constraint={"choice": config_pb2.Choices(values=["a", "a"])}),
 ]
 REFUSALS: list[Refusal] = [*VALUES, *NESTED, *COMBINATIONS, *OTHERS]
-# Fields that every value of is possible, each alone or with others that a combination above refuses.
+# Fields for which every value is possible, alone or with others that a combination above refuses.
 ALWAYS_POSSIBLE = {
     "min_new_tokens",
     "min_length",

@@ -1,4 +1,4 @@
-"""A router in this process, before scripted backends and a real tokenizer in a process of its own."""
+"""Router in this process, before scripted backends and a real tokenizer in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 # Time that a condition has to come true; the tests end as soon as it does.
 PATIENCE_SECONDS = 60.0
-# Quick to retry: what a test waits for should take milliseconds. Slow to give up: the machine may be busy.
+# Quick to retry: a test should wait milliseconds. Slow to give up: the machine may be busy.
 QUICK: dict[str, Any] = {
     "start_timeout_seconds": PATIENCE_SECONDS,
     "connect_timeout_seconds": PATIENCE_SECONDS,
@@ -46,20 +46,20 @@ def tokenizer_address() -> str:
 
 @functools.cache
 def tokenizer_fingerprint() -> str:
-    """What a backend must report to be used with that tokenizer."""
+    """Fingerprint that a backend must report to be used with that tokenizer."""
     with grpc.insecure_channel(tokenizer_address()) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         return str(stub.GetTokenizer(tokenizer_pb2.GetTokenizerRequest()).tokenizer_fingerprint)
 
 
 def backend(**knobs: Any) -> EmittingBackend:
-    """A scripted backend whose model belongs to the shared tokenizer."""
+    """Make a scripted backend with a model that belongs to the shared tokenizer."""
     knobs.setdefault("fingerprint", tokenizer_fingerprint())
     return EmittingBackend(**knobs)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody announces."""
+    """Poll until `condition` holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -75,17 +75,17 @@ class Router:
     registry: CollectorRegistry
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The one-shot decode that streamed text must equal."""
+        """Decode at once, which streamed text must equal."""
         request = tokenizer_pb2.DecodeRequest(sequences=[common_pb2.TokenIds(ids=ids)])
         return str((await self.tokenizer.Decode(request)).texts[0])
 
     async def encode(self, text: str) -> list[int]:
-        """Ids of `text`, control tokens parsed."""
+        """Encode `text`, control tokens parsed."""
         answer = await self.tokenizer.Encode(tokenizer_pb2.EncodeRequest(texts=[text], parse_special_tokens=True))
         return list(answer.encodings[0].ids)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric; 0 when it was never touched."""
+        """Return the value of a metric; 0 when it was never set."""
         return self.registry.get_sample_value(f"penstock_router_{name}", labels) or 0.0
 
     async def until(self, name: str, value: float, **labels: str) -> None:
@@ -97,7 +97,7 @@ class Router:
 async def running_router(
     *backends: EmittingBackend, tokenizer: str | tuple[str, ...] = "", resolver: Any = None, **settings: Any
 ) -> AsyncIterator[Router]:
-    """A router that is ready, before backends that are listening already."""
+    """Run a ready router before backends that listen already."""
     addresses = settings.pop("backend", tuple(one.address for one in backends))
     tokenizers = (tokenizer or tokenizer_address(),) if isinstance(tokenizer, str) else tokenizer
     quick = {**QUICK, "transport": os.environ.get("PENSTOCK_TEST_TRANSPORT", RouterConfig.transport)}
@@ -112,7 +112,7 @@ async def running_router(
         text: Any = text_pb2_grpc.TextServiceStub(channel)
         router = Router(server, text, tokenizer_pb2_grpc.TokenizerServiceStub(tokenizer_channel), registry)
         if resolver is None:
-            # The router is ready with its first backend; a test that has two wants both.
+            # The router is ready with its first backend; a test with two needs both.
             refused = {one.address for one in backends if one.fingerprint != tokenizer_fingerprint()}
             for address in addresses:
                 await router.until("backend_up", float(address not in refused), backend=address)
@@ -121,7 +121,7 @@ async def running_router(
 
 @dataclass
 class Answer:
-    """Everything a stream said."""
+    """All messages of a stream."""
 
     deltas: list[Any] = field(default_factory=list)
     _started: generation_pb2.Started | None = None
@@ -166,7 +166,7 @@ class Answer:
 
 
 async def collect(call: Any, on_delta: Callable[[Answer], Any] | None = None) -> Answer:
-    """Read a stream to its end; `on_delta` is awaited after each delta. Raises what the stream raises."""
+    """Read a stream to its end; `on_delta` is awaited after each delta. Raises the stream's error."""
     answer = Answer()
     async for response in call:
         answer.add(response)
@@ -177,10 +177,10 @@ async def collect(call: Any, on_delta: Callable[[Answer], Any] | None = None) ->
 
 
 def generate(text: str = "Hello", **fields: Any) -> text_pb2.GenerateTextRequest:
-    """A Generate request."""
+    """Make a Generate request."""
     return text_pb2.GenerateTextRequest(text=text, **fields)
 
 
 def chat(text: str = "Hello", **fields: Any) -> text_pb2.ChatRequest:
-    """A Chat request with one user message."""
+    """Make a Chat request with one user message."""
     return text_pb2.ChatRequest(messages=[tokenizer_pb2.Message(role="user", content=text)], **fields)

@@ -1,4 +1,4 @@
-"""The kernels of a run of the tests: by PENSTOCK_KERNELS, which the services that the tests start read as well."""
+"""Kernels of a run of the tests: by PENSTOCK_KERNELS, which the services that the tests start read as well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _devices: list[CPUDevice] = []
 
 
 def cpu_device() -> CPUDevice:
-    """The CPU on one thread, with the kernels of this run; asked for by name and not built, they are an error."""
+    """Make the CPU device on one thread, with this run's kernels; kernels that are named but not built are an error."""
     if not _devices:
         device = CPUDevice()
         device.start(num_threads=1, kernels=KERNELS)
@@ -27,10 +27,10 @@ def cpu_device() -> CPUDevice:
 
 
 def new_sampler() -> Sampler:
-    """A sampler that knows no sequence."""
+    """Make a sampler without sequences."""
     return Sampler(torch.device("cpu"), cpu_device().sampling_kernels())
 
 
 def new_runner(model: CausalLM, kv: KVCachePool, **options: Any) -> ModelRunner:
-    """A runner that samples with the kernels of this run."""
+    """Make a runner that samples with the kernels of this run."""
     return ModelRunner(model, kv, kernels=cpu_device().sampling_kernels(), **options)

@@ -1,4 +1,4 @@
-"""Batches of sequences with any mix of sampling options, and what is drawn for them by the definition."""
+"""Batches of sequences with any mix of sampling options, and the tokens that the definition draws for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ VOCAB = 40_009
 
 
 def logits(rows: int, seed: int, vocab: int = VOCAB, scale: float = 4.0) -> Tensor:
-    """bf16 values, as a bf16 model gives: full of ties."""
+    """Make logits of bf16 values, as of a bf16 model: full of ties."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, vocab, generator=generator) * scale).to(torch.bfloat16).float()
 
 
 def random_params(rng: random.Random, **fixed: Any) -> SamplingParams:
-    """Any mix of options, each on or off."""
+    """Make a random mix of options, each on or off."""
     options: dict[str, Any] = {
         "do_sample": rng.random() < 0.85,
         "temperature": rng.choice([1.0, 0.7, 0.2, 1.9, 0.0]),
@@ -44,7 +44,7 @@ def random_params(rng: random.Random, **fixed: Any) -> SamplingParams:
 
 
 def random_batch(rng: random.Random, rows: int, **fixed: Any) -> list[Sequence]:
-    """Sequences with prompts and outputs of some tokens."""
+    """Make sequences with prompts and outputs of some tokens."""
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(count)]
@@ -56,7 +56,7 @@ def random_batch(rng: random.Random, rows: int, **fixed: Any) -> list[Sequence]:
 
 
 def expected_draw(scores_V: Tensor, one: Sequence) -> int:
-    """Inverse CDF over the processed probabilities in the order of token ids."""
+    """Draw by the inverse CDF over the processed probabilities in the order of token ids."""
     if not one.params.do_sample or one.params.temperature == 0.0:
         return int(scores_V.argmax())
     cumulative = scores_V.double().softmax(-1).cumsum(-1)

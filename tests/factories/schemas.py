@@ -1,4 +1,4 @@
-"""Twenty JSON schemas of many kinds, whose documents are short."""
+"""Twenty JSON schemas of many kinds with short documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def closed(properties: dict[str, Any], required: list[str] | None = None, **more: Any) -> dict[str, Any]:
-    """An object of these properties and no others, all required unless said otherwise."""
+    """Make the schema of an object with these properties and no others, all required unless `required` is set."""
     names = list(properties) if required is None else required
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False, **more}
 

@@ -9,14 +9,14 @@ from penstock.generation.core.sequence import Sequence
 
 
 def params(**options: Any) -> SamplingParams:
-    """Options that only differ from "off" where named."""
+    """Make options that differ from "off" only where named."""
     return SamplingParams(**{"max_new_tokens": 1 << 20, **options})
 
 
 def sequence(
     prompt: list[int], options: SamplingParams, *, seq_id: int = 0, output: list[int] | None = None
 ) -> Sequence:
-    """A sequence with its prompt and output so far."""
+    """Make a sequence with its prompt and output so far."""
     return Sequence(
         seq_id=seq_id,
         index=0,

@@ -1,4 +1,4 @@
-"""A GenerationService session from the caller's side."""
+"""Session of GenerationService from the caller's side."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Session:
         return [token for event in self.events(request_id) for token in event.delta.token_ids]
 
     def rows(self, handle: int) -> list[tuple[int, int]]:
-        """seq and id of every token that was told by `handle`."""
+        """Return seq and id of every token with the handle `handle`."""
         tokens = [event.tokens for message in self.messages for event in message.events]
         rows = [row for one in tokens for row in zip(one.handles, one.seqs, one.token_ids, strict=True)]
         return [(seq, token_id) for number, seq, token_id in rows if number == handle]

@@ -1,4 +1,4 @@
-"""The source tree as its rules see it: modules, their imports, and the rooms of docs/learn/rooms.md in order."""
+"""Source tree for its rules: modules, their imports, and the rooms of docs/learn/rooms.md in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rooms() -> list[Room]:
 
 
 def room_of(module: str) -> Room | None:
-    """The room of `module` (without `penstock.`): the one with the longest name that it lies in."""
+    """Find the room of `module` (without `penstock.`): the one with the longest name that it lies in."""
     found = [room for room in rooms() if module == room.name or module.startswith(room.name + ".")]
     return max(found, key=lambda room: len(room.name), default=None)
 

@@ -25,9 +25,9 @@ _reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A free loopback port that the kernel chooses for nobody else while this process lives.
+    """Find a free loopback port that the kernel chooses for no other process while this one lives.
 
-    Bound, it is left out; not listening, it can be opened by any server that reuses addresses, as ours do.
+    A bound port is not chosen; since it does not listen, a server that reuses addresses, as ours do, can open it.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,12 +66,12 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Where its gRPC server listens."""
+        """Address at which its gRPC server listens."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def metrics_address(self) -> str:
-        """Where it serves metrics."""
+        """Address at which it serves metrics."""
         return f"127.0.0.1:{self.metrics_port}"
 
     def wait_ready(self) -> None:
@@ -79,24 +79,24 @@ class Process:
         wait_serving(self.address, self)
 
     def output(self) -> str:
-        """What it wrote so far."""
+        """Return its output so far."""
         return self.log.read_text(errors="replace")
 
     def terminate(self, timeout: float = 130.0) -> int:
-        """SIGTERM, wait, and return the exit code."""
+        """Send SIGTERM, wait, and return the exit code."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL and wait."""
+        """Send SIGKILL and wait."""
         self.popen.kill()
         self.popen.wait()
 
 
 _FIXED = {
-    # How prompts are cut, and with it the last bits of what the model gives, is the same on every machine.
+    # The cut of prompts, and with it the last bits of the logits, must be the same on every machine.
     "PENSTOCK_TUNE_SECONDS": "0",
-    # What a busy machine makes slow is not refused or cut off for it.
+    # A request that a busy machine makes slow must not be refused or cut off.
     "PENSTOCK_TEMPLATE_TIMEOUT_SECONDS": "60",
     "PENSTOCK_CONSTRAINT_COMPILE_SECONDS": "60",
     "PENSTOCK_DRAIN_GRACE_SECONDS": "120",
@@ -111,7 +111,7 @@ def start(
 ) -> Process:
     """Start `penstock serve [ROLE]` on free ports; does not wait for it to be ready. No role: the whole tree.
 
-    `program`: what Python runs in place of `penstock`.
+    `program`: the program that Python runs in place of `penstock`.
     """
     port, metrics_port = free_port(), free_port()
     name = role or "serve"
@@ -119,7 +119,7 @@ def start(
     command = [sys.executable, *program, "serve", *([role] if role else [])]
     command += ["--port", str(port), "--metrics-port", str(metrics_port), *flags]
     if threading.current_thread() is threading.main_thread():
-        # It dies with the thread that started it: the main one is there as long as the tests or the benchmark are.
+        # It dies with the thread that started it: the main one lives as long as the tests or the benchmark.
         command += ["--parent-pid", str(os.getpid())]
     with log.open("wb") as out:
         popen = subprocess.Popen(
@@ -130,7 +130,7 @@ def start(
 
 @dataclass(slots=True)
 class Stack:
-    """Tokenizer, generation × `backends` and router as processes, ready on entry, gone on exit."""
+    """Stack of tokenizer, generation × `backends` and router as processes, ready on entry, gone on exit."""
 
     backends: int = 1
     model: Path | None = None
@@ -166,11 +166,11 @@ class Stack:
 
     @property
     def address(self) -> str:
-        """The router's address: what a client connects to."""
+        """Address of the router, which clients connect to."""
         return self.router.address
 
     def stop(self) -> None:
-        """Kill what is still running."""
+        """Kill processes that still run."""
         for process in self.processes:
             if process.popen.poll() is None:
                 process.kill()

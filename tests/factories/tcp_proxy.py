@@ -1,4 +1,4 @@
-"""A TCP relay that can be cut and frozen: what a service looks like when its machine goes away."""
+"""TCP relay that can be cut and frozen, like a service on a machine that goes away."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 
 
 class TcpProxy:
-    """`async with TcpProxy(address) as proxy: connect to proxy.address`."""
+    """Relay; `async with TcpProxy(address) as proxy`, then connect to `proxy.address`."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -63,7 +63,7 @@ class TcpProxy:
             writer.transport.abort()
             return
         if self._server is not accepting:
-            # Cut meanwhile.
+            # The connection was cut meanwhile.
             for half in (writer, far_writer):
                 half.transport.abort()
             return

@@ -1,4 +1,4 @@
-"""A real server around the least of services: for tests of what is common to all."""
+"""Server around a minimal service, for tests of the parts that all services share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "penstock.v1.TokenizerService"
 
 
 class Servicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Behaves as the `model` field says."""
+    """Servicer that behaves as the `model` field says."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -44,7 +44,7 @@ class Servicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def GetDecodeTable(
         self, request: pb.GetDecodeTableRequest, context: Any
     ) -> AsyncIterator[pb.GetDecodeTableResponse]:
-        """Twenty messages with a piece of so many bytes: the model is "SIZE", "SIZE wait" or "SIZE refuse"."""
+        """Send twenty messages with a piece of so many bytes: the model is "SIZE", "SIZE wait" or "SIZE refuse"."""
         size, *then = request.model.split()
         try:
             for place in range(20):
@@ -70,7 +70,7 @@ class Servicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 
 class TinyService:
-    """The least that Service asks for."""
+    """Minimal implementation of Service."""
 
     name = "tokenizer"
     grpc_services = (NAME,)
@@ -103,14 +103,14 @@ class TinyService:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedConfig(ServerConfig):
-    """Served by the transport that it names, whatever PENSTOCK_TEST_TRANSPORT does."""
+    """Configuration that is served by its own transport, whatever PENSTOCK_TEST_TRANSPORT is."""
 
 
 AsyncioConfig = partial(FixedConfig, transport="asyncio")
 
 
 def _on_wanted_transport(config: ServerConfig) -> ServerConfig:
-    """`config`, on the transport that PENSTOCK_TEST_TRANSPORT names."""
+    """Return `config` with the transport of PENSTOCK_TEST_TRANSPORT."""
     wanted: Any = os.environ.get("PENSTOCK_TEST_TRANSPORT")
     return dataclasses.replace(config, transport=wanted) if wanted and type(config) is ServerConfig else config
 
@@ -119,7 +119,7 @@ def _on_wanted_transport(config: ServerConfig) -> ServerConfig:
 async def tiny(
     config: ServerConfig | None = None, channel: ChannelConfig | None = None
 ) -> AsyncIterator[tuple[TinyService, RunningServer, Any]]:
-    """(service, running server, stub) on a free port."""
+    """Yield (service, running server, stub) on a free port."""
     service = TinyService()
     async with (
         serve_in_process(service, _on_wanted_transport(config or ServerConfig())) as running,

@@ -1,4 +1,4 @@
-"""Sessions' plain tokens as rows of SessionTokens, as the generation service tells them."""
+"""Plain tokens of sessions as rows of SessionTokens, in the generation service's own form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.v1 import generation_pb2
 def in_rows(
     message: generation_pb2.SessionResponse, handles: Mapping[tuple[str, int], int]
 ) -> generation_pb2.SessionResponse:
-    """`message` with rows in place of the plain deltas of requests (id and epoch) that have a handle."""
+    """Return `message` with rows in place of the plain deltas of requests (id and epoch) that have a handle."""
     told = generation_pb2.SessionResponse(step=message.step)
     for event in message.events:
         handle = handles.get((event.request_id, event.attempt_epoch), 0)
@@ -27,5 +27,5 @@ def in_rows(
 
 
 def _is_plain(delta: generation_pb2.TokenDelta) -> bool:
-    """Whether it is one token of sequence 0 and nothing else."""
+    """True when it is one token of sequence 0 and nothing else."""
     return len(delta.token_ids) == 1 and delta == generation_pb2.TokenDelta(seq=delta.seq, token_ids=delta.token_ids)

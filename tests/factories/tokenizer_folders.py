@@ -22,7 +22,7 @@ CHAT_CONTROLS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|im_sta
 
 @cache
 def bundle_of(folder: Path) -> TokenizerBundle:
-    """As the service loads it, in this process."""
+    """Load a bundle as the service does, in this process."""
     return load(folder)
 
 
@@ -32,14 +32,14 @@ def demo_vocabulary() -> Vocabulary:
 
 
 def vocabulary_of(tokenizer: Tokenizer, special_tokens: dict[str, str] | None = None, **options: Any) -> Vocabulary:
-    """A vocabulary without a folder."""
+    """Make a vocabulary without a folder."""
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     settings = {"id_limit": size, "special_tokens": special_tokens or {}, "templates": {}, **options}
     return Vocabulary(TokenizerBundle(backend=tokenizer.to_str(), **settings))
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """In Llama 2's manner: byte tokens, a word-boundary mark, <s> and </s> inside the vocabulary."""
+    """Make a tokenizer like Llama 2's: byte tokens, a word-boundary mark, <s> and </s> inside the vocabulary."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [
         "▁",
@@ -78,7 +78,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def unigram_tokenizer() -> Tokenizer:
-    """Pieces with scores, in which <s> and </s> are pieces like any other until they are kept apart."""
+    """Make a tokenizer of pieces with scores; <s> and </s> are pieces like any other until they are kept apart."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -3.0), ("hello", -4.0), ("world", -4.0)]
     pieces += [(letter, -6.0) for letter in "abcdefghijklmnopqrstuvwxyz<>/|."]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -89,7 +89,7 @@ def unigram_tokenizer() -> Tokenizer:
 
 
 def word_piece_tokenizer() -> Tokenizer:
-    """In BERT's manner; control tokens are words of the vocabulary."""
+    """Make a tokenizer like BERT's; control tokens are words of the vocabulary."""
     words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "hello", "world", "##s", ".", ",", "'", "s", "[", "]", "sep", "cls"]
     tokenizer = Tokenizer(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
@@ -110,7 +110,7 @@ def detokenizers_of(vocabulary: Vocabulary) -> DetokenizerFactory:
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], template: str = "") -> Path:
-    """A model folder with a tokenizer and nothing else."""
+    """Write a model folder with a tokenizer and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
@@ -121,7 +121,7 @@ def write_folder(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], tem
 
 
 def conformance_data() -> Path:
-    """The folder with real tokenizers; skips the test where it is absent."""
+    """Find the folder with real tokenizers; skip the test where it is absent."""
     folder = (ROOT / os.environ.get("PENSTOCK_CONFORMANCE_DATA", "../shared/data")).resolve()
     if not (folder / "tokenizers").is_dir():
         pytest.skip(f"no real tokenizers in {folder} (PENSTOCK_CONFORMANCE_DATA)")

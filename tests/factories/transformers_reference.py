@@ -1,4 +1,4 @@
-"""What the installed transformers does for the same arguments: ids, beam scores, scores that tokens are drawn from."""
+"""Results of the installed transformers for the same arguments: ids, beam scores, scores of the draws."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import (
     StopStringCriteria,
 )
 
-# No token of any model, so that padding can be told from an answer; nothing that is padded is computed further.
+# No token of any model, so that padding differs from answers; padded sequences are not computed further.
 PADDING = 1 << 30
-# Names of ours that generate() knows by another, or not at all.
+# Our names of options that have another name in generate(), or none.
 _OURS = ("seed", "allowed_token_ids", "allowed_token_trie", "stop_token_ids", "assistant_model", "ignore_eos")
 
 
 class StopOnRun(StoppingCriteria):
-    """Ends a sequence on one of the runs of ids, within its new tokens."""
+    """Criterion that ends a sequence on one of the runs of ids, within its new tokens."""
 
     def __init__(self, runs: Iterable[list[int]], prompt_tokens: int) -> None:
         self.runs = list(runs)
@@ -33,7 +33,7 @@ class StopOnRun(StoppingCriteria):
 
 
 def to_arguments(prompt: list[int], arguments: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """`arguments` (JSON's types, our names) as generate() takes them. `extra`: assistant, tokenizer."""
+    """Convert `arguments` (JSON's types, our names) for generate(). `extra`: assistant, tokenizer."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if name not in _OURS}
     if "sequence_bias" in given:
         given["sequence_bias"] = {tuple(ids): bias for ids, bias in given["sequence_bias"]}
@@ -49,7 +49,7 @@ def to_arguments(prompt: list[int], arguments: Mapping[str, Any], **extra: Any) 
 
 
 def _allowed(prompt_tokens: int, arguments: Mapping[str, Any]) -> Callable[[int, torch.Tensor], list[int]]:
-    """The function that our declarative forms stand for."""
+    """Make the function that our declarative forms stand for."""
     if "allowed_token_ids" in arguments:
         return lambda batch, input_ids: arguments["allowed_token_ids"]
 
@@ -64,7 +64,7 @@ def _allowed(prompt_tokens: int, arguments: Mapping[str, Any]) -> Callable[[int,
 def reference_answer(
     model: PreTrainedModel, prompt: list[int], arguments: Mapping[str, Any], **extra: Any
 ) -> tuple[list[list[int]], list[float] | None]:
-    """New ids of every returned sequence, up to its end, and the beam scores in beam modes."""
+    """Generate the new ids of every returned sequence, up to its end, and the beam scores in beam modes."""
     given = {"do_sample": False, "pad_token_id": PADDING, **to_arguments(prompt, arguments, **extra)}
     with torch.no_grad():
         answer = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **given)
@@ -74,13 +74,13 @@ def reference_answer(
 
 
 def without_padding(row: list[int]) -> list[int]:
-    """`row` up to its end."""
+    """Return `row` up to its end."""
     return row[: row.index(PADDING)] if PADDING in row else row
 
 
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, contexts: list[list[int]]) -> torch.Tensor:
-    """transformers' logits (N, V), float32, after each of N contexts of the same length."""
+    """Compute transformers' logits (N, V), float32, after each of N contexts of the same length."""
     return model(torch.tensor(contexts)).logits[:, -1].float()
 
 
@@ -106,11 +106,11 @@ class ReferenceScores:
 
     @torch.no_grad()
     def process(self, contexts: list[list[int]], logits_NV: torch.Tensor) -> torch.Tensor:
-        """The scores (N, V) that its processors make of `logits_NV`; log-probabilities first in beam modes."""
+        """Return the processed scores (N, V) of `logits_NV`; in beam modes log-probabilities are processed."""
         scores_NV = logits_NV.log_softmax(-1) if self.num_rows > 1 else logits_NV.clone()
         processed_NV: torch.Tensor = self._processors(torch.tensor(contexts), scores_NV)
         return processed_NV
 
     def stops(self, context: list[int]) -> bool:
-        """Whether a sequence with these ids, prompt first, has ended."""
+        """True when a sequence with these ids, prompt first, has ended."""
         return bool(self._criteria(torch.tensor([context]), None).item())

@@ -1,4 +1,4 @@
-"""A server of one transport and a channel of the same to it, without anything of a service around them."""
+"""Server of one transport with a channel of the same to it, and no service around them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Handle = Callable[[Any, Any], Any]
 
 
 class Servicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """Each test says what its methods do."""
+    """Servicer with methods that each test sets."""
 
     def __init__(self) -> None:
         self.handle: Handle = lambda request, _: same(request)
@@ -67,7 +67,7 @@ class Setting:
         return self.transport.make_server(config, max_calls=max_calls, wrap=self.calls.wrap, shares_port=False)
 
     def open_channel(self, port: int = 0) -> contextlib.AbstractAsyncContextManager[Channel]:
-        """To the server, or to another one at `port`."""
+        """Open a channel to the server, or to another one at `port`."""
         address = f"127.0.0.1:{port or self.port}"
         return self.transport.open_channel(address, ChannelConfig(), connect_timeout_seconds=60.0)
 
@@ -85,5 +85,5 @@ class Setting:
 
 
 async def same(request: pb.GetTokenizerRequest) -> pb.GetTokenizerResponse:
-    """Answers with the model that was asked for."""
+    """Answer with the model of the request."""
     return pb.GetTokenizerResponse(model=request.model)

@@ -1,4 +1,4 @@
-"""A health service that says when somebody watches it."""
+"""Health service that reports when it is watched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpc_health.v1._async import HealthServicer
 
 
 class WatchedHealth(HealthServicer):
-    """`on_watch` is awaited before a watch begins."""
+    """Servicer that awaits `on_watch` before a watch begins."""
 
     def __init__(self, on_watch: Callable[[], Awaitable[None]]) -> None:
         super().__init__()

@@ -104,8 +104,8 @@ Examples:
 
   penstock pack ./my-model-int8 --check"""
 
-WATERMARK_EPILOG = f"""TEXT is output alone, without its prompt. Its ids say more than itself: text may
-become other tokens than those it was generated as. docs/sampling.md tells how it works.
+WATERMARK_EPILOG = f"""TEXT is output alone, without its prompt. Its ids are more exact: text may
+become other tokens than those it was generated as. docs/guide/sampling.md explains it.
 
 {ENV_NOTE}
 
@@ -255,7 +255,7 @@ def env() -> None:
 @app.command("build-kernels")
 def build_kernels(
     system: Annotated[
-        bool, typer.Option("--system", help="For everybody who uses this Python environment, as in an image.")
+        bool, typer.Option("--system", help="For all users of this Python environment, as in an image.")
     ] = False,
 ) -> None:
     """Compile the C++ kernels, once for each version of them and of the compiler. Needs g++."""

@@ -70,7 +70,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("ENGINE_FAILED", "INTERNAL UNAVAILABLE", "a step of the engine broke; the process ends", "its log has the cause and the engine's state"),
     _row("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the caller's deadline passed", "give more time"),
     _row("ABORTED", "CANCELLED", "an operator aborted the request", "ask the operator"),
-    _row("CLIENT_GONE", "CANCELLED", "the client hung up", "nothing: nobody reads this"),
+    _row("CLIENT_GONE", "CANCELLED", "the client hung up", "nothing: no client reads this"),
     _row("POISON", "INTERNAL", "every backend that ran the request died", "do not send it again; the backends' logs say why they died"),
     _row("MODEL_OUTPUT_NAN", "INTERNAL", "the model's output is not a number", "set `remove_invalid_values`, or look at the weights and `--dtype`"),
     _row("DECODING_FAILED", "INTERNAL", "a decoding mode broke on this request", _SAY),

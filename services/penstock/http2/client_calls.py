@@ -21,7 +21,7 @@ _MAX_STREAM = frames.MAX_WINDOW - 2
 # Calls at once before the server's settings have come; without a limit in them any number is allowed (RFC 9113, 6.5.2).
 _MAX_CALLS = 100
 _ALL_SENT = memoryview(b"")
-_COMPRESSED = "a message is compressed, which nobody asked for"
+_COMPRESSED = "a message is compressed, which was not asked for"
 
 
 class _Call(ABC):

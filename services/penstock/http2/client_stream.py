@@ -143,7 +143,7 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
                 self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
                 return
             if body[at]:
-                raise frames.Violation(frames.PROTOCOL_ERROR, "a message is compressed, which nobody asked for")
+                raise frames.Violation(frames.PROTOCOL_ERROR, "a message is compressed, which was not asked for")
             begin = at + frames.MESSAGE_HEAD
             if begin + length > len(body):
                 break

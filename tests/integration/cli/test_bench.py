@@ -60,7 +60,7 @@ async def test_no_success_is_exit_code_1(model: Path) -> None:
     assert figures["failure_messages"]["INVALID_ARGUMENT PROMPT_TOO_LONG"].startswith("prompt: ")
 
 
-async def test_why_requests_failed_is_told_in_words_of_the_command(model: Path) -> None:
+async def test_why_requests_failed_is_reported_in_words_of_the_command(model: Path) -> None:
     flags = ("--direct", "--requests", "1", "--warmup", "0")
     async with generation_service(model) as client:
         address = ("--address", client.running.address, *flags)

@@ -17,7 +17,7 @@ from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, text_p
 
 
 class Script(text_pb2_grpc.TextServiceServicer):
-    """Answers each question with `<question>!`, refuses "bad", and remembers the requests."""
+    """Servicer that answers each question with `<question>!`, refuses "bad", and remembers the requests."""
 
     def __init__(self) -> None:
         self.chats: list[text_pb2.ChatRequest] = []
@@ -167,7 +167,7 @@ async def test_choices_repeat() -> None:
         (("--json-schema", "@/nowhere/at/all"), "cannot be read"),
     ],
 )
-async def test_a_wrong_flag_is_told_before_anything_is_asked(flags: tuple[str, ...], told: str) -> None:
+async def test_a_wrong_flag_is_reported_before_anything_is_asked(flags: tuple[str, ...], told: str) -> None:
     async with scripted() as (script, address):
         code, stdout, stderr = await penstock("complete", "Hi", "--address", address, *flags)
     assert (code, stdout, script.texts) == (2, "", [])

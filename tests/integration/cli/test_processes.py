@@ -62,7 +62,7 @@ def connections_of(pid: int, port: int) -> int:
 
 
 def samples(process: stack.Process) -> dict[tuple[str, tuple[str, ...]], float]:
-    """What the metrics endpoint says, by name and label values."""
+    """Read the metrics endpoint: values by name and label values."""
     with urllib.request.urlopen(f"http://{process.metrics_address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
@@ -160,7 +160,7 @@ async def test_sigterm_while_a_worker_is_being_replaced_is_a_clean_end() -> None
     async with service("tokenizer") as process:
         before = workers(process)
         psutil.Process(min(before)).kill()
-        # Just started: it does not listen for signals yet.
+        # Just started: it does not handle signals yet.
         await until(lambda: workers(process) - before)
         process.popen.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.popen.wait, 130) == 0

@@ -20,14 +20,14 @@ ROLES = ["generation", "router", "tokenizer"]
 
 
 class Tree:
-    """One `penstock serve` and what it printed."""
+    """One `penstock serve` and its output."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.lines: list[str] = []
 
     async def ready(self) -> str:
-        """Read up to the READY line; the router's address."""
+        """Read up to the READY line; return the router's address."""
         assert self.process.stdout is not None
         async for raw in self.process.stdout:
             self.lines.append(raw.decode().rstrip("\n"))
@@ -36,7 +36,7 @@ class Tree:
         raise AssertionError("\n".join(self.lines))
 
     def members(self) -> list[psutil.Process]:
-        """Every process below the supervisor."""
+        """Processes below the supervisor."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def role(self, name: str) -> psutil.Process:
@@ -44,7 +44,7 @@ class Tree:
         return next(child for child in psutil.Process(self.process.pid).children() if name in child.cmdline())
 
     async def end(self) -> int:
-        """The exit code."""
+        """Wait for and return the exit code."""
         return await self.process.wait()
 
 
@@ -64,12 +64,12 @@ async def serve(*flags: str) -> AsyncIterator[Tree]:
 
 
 async def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all of them end within a time that nobody should need."""
+    """True when all of them end within a generous time."""
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
     return not alive
 
 
-async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_told_to_stop() -> None:
+async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_stopped() -> None:
     async with serve("--drain-grace-seconds", "120") as tree:
         address = await tree.ready()
         assert len(tree.lines) <= MAX_LINES
@@ -105,7 +105,7 @@ async def test_nothing_outlives_a_tree_that_is_killed() -> None:
         assert await gone(members)
 
 
-async def test_a_tree_told_to_stop_while_it_loads_stops() -> None:
+async def test_a_tree_that_is_stopped_while_it_loads_stops() -> None:
     async with serve() as tree:
         assert tree.process.stdout is not None
         await tree.process.stdout.readline()
@@ -123,7 +123,7 @@ async def test_a_child_that_cannot_start_is_one_line_that_names_the_flag() -> No
 
 
 @pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
-async def test_a_taken_port_is_told_before_anything_is_loaded(flag: str) -> None:
+async def test_a_taken_port_is_reported_before_anything_is_loaded(flag: str) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with taken, serve(flag, str(taken.sockets[0].getsockname()[1])) as tree:
         stdout, stderr = await tree.process.communicate()
@@ -148,7 +148,7 @@ async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
-def test_a_service_told_to_stop_while_it_imports_exits_0(role: str) -> None:
+def test_a_service_that_is_stopped_while_it_imports_exits_0(role: str) -> None:
     """SIGTERM as soon as Python runs our code, long before the service could drain."""
     hook = "import signal, sys\nfrom penstock.cli import main\nrun = main._run\n"
     hook += "main._run = lambda debug: (print('begun', flush=True), run(debug))[1]\nmain.main()"

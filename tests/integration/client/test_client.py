@@ -1,4 +1,4 @@
-"""The Python client against a real gRPC server that says what each test scripts."""
+"""Python client against a real gRPC server that sends what each test scripts."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_retries_keep_to_the_deadline(retry_after: float | None) -> None:
         context.abort(grpc.StatusCode.UNAVAILABLE, error.message)
         yield started()
 
-    # An hour's pushback must not be waited for: pytest's own timeout would tell.
+    # An hour's pushback must not be waited for: pytest's own timeout would show it.
     refused = pytest.raises((Unavailable, DeadlineExceeded))
     with serving(script) as (address, _), Client(address, SLOW) as client, refused:
         chat = client._stub.Chat

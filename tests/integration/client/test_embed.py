@@ -18,7 +18,7 @@ from penstock.v1 import generation_pb2, text_pb2
 from penstock_client import AsyncClient
 from penstock_client import Client as SyncClient
 
-# The first items are answered in them, which tells those who watch the load, and many are left.
+# The first items are answered in them, which watchers of the load see, and many are left.
 SOME_STEPS = 8
 TEXTS = ["Hello, world", "The capital of France is Paris", "The capital of France is Paris."]
 

@@ -34,7 +34,7 @@ def _commands() -> Iterator[list[str]]:
 
 
 def build_kernels(cache: Path, **variables: str) -> subprocess.Popen[str]:
-    # Whoever runs the tests may ignore SIGINT, as shells have their background jobs do.
+    # The parent of the tests may ignore SIGINT, as shells do for their background jobs.
     return subprocess.Popen(
         ["env", "--default-signal=INT", sys.executable, "-m", "penstock.cli.main", "build-kernels"],
         stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ def test_a_build_can_be_cancelled(tmp_path: Path, number: int, to_group: bool, c
 
 
 @needs_compiler
-def test_an_error_of_a_compiler_is_told_while_others_run(tmp_path: Path) -> None:
+def test_an_error_of_a_compiler_is_reported_while_others_run(tmp_path: Path) -> None:
     """One does not understand its source, and the others never end by themselves."""
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()

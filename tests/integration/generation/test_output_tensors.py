@@ -111,7 +111,7 @@ async def test_scores_show_the_grammars_mask_and_logits_do_not(client: Client) -
         np.testing.assert_allclose(scores[allowed], logits[allowed], atol=1e-5)
 
 
-async def test_nobody_else_gets_tensors(client: Client) -> None:
+async def test_other_requests_get_no_tensors(client: Client) -> None:
     plain, asked = await asyncio.gather(
         client.generate(request(PROMPT)), client.generate(request(PROMPT, output=EVERYTHING))
     )
@@ -219,7 +219,7 @@ async def test_tensors_come_through_the_router_in_order(client: Client, router: 
 
 
 async def test_a_reader_that_is_behind_gets_whole_messages_below_the_limit(client: Client, router: Router) -> None:
-    """32 kB a token, 600 of them while nobody reads: merged, and split again where they do not fit."""
+    """32 kB a token, 600 of them while the client does not read: merged, and split again where they do not fit."""
     output = config_pb2.OutputConfig(return_token_ids=True, output_scores=True, output_logits=True)
     config = config_pb2.GenerationConfig(max_new_tokens=600)
     stop = config_pb2.StopConfig(ignore_eos=True)

@@ -60,7 +60,7 @@ async def penstock(*arguments: str) -> tuple[int, str, str]:
 
 async def test_the_state_by_rpc_and_by_command(folder: Path) -> None:
     async with generation_service(folder, dump_groups=1) as client:
-        # The engine is held at its first step until both requests are there, then at its third, and answers nobody.
+        # The engine is held at its first step until both requests are there, then at its third, and does not answer.
         with held_after(0) as gate:
             idle = await state_of(client)
             assert (len(idle.running), len(idle.waiting), idle.pool.used) == (0, 0, 0)
@@ -107,7 +107,7 @@ async def test_the_state_by_rpc_and_by_command(folder: Path) -> None:
             assert (len(after.running), after.pool.used, after.pool.references) == (0, 0, 0)
 
 
-async def test_a_wait_that_is_none_is_refused_and_nobody_there_is_named(folder: Path) -> None:
+async def test_a_bad_wait_is_refused_and_an_address_without_a_server_is_named(folder: Path) -> None:
     async with generation_service(folder) as client:
         for wait in (-1.0, float("nan"), 1e9):
             with pytest.raises(grpc.RpcError) as caught:
@@ -137,7 +137,7 @@ async def test_a_step_that_breaks_is_logged_with_the_state(folder: Path, monkeyp
     assert str(CANARY) not in json.dumps(record["state"])
 
 
-async def test_the_status_line_tells_of_work_and_of_nothing_else(folder: Path) -> None:
+async def test_the_status_line_is_about_work_and_nothing_else(folder: Path) -> None:
     with capture_logs() as logs:
         async with generation_service(folder, status_seconds=0.05) as client:
             await asyncio.sleep(0.3)

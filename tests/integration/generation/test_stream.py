@@ -86,7 +86,7 @@ async def test_a_seed_gives_the_same_ids_again(client: Client) -> None:
     assert first.started.generation_mode == common_pb2.GENERATION_MODE_SAMPLE
 
 
-async def test_a_seed_that_was_drawn_is_told_and_reproduces(client: Client) -> None:
+async def test_a_seed_that_was_drawn_is_reported_and_reproduces(client: Client) -> None:
     first = await client.generate(request(config=SAMPLED))
     again = await client.generate(request(config=SAMPLED, seed=first.started.seed))
     assert first.ids() == again.ids()

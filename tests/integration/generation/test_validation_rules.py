@@ -198,7 +198,7 @@ WARNINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("warning", "config"), WARNINGS, ids=lambda value: str(value).replace("\n", " ")[:60])
-async def test_what_transformers_warns_about_is_told(stack: Stack, warning: str, config: dict[str, Any]) -> None:
+async def test_warnings_of_transformers_are_passed_on(stack: Stack, warning: str, config: dict[str, Any]) -> None:
     # One step suffices where the answer would be long.
     message = config_pb2.GenerationConfig(**{**LONGEST, **config})
     stop = config_pb2.StopConfig(stop_token_ids=[ids(token) for token in range(64)])

@@ -178,7 +178,7 @@ MISBEHAVIOUR = {
 
 
 @pytest.mark.parametrize("name", list(MISBEHAVIOUR))
-async def test_a_peer_that_breaks_the_protocol_is_hung_up_on_and_nobody_else_notices(name: str) -> None:
+async def test_a_peer_that_breaks_the_protocol_is_hung_up_on_and_no_other_notices(name: str) -> None:
     async with tiny(AsyncioConfig(), ChannelConfig()) as (_, running, stub):
         host, _, port = running.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -135,15 +135,15 @@ async def test_every_call_carries_the_token(transport: Any, tmp_path: Path) -> N
             assert await code_of(stranger.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_an_address_without_a_server_is_unavailable() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         async with channel_to(f"127.0.0.1:{taken.getsockname()[1]}") as (stub, _):
             assert await code_of(stub.GetTokenizer(ask("x"))) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_closing_amid_an_attempt_to_connect_is_unavailable_and_cancels_nobody() -> None:
-    # Nobody accepts, and the queue is full: an attempt to connect gets no answer.
+async def test_closing_amid_an_attempt_to_connect_is_unavailable_and_cancels_no_caller() -> None:
+    # No server accepts, and the queue is full: an attempt to connect gets no answer.
     with socket.socket() as silent, contextlib.ExitStack() as waiting:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)

@@ -124,7 +124,7 @@ async def test_a_server_that_cannot_be_trusted_or_read_is_unavailable(transport:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_an_address_without_a_server_is_unavailable() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

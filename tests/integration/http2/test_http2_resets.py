@@ -47,7 +47,7 @@ async def test_whoever_has_many_calls_may_cancel_them_all_at_once(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["grpc", "asyncio"])
-async def test_whoever_resets_without_end_is_cut_off_and_told_why(kind: str) -> None:
+async def test_a_client_that_resets_without_end_is_cut_off_with_a_reason(kind: str) -> None:
     few = 8
     config = AsyncioConfig(max_concurrent_rpcs=2 * few, idle_frames=16, idle_frames_per_second=0.0)
     async with tiny(config) as (service, running, _):

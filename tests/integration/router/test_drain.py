@@ -1,4 +1,4 @@
-"""What calls of the router hear that outlive the drain's grace: on both transports Finished, then one status."""
+"""Ends of the router's calls that outlive the drain's grace: on both transports Finished, then one status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ both_transports = pytest.mark.parametrize("transport", ["asyncio", "grpc"])
 
 
 async def first_delta(call: Any) -> Answer:
-    """What a stream says up to its first delta."""
+    """Read a stream up to its first delta."""
     answer = Answer()
     while not answer.deltas:
         answer.add(await call.read())
@@ -39,7 +39,7 @@ async def first_delta(call: Any) -> Answer:
 
 
 async def end_of(call: Any, answer: Answer) -> tuple[grpc.StatusCode, Any]:
-    """The rest of a stream, into `answer`, and its status."""
+    """Read the rest of a stream into `answer`; return its status."""
 
     async def read() -> None:
         # grpc.aio.EOF is falsy, and no event of ours is.
@@ -52,7 +52,7 @@ async def end_of(call: Any, answer: Answer) -> tuple[grpc.StatusCode, Any]:
 
 
 def assert_whole(answer: Answer, error: Any) -> None:
-    """Finished came last, and says what the stream had brought."""
+    """Assert that Finished came last, with the figures of the stream."""
     (sequence,) = answer.finished.sequences
     assert sequence.finish_reason == common_pb2.FINISH_REASON_ERROR
     assert sequence.token_count == answer.finished.usage.completion_tokens >= len(answer.deltas)
@@ -107,7 +107,7 @@ async def test_sigterm_ends_every_live_call_by_itself_once_the_grace_is_over(tra
 
 
 async def status(call: Any) -> tuple[grpc.StatusCode, Any]:
-    """How a unary call failed."""
+    """Return the status by which a unary call failed."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value.code(), from_rpc_error(caught.value)
@@ -164,5 +164,5 @@ async def test_a_reader_that_does_not_read_holds_up_no_stop(transport: str) -> N
             if transport == "asyncio":
                 assert (code, error.reason) == (ABORTED, OVER)
             else:
-                # There a status waits behind what the client's window has no room for, until the server hangs up.
+                # There a status waits behind messages that do not fit the client's window, until the server hangs up.
                 assert code in (ABORTED, UNAVAILABLE)

@@ -1,4 +1,4 @@
-"""Backends that die, freeze or lie: what the client sees is the contract's points 1, 2, 3 and 7."""
+"""Backends that die, freeze or lie: the client sees points 1, 2, 3 and 7 of the contract."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.v1 import config_pb2, generation_pb2
 
 
 def owner(*backends: EmittingBackend) -> EmittingBackend:
-    """The one that is running a request."""
+    """Find the backend that runs a request."""
     return next(one for one in backends if one.running)
 
 
 async def first_owner(*backends: EmittingBackend) -> EmittingBackend:
-    """The first to run a request."""
+    """Wait for and return the first backend that runs a request."""
     waits = [asyncio.ensure_future(one.until(lambda one=one: one.running > 0)) for one in backends]  # type: ignore[misc]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -245,7 +245,7 @@ async def test_request_that_kills_two_backends_is_not_tried_a_third_time() -> No
         assert not backends[0].submitted
 
 
-async def test_backends_that_were_told_to_go_are_no_deaths() -> None:
+async def test_backends_that_were_stopped_are_no_deaths() -> None:
     """A rolling restart whose grace is shorter than the stream: every backend that ran it went, and it is no poison."""
     async with held() as one, held() as two, held() as three, running_router(one, two, three) as router:
         backends = [one, two, three]
@@ -255,7 +255,7 @@ async def test_backends_that_were_told_to_go_are_no_deaths() -> None:
             await leaving.allow(5)
             await leaving.until(lambda leaving=leaving: leaving.allowance == 0)  # type: ignore[misc]
             backends.remove(leaving)
-            # Its load report alone says so: health may be heard of before it.
+            # Only its load report shows this: a change of health may arrive before it.
             leaving.draining = True
             await leaving.notify()
             await router.until("backend_up", 0, backend=leaving.address)
@@ -313,7 +313,7 @@ async def test_sequences_that_had_ended_are_not_waited_for_after_a_move() -> Non
 
 
 def end_second_sequence_after_three(message: generation_pb2.SessionResponse) -> generation_pb2.SessionResponse:
-    """Sequence 1 ends with its third token; what the script says of it later is what a backend resumed would say."""
+    """End sequence 1 with its third token; later messages are those of a backend that resumed it."""
     for event in message.events:
         if event.HasField("delta") and event.delta.index == 1 and list(event.delta.token_ids) == [IDS[2]]:
             event.delta.finished.index = 1

@@ -1,4 +1,4 @@
-"""Start, health, discovery and drain: when the router takes requests, and what it says when it does not."""
+"""Start, health, discovery and drain: when the router takes requests, and its errors when it does not."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def narrow_stub(router: Router) -> Any:
 async def test_reader_that_is_behind_gets_merged_deltas_and_everything() -> None:
     async with backend(script=count_up(3000)) as one, running_router(one) as router:
         call = narrow_stub(router).Generate(generate(output=OUTPUT(return_token_ids=True)))
-        # Unread while the backend emits everything: what does not fit the connection's window waits merged.
+        # Unread while the backend emits all: deltas that do not fit the connection's window wait merged.
         await one.until(lambda: len(one.submitted) == 1 and one.running == 0)
         answer = await collect(call)
         assert answer.ids() == list(count_up(3000)(None))  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ async def test_reader_too_far_behind_is_cut_off_and_its_request_aborted() -> Non
         assert router.metric("slow_readers_total") == 1
 
 
-async def test_finished_stream_that_nobody_reads_gives_its_place_back() -> None:
+async def test_finished_stream_that_is_not_read_gives_its_place_back() -> None:
     script = count_up(30000)
     async with backend(script=script, tokens_per_step=256) as one:
         settings = {"max_live_requests": 1, "max_waiting_requests": 0, "slow_reader_grace_seconds": 0.2}
@@ -295,7 +295,7 @@ async def test_clients_messages_have_a_bound_of_their_own(
     mebibytes: int, settings: dict[str, Any], code: grpc.StatusCode
 ) -> None:
     async with backend() as one, running_router(one, **settings) as router:
-        # What passes the bound is refused by the tokenizer, whose texts are smaller still.
+        # Texts within the bound are refused by the tokenizer, which takes smaller ones only.
         found, error = await failure(router.stub.Chat(chat("x" * (mebibytes << 20))))
         assert found is code
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

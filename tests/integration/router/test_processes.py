@@ -1,4 +1,4 @@
-"""Backends that are processes of their own, killed and stopped by signals; and what the router process itself takes."""
+"""Backends that are processes of their own, killed and stopped by signals; and the router process's own cost."""
 
 from __future__ import annotations
 

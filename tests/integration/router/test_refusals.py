@@ -1,4 +1,4 @@
-"""Backends that refuse: who hears of it, and who is asked instead."""
+"""Backends that refuse: which requests fail, and which go to another backend."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_what_was_lost_before_the_client_saw_any_of_it_is_unavailable() ->
             await one.until(lambda: one.running == 1)
             proxy.freeze()
             await one.allow(3)
-            # What a backend sent is lost with it unless it has been read.
+            # A backend's messages are lost with it unless they were read.
             service: Any = router.server.service
             await until(lambda: service._parts.detokenizer.outstanding > 0)
             await one.stop()

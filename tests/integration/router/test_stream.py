@@ -216,7 +216,7 @@ async def test_many_streams_at_once_each_end_in_one_finished() -> None:
         assert min(len(one.submitted), len(two.submitted)) >= 16
 
 
-async def test_backends_are_told_how_much_time_is_left() -> None:
+async def test_backends_get_the_time_that_is_left() -> None:
     async with backend() as one, running_router(one) as router:
         await collect(router.stub.Generate(generate(), timeout=3600))
         await collect(router.stub.Generate(generate()))

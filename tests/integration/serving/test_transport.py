@@ -1,4 +1,4 @@
-"""The contract of serving.transport, held by both transports: what services see of a call is the same on either."""
+"""Contract of serving.transport, on both transports: a service sees the same of a call on either."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_stream_of_answers_comes_in_order(setting: Setting) -> None:
 
 
 async def test_try_write_sends_each_message_once_or_leaves_it_to_write(setting: Setting) -> None:
-    """More than the windows take: with nobody reading it is refused sooner or later, and `write` goes on after it."""
+    """More than the windows take: without a reader it is refused sooner or later, and `write` goes on after it."""
     large = b"x" * 8000
     refused: list[int] = []
 
@@ -303,7 +303,7 @@ async def test_health_is_followed(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "asyncio"])
-async def test_nobody_at_the_address_is_unavailable(transport: Any) -> None:
+async def test_an_address_without_a_server_is_unavailable(transport: Any) -> None:
     config = ServerConfig(transport=transport)
     opened = make_transport(config).open_channel("127.0.0.1:1", ChannelConfig(), connect_timeout_seconds=60.0)
     async with opened as channel:
@@ -336,7 +336,7 @@ async def test_calls_beyond_the_most_are_refused(transport: str) -> None:
         setting.servicer.handle = for_ever
         held = [asyncio.ensure_future(setting.stub.GetTokenizer(ask())) for _ in range(2)]
         await until(lambda: setting.calls.in_flight == 2)
-        # On a connection of its own: a client that was told how many streams there may be waits for its turn.
+        # On a connection of its own: a client that knows the limit of streams waits for its turn.
         async with setting.open_channel() as another:
             stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(another.for_stubs)
             assert (await failure_of(stub.GetTokenizer(ask()))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED

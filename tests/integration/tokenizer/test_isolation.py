@@ -1,4 +1,4 @@
-"""What one request may cost the others: large prompts, endless templates, dying processes, and memory at rest."""
+"""Limits of one request's cost for others: large prompts, endless templates, dying processes, and memory at rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GREEDY = (
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[Any, TokenizerApp, grpc.aio.Channel]]:
-    # What a busy machine makes slow is not refused for it.
+    # A request that a busy machine makes slow must not be refused.
     config = TokenizerConfig(**{"template_processes": 1, "template_timeout_seconds": 60.0, **options})
     registry = CollectorRegistry()
     app = TokenizerApp(config, registry)
@@ -86,7 +86,7 @@ async def test_large_prompts_do_not_delay_small_requests_or_health(rpc: str) -> 
 
 
 async def small_ones_during(large: asyncio.Future[Any], stub: Any, health: Any) -> int:
-    """Answers to small requests while `large` is not done."""
+    """Count answers to small requests while `large` is not done."""
     small = 0
     while not large.done():
         encoded = await stub.Encode(pb.EncodeRequest(texts=["small"]))
@@ -102,7 +102,7 @@ async def small_ones_during(large: asyncio.Future[Any], stub: Any, health: Any) 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def greedy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Any, TokenizerApp]]:
-    """A service with one template process and a template that takes what it is told to take."""
+    """Run a service with one template process, and a template that takes as much as a message asks for."""
     folder = write_folder(tmp_path_factory.mktemp("greedy"), byte_fallback_tokenizer(), {}, GREEDY)
     async with serving(model=str(folder)) as (stub, app, _):
         yield stub, app

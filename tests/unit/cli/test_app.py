@@ -1,4 +1,4 @@
-"""The command line: what it answers without starting anything."""
+"""Answers of the command line that need no service."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_an_unknown_flag_is_a_usage_error() -> None:
     assert "--no-such-flag" in done.stderr
 
 
-def test_health_of_nobody_is_a_failure() -> None:
+def test_health_without_a_server_is_a_failure() -> None:
     done = penstock("health", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "127.0.0.1:1 no answer\n")
 
@@ -194,5 +194,5 @@ def test_the_tree_hands_each_service_its_own_flags() -> None:
 
 
 def test_the_documented_configuration_is_the_real_one() -> None:
-    """When this fails: `make docs`."""
+    """Run `make docs` when this fails."""
     assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == configuration_markdown()

@@ -1,4 +1,4 @@
-"""`penstock bench`: what its loops send, and what its figures say, on a server that is a few lines here."""
+"""`penstock bench`: the requests of its loops, and its figures, on a server that is a few lines here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--processes N`: what its parent does when the machine gives it nothing."""
+"""`--processes N`: the parent without processes, files or memory to be had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is, and what it is called."""
+"""Place and name of a model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_missing_folder_is_named(model: str) -> None:
         resolve_model(model)
     assert caught.value.flag == "MODEL"
     assert model in caught.value.message
-    # Where it was looked for is told only where that is something else.
+    # The absolute path is in the text only when MODEL is not absolute itself.
     assert caught.value.message.count("/no/such/folder") == (model == "/no/such/folder")
 
 

@@ -1,4 +1,4 @@
-"""Logs are structured, and say nothing that users sent."""
+"""Logs are structured, and contain nothing that users sent."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ async def test_an_answer_is_exactly_one_message(body: bytes) -> None:
     assert peer.connection.is_usable
 
 
-async def test_what_comes_for_a_call_that_was_given_up_is_nobodys() -> None:
+async def test_frames_of_a_cancelled_call_are_dropped() -> None:
     peer = Peer()
     task = await peer.call()
     task.cancel()

@@ -273,7 +273,7 @@ async def test_messages_are_handed_on_as_they_arrive_and_the_status_behind_them(
     assert taken == [1, 2, 3, *[60_000] * 4], "large ones take several turns"
 
 
-async def test_what_the_taker_raises_ends_the_run_as_does_what_nobody_can_parse() -> None:
+async def test_an_error_of_the_taker_ends_the_run_as_does_a_bad_message() -> None:
     def refuse(_: SessionResponse) -> None:
         raise ValueError("no")
 

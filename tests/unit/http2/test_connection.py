@@ -76,7 +76,7 @@ async def test_resets_that_a_client_provokes_have_the_budget_of_its_own(misuse: 
     assert len(peer.calls) < 300
 
 
-async def test_cancelled_calls_that_nobody_answered_are_forgiven_with_time() -> None:
+async def test_cancelled_calls_without_an_answer_are_forgiven_with_time() -> None:
     patient = replace(LIMITS, idle_frames_per_second=1e9)
     peer = Peer(patient)
     for number in range(2000):
@@ -170,7 +170,7 @@ def test_a_long_status_message_is_cut_to_what_clients_take(text: str) -> None:
     assert text.encode(errors="replace").startswith(unquote(str(value), errors="strict").encode())
 
 
-async def test_a_client_of_http_1_is_told_in_its_own_words() -> None:
+async def test_a_client_of_http_1_is_answered_in_its_own_protocol() -> None:
     connection, socket = Connection(LIMITS, lambda _: None, lambda _: None, lambda _: None), Socket()
     connection.connection_made(socket)
     connection.data_received(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -248,7 +248,7 @@ async def test_frames_that_do_no_work_are_not_taken_without_end(flood: Callable[
 
 
 @pytest.mark.parametrize("kind", ["application/grpc-web", "application/grpc-web+proto", "application/json", ""])
-async def test_what_is_not_grpc_is_told_so_by_http(kind: str) -> None:
+async def test_requests_that_are_not_grpc_get_an_http_status(kind: str) -> None:
     peer = Peer()
     fields = [(":method", "POST"), (":path", "/a/b"), ("content-type", kind)]
     peer.send(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode(fields)))
@@ -306,7 +306,7 @@ async def test_more_headers_than_are_taken_cost_their_call_only() -> None:
 
 
 @pytest.mark.parametrize("huffman", [True, False])
-async def test_a_header_that_is_no_text_costs_nobody_the_connection(huffman: bool) -> None:
+async def test_a_header_that_is_not_text_costs_no_connection(huffman: bool) -> None:
     peer = Peer()
     fields = [(b":method", b"POST"), (b":path", b"/a/b"), (b"content-type", b"application/grpc"), (b"x", b"Jos\xe9")]
     block = Encoder().encode(fields, huffman=huffman)

@@ -1,4 +1,4 @@
-"""How a connection of the asyncio transport is made: names with several addresses, peers that do not answer."""
+"""Connecting of the asyncio transport: names with several addresses, peers that do not answer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_backend_beyond_its_bound_takes_no_room_from_another() -> None:
         tries.prepare("m")
 
 
-def test_a_backend_that_tells_no_bound_has_room() -> None:
+def test_a_backend_that_reports_no_bound_has_room() -> None:
     tries = attempts(0, float("inf"))
     for _ in range(100):
         tries.prepare("m")

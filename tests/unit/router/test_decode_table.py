@@ -29,7 +29,7 @@ STOPS = ["</end>", "\n\n", "你a", "b"]
 
 
 async def fetched(table: DecodeTable | None) -> DecodeTable | None:
-    """What arrives, part by part and as bytes."""
+    """Return the table as it arrives, part by part and as bytes."""
 
     async def parts() -> AsyncIterator[pb.GetDecodeTableResponse]:
         for part in convert.decode_table(table):
@@ -75,7 +75,7 @@ async def test_a_table_with_ids_outside_of_it_is_refused() -> None:
 
 
 def texts_here(kind: str, options: pb.DecodeStreamOpen, portions: list[list[int]], matched: str | None) -> list[str]:
-    """What the router makes of it."""
+    """Decode as the router does."""
     table = FACTORIES[kind].table
     assert table is not None
     texts: list[str] = []
@@ -98,7 +98,7 @@ def texts_here(kind: str, options: pb.DecodeStreamOpen, portions: list[list[int]
 
 
 def texts_there(kind: str, options: pb.DecodeStreamOpen, portions: list[list[int]], matched: str | None) -> list[str]:
-    """What a DecodeStream makes of it."""
+    """Decode by a DecodeStream."""
     id_limit = VOCABULARIES[kind].bundle.id_limit
     session = DecodeSession(FACTORIES[kind], DecodeLimits(), serves=lambda _: True, id_limit=id_limit)
     texts = []

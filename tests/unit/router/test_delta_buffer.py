@@ -1,4 +1,4 @@
-"""What waits for a client's reader: merged, bounded, and cut into messages that clients receive."""
+"""Deltas that wait for a client's reader: merged, bounded, and cut into messages that clients can receive."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Call:
         pass
 
     def open_sequences(self) -> set[int]:
-        """What the tokenizer would keep after all of it."""
+        """Return the sequences that the tokenizer would hold after all messages."""
         kept: set[int] = set()
         for item in (item for request in self.written for item in request.items):
             if item.HasField("open"):
@@ -57,12 +57,12 @@ def new_sequence() -> ReturnedSequence:
 
 
 def sent(call: Call) -> list[list[int]]:
-    """Ids of every item, message by message."""
+    """Return the ids of every item, message by message."""
     return [[token for item in request.items for token in item.token_ids] for request in call.written]
 
 
 def add(detokenizer: Detokenizer, sequence: ReturnedSequence, *ids: int) -> None:
-    """One step with ids of one sequence."""
+    """Send one step with ids of one sequence."""
     batch = Batch()
     sequence.token_ids.extend(ids)
     detokenizer.add(batch, sequence, list(ids))

@@ -1,4 +1,4 @@
-"""From a backend's messages to a client's deltas: whatever is merged on the way, the answer is the same."""
+"""Way of a backend's messages to a client's deltas: with any merging on the way the answer is the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACTORY = detokenizers_of(DEMO)
 
 
 class Turn(NamedTuple):
-    """What happens after a message of the backend was read."""
+    """Events after a message of the backend was read."""
 
     messages: int
     is_reading: bool
@@ -98,7 +98,7 @@ def position(token_id: int) -> common_pb2.PositionLogprobs:
 
 
 def messages_of(answers: list[list[int]], widths: list[int], *, has_logprobs: bool) -> list[SessionResponse]:
-    """Steps that give each sequence its next ids until all have ended; in rows, where that is all there is to say."""
+    """Make steps that give each sequence its next ids until all have ended; plain tokens as rows."""
     head = {"request_id": "r", "attempt_epoch": 0}
     out = [SessionResponse(events=[SessionEvent(**head, started=generation_pb2.Started(request_id="r"))])]
     at, seq = [0] * len(answers), 0
@@ -126,7 +126,7 @@ def messages_of(answers: list[list[int]], widths: list[int], *, has_logprobs: bo
 async def answer_of(
     messages: Sequence[SessionResponse], plan: list[Turn], reader: Reader, spec: RequestSpec, *, by_table: bool
 ) -> list[text_pb2.ChatResponse]:
-    """What the client gets when messages come, texts come back and it reads as `plan` says."""
+    """Return the client's answer when messages come, texts come back and the client reads in the order of `plan`."""
     metrics = RouterMetrics(CollectorRegistry())
     detokenizer, backend, tokenizer = Detokenizer(max_outstanding=10_000), Line(), Line()
     detokenizer.connected()
@@ -241,7 +241,7 @@ def test_an_answer_does_not_depend_on_what_is_merged(
 
 
 def parsed(text: str, *, is_chat: bool) -> tuple[str, str]:
-    """Text and reasoning of a whole answer."""
+    """Parse text and reasoning of a whole answer."""
     if not is_chat:
         return text, ""
     parser = ChatParser(parse_tools=False)

@@ -1,4 +1,4 @@
-"""What a backend's Session may say that makes no sense."""
+"""Messages of a backend's Session that break the protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.v1 import generation_pb2, tokenizer_pb2
 from prometheus_client import CollectorRegistry
 
 
-async def test_an_error_whose_status_is_broken_costs_its_request_that_backend_and_nobody_else() -> None:
+async def test_an_error_with_a_broken_status_costs_its_request_that_backend_and_no_other() -> None:
     metrics, detokenizer = RouterMetrics(CollectorRegistry()), Detokenizer(max_outstanding=1)
     call: Any = None
     session = BackendSession(call, "backend", detokenizer, metrics, lambda: None)

@@ -1,4 +1,4 @@
-"""What the router keeps of a tokenizer that it lost before it was ready."""
+"""State of the router after a tokenizer that was lost before it was ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 
 class Stub:
-    """Of a tokenizer that goes away before its DecodeStream opens."""
+    """Stub of a tokenizer that goes away before its DecodeStream opens."""
 
     async def GetTokenizer(self, _: Any, **__: Any) -> pb.GetTokenizerResponse:
         return pb.GetTokenizerResponse(tokenizer_fingerprint="one")
@@ -30,7 +30,7 @@ class Stub:
 
 
 class Channel:
-    """To it."""
+    """Channel to that tokenizer."""
 
     async def open_stream(self, _: str, __: Any) -> Any:
         raise rpc_error(grpc.StatusCode.UNAVAILABLE, "gone")

@@ -1,4 +1,4 @@
-"""The limiter: so many a turn, in order, and nobody is forgotten."""
+"""Turn limiter: so many a turn, in order, and no coroutine is forgotten."""
 
 from __future__ import annotations
 

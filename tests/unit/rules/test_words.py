@@ -40,7 +40,7 @@ def sources() -> dict[str, str]:
 
 
 def snake(name: str) -> str:
-    """Return `RequestRecord` and `_live_request` as `live_request`."""
+    """Return `LiveRequest` and `_live_request` as `live_request`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).strip("_").lower()
 
 
@@ -111,7 +111,7 @@ def test_the_glossary_gives_the_successor_of_a_retired_word(word: str) -> None:
         ("services/penstock/generation/given.py", ""),
         ("clients/python/_given_texts.py", ""),
         ("tests/unit/test_healing.py", ""),
-        ("services/a.py", "class RequestRecord: ..."),
+        ("services/a.py", "class LiveRequest: ..."),
         ("services/a.py", "class Stages: ..."),
         ("services/a.py", "async def _say_farewell(): ..."),
         ("services/a.py", "class SessionOutbox: ..."),

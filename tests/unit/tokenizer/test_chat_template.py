@@ -1,4 +1,4 @@
-"""Which template is taken, what is marked in it, and what a refusal says."""
+"""Choice of the template, the marks in it, and the text of a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A control id comes from the chat template and from nothing a request says."""
+"""Control ids come from the chat template and from nothing in a request."""
 
 from __future__ import annotations
 

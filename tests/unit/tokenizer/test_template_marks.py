@@ -1,4 +1,4 @@
-"""When a template's marked form tells the other one, too."""
+"""Templates with a marked form that determines the plain one."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class BackendSession:
         attempt.expected_seq = seq + 1
         index = delta.index
         if index >= state.spec.num_sequences:
-            self._break_off(attempt, "a sequence that nobody asked for")
+            self._break_off(attempt, "a sequence that was not asked for")
             return 0
         sequence = state.sequences.get(index) or state.sequence(index)
         if sequence.result is not None:
