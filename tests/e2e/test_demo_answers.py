@@ -105,5 +105,7 @@ def test_a_seed_repeats_an_answer_and_is_reported_when_the_server_chose_it(stack
     with Client(stack.address) as client:
         first = client.chat("Hello!", **options).result()
         again = client.chat("Hello!", seed=first.started.seed, **options).result()
-        other = client.chat("Hello!", seed=first.started.seed ^ 1, **options).result()
-    assert first.text == again.text != other.text
+        # The demo model is sure of itself: one other seed in a few gives the same text.
+        others = {client.chat("Hello!", seed=first.started.seed ^ bit, **options).result().text for bit in range(1, 9)}
+    assert first.text == again.text
+    assert others != {first.text}
