@@ -315,6 +315,23 @@ def test_what_an_empty_pool_could_not_hold_is_refused_and_what_it_just_holds_run
     assert len(run(engine, item)[item.request_id].ids[1]) == limit
 
 
+def test_what_a_strategy_makes_is_what_is_delivered() -> None:
+    made: list[Emission] = []
+
+    class Remembering(ParallelSampling):
+        def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
+            decision = super().advance(sampled)
+            made.extend(decision.emissions)
+            return decision
+
+    engine, _ = make_engine(strategy=Remembering)
+    item = request([1], max_new_tokens=4, num_return_sequences=2, do_sample=True)
+    deltas = run(engine, item)[item.request_id].deltas
+    assert len(deltas) == 8
+    assert all(delta is emission for delta, emission in zip(deltas, made, strict=True))
+    assert [emission.seq for emission in made] == list(range(8))
+
+
 def test_load_says_what_waits_runs_and_is_held() -> None:
     engine, _ = make_engine(engine_config(max_running_sequences=2, max_batch_tokens=16))
     for prompt in ([1] * 20, [2], [3] * 5):
