@@ -44,7 +44,8 @@ def row(ids: list[int], num_prompt: int, seed: int, slot: int | None) -> list[tu
 
 
 def search(prompt: list[int], length: int, num_beams: int, eos: tuple[int, ...], seed: int | None) -> list[Any]:
-    """transformers' way: equal beams of which all but the first are barred, and flat lists. No length penalty.
+    """Search as transformers does: equal beams of which all but the first are barred, and flat lists.
+    No length penalty.
 
     Returns (score, output) of what ended, best first. Never stops before everything has.
     """
