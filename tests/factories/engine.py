@@ -1,4 +1,4 @@
-"""Engine without a model: a runner that checks its use of the KV pool, and short ways to make requests."""
+"""An engine without a model: a runner that checks the KV pool it is told to use, and short ways to make requests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _ids = itertools.count()
 
 
 class FakeRunner:
-    """Runner that draws a pure function of (seed, all tokens before), read from the KV that the block tables point at.
+    """Runner whose draws are a pure function of (seed, all tokens before), read back from the KV by the block tables.
 
     `kv[block][offset]` holds (token, position). A step fails when a sequence's context is not what its tokens say,
     when two sequences write the same slot, when a draw is asked of a row that is not the drawer's last, or when a
-    sequence draws without its guide (whose tokens its draw then depends on, too).
+    sequence draws without its branch (whose tokens its draw then depends on, too).
     """
 
     def __init__(self, config: EngineConfig, *, vocab_size: int = 50, script: dict[int, int] | None = None) -> None:
@@ -63,13 +63,13 @@ class FakeRunner:
         destinations = {destination for _, destination in output.copies}
         held = {block for entry in output.scheduled for block in entry.sequence.block_table}
         assert len(destinations) == len(output.copies), "a block is copied to twice"
-        assert destinations <= held, "a copy that nobody in this step needs"
+        assert destinations <= held, "a copy that no sequence in this step needs"
         for source, destination in output.copies:
             self.kv[destination] = list(self.kv[source])
         self._write(output)
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
-        guides = {
+        branches = {
             one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_unconditional(one)
         }
         for entry in output.scheduled:
@@ -78,9 +78,9 @@ class FakeRunner:
                 assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
                 if is_unconditional(drawer):
                     continue
-                guide = drawer.unconditional
-                assert guide is None or guide.seq_id in guides, "drawn without its guide"
-                beside = [] if guide is None else [-1, *guides[guide.seq_id]]
+                branch = drawer.unconditional
+                assert branch is None or branch.seq_id in branches, "drawn without its branch"
+                beside = [] if branch is None else [-1, *branches[branch.seq_id]]
                 sampled[drawer.seq_id] = self.draw(drawer, [*context, *beside])
             for row, probe in entry.probes:
                 before = context[: entry.start + row + 1]
@@ -130,10 +130,10 @@ class FakeRunner:
 
 
 class FakeDrafter:
-    """Drafter of tokens that the runner of this vocabulary would draw, each with probability `quality`, else others."""
+    """Drafter whose tokens are the runner's draws, each with probability `quality`, else other ones."""
 
     def __init__(self, quality: float, *, vocab_size: int = 50, lengths: Items[int] = (99,)) -> None:
-        """Make it. `lengths`: most tokens of the answers, in turns."""
+        """`lengths`: how many tokens the answers have at most, in turns."""
         self.quality = quality
         self.vocab_size = vocab_size
         self.calls: list[list[DraftRequest]] = []
@@ -160,7 +160,7 @@ class FakeDrafter:
 
 
 def prompt_targets(entry: ScheduledSequence) -> list[int]:
-    """Return the prompt tokens of which the entry's rows give the log-probability."""
+    """Return the prompt tokens whose log-probabilities the entry's rows give."""
     sequence = entry.sequence
     if sequence.first_logprob_row is None:
         return []
@@ -172,19 +172,19 @@ def prompt_targets(entry: ScheduledSequence) -> list[int]:
 
 
 def is_unconditional(sequence: Sequence) -> bool:
-    """True when only other sequences' draws need its row: the unconditional branch of guidance."""
+    """True when the sequence is an unconditional branch: only another sequence's draw needs its row."""
     return sequence.draw.kind is DrawKind.UNCONDITIONAL
 
 
 def ranking(seed: int, context: Items[int], vocab_size: int) -> list[tuple[int, float]]:
-    """Return some (token, logprob), best first: a pure function."""
+    """Return some (token, logprob), best first: a pure function of the context."""
     digest = hashlib.blake2b(repr((seed, list(context))).encode(), digest_size=32).digest()
     tokens = dict.fromkeys(byte % vocab_size for byte in digest)
     return [(token, -0.5 - 0.25 * rank - digest[0] / 1000) for rank, token in enumerate(tokens)]
 
 
 def candidates(sequence: Sequence, seed: int, context: Items[int], vocab_size: int) -> SampledToken:
-    """Return the best of `ranking`, less 1 for each time that a token is taken. Other tokens score -20."""
+    """Return the best of `ranking`, after a penalty of 1 per time that a token is taken. Other tokens score -20."""
     spec, listed = sequence.draw, sequence.params.top_logprobs
     scores = {token: score - spec.taken_ids.count(token) for token, score in ranking(0, context, vocab_size)}
     slot = spec.gumbel_slot
@@ -205,7 +205,7 @@ def candidates(sequence: Sequence, seed: int, context: Items[int], vocab_size: i
 
 
 def _noise(what: tuple[int, ...]) -> float:
-    """Gumbel noise: a pure function."""
+    """Return Gumbel noise: a pure function of its arguments."""
     number = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=6).digest(), "big")
     return -math.log(-math.log((number + 0.5) / 2.0**48))
 
@@ -222,7 +222,7 @@ def engine_config(**changes: Any) -> EngineConfig:
 
 
 def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) -> Request:
-    """Make a request that begins at time 0; `fields` go to Request where it has them, else to SamplingParams."""
+    """Make a request from now (time 0). `fields` go to Request where it has them, else to SamplingParams."""
     names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline"}
     own = {name: fields.pop(name) for name in list(fields) if name in names}
     params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
@@ -231,7 +231,7 @@ def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) ->
 
 
 class Answer:
-    """All output of one request; adding an output checks the terminal rule and the numbering."""
+    """All outputs of one request. Adding one checks the numbering and that nothing follows the last word."""
 
     def __init__(self) -> None:
         self.started: StartedOutput | None = None
@@ -252,7 +252,7 @@ class Answer:
 
     @property
     def ids(self) -> dict[int, list[int]]:
-        """Returned sequence -> its new ids."""
+        """New ids by returned sequence."""
         ids: dict[int, list[int]] = {}
         for delta in self.deltas:
             ids.setdefault(delta.index, []).extend(delta.token_ids)
@@ -265,7 +265,7 @@ def collect(answers: dict[str, Answer], outputs: Iterable[RequestOutput]) -> Non
 
 
 def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
-    """Add the requests, step until there is no work, and check the pool after every step; return answers by request id.
+    """Add the requests, step until there is no work, check the pool after every step. Answers by request id.
 
     `answers` are those of earlier steps, when the engine has been stepped before.
     """
@@ -275,7 +275,7 @@ def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = 
     for _ in range(10_000):
         if not engine.has_work:
             if isinstance(engine._runner, FakeRunner):
-                assert not engine._runner.known, "the idle runner was not told who is gone"
+                assert not engine._runner.known, "the idle runner did not release sequences that are gone"
             return answers
         collect(answers, engine.step())
         engine.check_integrity()

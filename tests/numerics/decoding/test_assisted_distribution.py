@@ -55,7 +55,7 @@ def exact(folders: dict[str, Path]) -> dict[tuple[int, ...], float]:
 
 
 def probabilities(model: PreTrainedModel, temperature: float) -> dict[tuple[int, ...], float]:
-    """Of every output of LENGTH tokens after PROMPT, by transformers' model in one batch."""
+    """Return the probability of every output of LENGTH tokens after PROMPT, by transformers' model in one batch."""
     outputs = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
     ids = torch.tensor([[*PROMPT, *output] for output in outputs])
     with torch.inference_mode():
@@ -80,7 +80,7 @@ def draws(
 
 
 def p_value(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of Pearson's chi-square; outcomes are joined, the rarest first, until each group is expected five times."""
+    """Return the p-value of Pearson's chi-square. The rarest outcomes are joined until each is expected five times."""
     groups: list[list[float]] = []
     for output, probability in sorted(expected.items(), key=lambda entry: entry[1]):
         if not groups or groups[-1][1] >= 5.0:

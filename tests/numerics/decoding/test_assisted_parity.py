@@ -42,7 +42,7 @@ def references(folders: tuple[Path, Path]) -> tuple[PreTrainedModel, PreTrainedM
 
 
 def prompts() -> list[list[int]]:
-    """Some repeat themselves, so that lookups find something."""
+    """Prompts, of which some repeat themselves, so that look-ups find matches."""
     rng = random.Random(0)
     plain = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randrange(2, 40))] for _ in range(6)]
     return plain + [one[:5] * 4 for one in plain]
@@ -129,7 +129,7 @@ def test_assistance_changes_neither_ids_nor_logprobs(
 
 
 def logprobs(answer: Answer) -> list[float]:
-    """Of the chosen tokens, sequence by sequence."""
+    """Logprobs of the chosen tokens, sequence by sequence."""
     return [
         entry.chosen.logprob
         for index in sorted(answer.ids)
@@ -150,7 +150,7 @@ def test_the_model_as_its_own_draft_model_is_never_refused(models: tuple[CausalL
 
 
 def test_refused_drafts_never_reach_the_prefix_cache(models: tuple[CausalLM, CausalLM]) -> None:
-    """What follows an assisted output starts from its cached blocks and goes on as without a cache."""
+    """A continuation of an assisted output starts from its cached blocks and goes on as without a cache."""
     cached = engine_config(num_blocks=WIDE.num_blocks, max_batch_tokens=600, max_draft_rows=400, block_size=2)
     assert cached.prefix_cache
     engine = assisted_engine(*models, cached)

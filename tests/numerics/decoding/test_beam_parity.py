@@ -41,7 +41,7 @@ def reference(folder: Path) -> PreTrainedModel:
 
 
 def generate(reference: PreTrainedModel, prompt: list[int], **options: Any) -> tuple[list[list[int]], list[float]]:
-    """What transformers returns: padded sequences without their prompt, and their scores."""
+    """Results of transformers: padded sequences without their prompts, and their scores."""
     found = reference.generate(
         torch.tensor([prompt]),
         do_sample=False,

@@ -126,7 +126,7 @@ def test_no_numbers_in_an_unconditional_row_end_the_guided_request_alone(
 
     def broken(hidden_NI: torch.Tensor) -> torch.Tensor:
         logits_NV = whole(hidden_NI)
-        # Rows in order of admission: plain, guided, guide.
+        # Rows in order of admission: plain, guided, unconditional branch.
         if len(logits_NV) == 3:
             logits_NV[2, 7] = value
         return logits_NV

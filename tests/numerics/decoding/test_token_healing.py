@@ -33,7 +33,7 @@ TEXTS = (
 
 
 def with_healing(item: Request, prefixes: TokenPrefixes) -> Request:
-    """As the generation service makes it."""
+    """Return `item` with token healing, as the generation service makes it."""
     last = item.prompt_token_ids[-1]
     token_ids = prefixes.extensions(last)
     if len(item.prompt_token_ids) < 2 or len(token_ids) < 2:

@@ -1,4 +1,4 @@
-"""The fast path: every feature keeps a step off it, and nobody can tell from the ids which way a step went."""
+"""The fast path: every feature keeps a step off it, and the ids are the same on either path."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Everything:
 
 
 def requests(feature: str) -> list[Request]:
-    """One that wants the feature and ends early, and a plain one."""
+    """A request that wants the feature and ends early, and a plain one."""
     wanting = request([1, 2, 3], request_id="wanting", max_new_tokens=4, **OPTIONS[feature])
     if feature == "grammar":
         wanting.grammar = Everything()
@@ -87,7 +87,7 @@ def requests(feature: str) -> list[Request]:
 
 
 class Ways:
-    """What was said of each step: whether somebody who wants the feature draws in it, and whether the path takes it."""
+    """Record of each step: does a sequence with the feature draw in it, and does the fast path take it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_off: bool = False) -> None:
         self.steps: list[tuple[bool, bool]] = []

@@ -1,4 +1,4 @@
-"""What the scheduler relies on to share a prompt's beginning in the step that computes it."""
+"""The model's property by which the scheduler shares a prompt's beginning in the step that computes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps that go on from the last one: what the usual way gives, whatever happens between them."""
+"""Decode steps that go on from the last one give the results of the usual way, whatever happens between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that nobody draws from end in the last layer: those that are wanted have the bits that they have among all."""
+"""Rows that nothing is drawn from end in the last layer. Wanted rows have the same bits as among all rows."""
 
 from __future__ import annotations
 

@@ -219,11 +219,11 @@ class StepTrace:
 
     def _restarted(self, group: SequenceGroup) -> list[Any]:
         """Return [request, its sequences after the preemption], known ones by number."""
-        told: list[Any] = []
+        sequences: list[Any] = []
         for sequence in group.sequences:
             is_known = sequence.seq_id in self._tokens
-            told.append(sequence.seq_id if is_known else self._new(group, sequence))
-        return [_number(group), told]
+            sequences.append(sequence.seq_id if is_known else self._new(group, sequence))
+        return [_number(group), sequences]
 
     def _hash(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Hash its full blocks without drafts, as far as they are not hashed yet."""

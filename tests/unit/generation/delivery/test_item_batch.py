@@ -1,4 +1,4 @@
-"""How the items of one Score or Embed go through the engine: a window of them, and its end."""
+"""Items of one Score or Embed on their way through the engine: a window of them, and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.generation.options.score_embed import ScoreItem, followers
 
 
 class Hub:
-    """Keeps what is submitted until the test lets it end."""
+    """Hub that keeps submitted requests until the test lets them end."""
 
     def __init__(self, refuse_after: int | None = None, error: PenstockError | None = None) -> None:
         self.submitted: list[Request] = []

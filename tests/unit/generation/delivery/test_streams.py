@@ -38,7 +38,7 @@ TIMINGS = RequestTimings(0.1, 0.1, 0.1, 0.2, 0.3)
 
 
 class Engine:
-    """Remembers what it is told."""
+    """Engine that remembers its calls."""
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
@@ -165,7 +165,7 @@ def with_logprobs(num_tokens: int, *, seq: int = 0, index: int = 0) -> Emission:
 
 
 async def test_many_logprobs_in_one_step_travel_in_several_messages() -> None:
-    """Whatever ends in one step: a message beyond what may be sent would end the session of all its requests."""
+    """However much ends in one step: a message too large to send would end the session of all its requests."""
     harness = Harness()
     session = harness.session("a", "b", "c")
     deltas = tuple(with_logprobs(3000, seq=index, index=index) for index in range(3))

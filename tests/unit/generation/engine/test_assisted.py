@@ -89,7 +89,7 @@ def fits(config: Any, spec: dict[str, Any]) -> bool:
 
 
 def words(answer: Answer) -> list[Any]:
-    """All that a caller is told, but how it is cut into deltas."""
+    """All that a caller gets, however it is cut into deltas."""
     assert answer.finished is not None
     logprobs = [[entry for delta in answer.deltas if delta.index == i for entry in delta.logprobs] for i in range(4)]
     # Sums of the same numbers in the same order.
@@ -262,7 +262,7 @@ class Alternating:
 
 
 class GrammaticalRunner(FakeRunner):
-    """Draws the best token that the drawer's own grammar state takes."""
+    """Runner that draws the best token that the drawer's own grammar state allows."""
 
     def draw(self, sequence: Sequence, context: Items[int]) -> SampledToken:
         assert sequence.grammar is not None

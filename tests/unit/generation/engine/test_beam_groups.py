@@ -18,7 +18,7 @@ VOCABULARY = 50
 
 
 def groups_of_one(prompt: list[int], length: int, num_groups: int) -> list[list[int]]:
-    """Greedy searches beside each other, each token a penalty of 1 for every group before that chose it there."""
+    """Run greedy searches beside each other: a token loses 1 for every earlier group that chose it there."""
     outputs: list[list[int]] = [[] for _ in range(num_groups)]
     for _ in range(length):
         taken: list[int] = []
@@ -60,7 +60,7 @@ def test_groups_hold_the_blocks_of_their_prompt_once() -> None:
 
 
 def pick(ids: list[int], *taken: int) -> int:
-    """What a beam alone in its group chooses."""
+    """Return the choices of a beam that is alone in its group."""
     scores = {token: score - taken.count(token) for token, score in ranking(0, ids, VOCABULARY)}
     return max(scores, key=lambda token: (scores[token], -token))
 

@@ -44,9 +44,9 @@ def row(ids: list[int], num_prompt: int, seed: int, slot: int | None) -> list[tu
 
 
 def search(prompt: list[int], length: int, num_beams: int, eos: tuple[int, ...], seed: int | None) -> list[Any]:
-    """transformers' way: equal beams of which all but the first are barred, and flat lists. No length penalty.
+    """Search as transformers does: equal beams of which all but the first are barred, and flat lists.
 
-    Returns (score, output) of what ended, best first. Never stops before everything has.
+    Return (score, output) of the ended sequences, best first. It stops only when all have ended. No length penalty.
     """
     beams: list[tuple[float, list[int]]] = [(0.0, prompt)] + [(BARRED, prompt)] * (num_beams - 1)
     ended: list[tuple[float, list[int]]] = []

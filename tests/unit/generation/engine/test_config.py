@@ -1,4 +1,4 @@
-"""Bounds of the engine: what is refused, and that the two sides of the pool's arithmetic agree."""
+"""Bounds of the engine: requests that are refused, and that the two sides of the pool's arithmetic agree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The strategy seam carries more than sampling: a plain beam search, written here, equals one without an engine.
 
-It forks in every step, drops beams, holds draws back until all beams have theirs, and speaks only at its end.
+It forks in every step, drops beams, holds draws back until all beams have theirs, and emits only at its end.
 """
 
 from __future__ import annotations

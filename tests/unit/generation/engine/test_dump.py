@@ -141,7 +141,7 @@ def test_a_dump_changes_nothing() -> None:
 
 
 class HungRunner(FakeRunner):
-    """Hangs in its second step until the test lets it go."""
+    """Runner that hangs in its second step until the test lets it go."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a caller of the engine hears, whatever happens to the request."""
+"""Outputs that a caller of the engine gets, whatever happens to the request."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_resumed_request_that_had_ended_altogether_ends_without_a_step() -> No
 
 
 class Stumbling(ParallelSampling):
-    """Fails at its second token when its first prompt token is 13."""
+    """Strategy that fails at its second token when its first prompt token is 13."""
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         for sequence in sampled:
@@ -196,7 +196,7 @@ class Stumbling(ParallelSampling):
 
 
 class Unsteady(AssistedGeneration):
-    """Where the first prompt token is a method's number here, that method fails."""
+    """Strategy of which a method fails when the first prompt token is its number here."""
 
     METHODS = ("draft_requests", "take_drafts", "end")
 

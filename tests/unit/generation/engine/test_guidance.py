@@ -1,4 +1,4 @@
-"""Classifier-free guidance in the engine: a draw and its guide's row are of one step, whatever the pool does."""
+"""Classifier-free guidance in the engine: a draw and its unconditional row are of one step, whatever the pool does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def guidance(*negative: int) -> GuidanceOptions:
 
 
 def guided(prompt: list[int], negative: list[int], steps: int) -> list[int]:
-    """What the fake runner's greedy search over both branches gives, without an engine."""
+    """Return the fake runner's greedy search over both branches, without an engine."""
     output: list[int] = []
     for _ in range(steps):
         output.append(ranking(0, [*prompt, *output, -1, *negative, *output], 50)[0][0])
@@ -99,25 +99,25 @@ def test_a_negative_prompt_takes_its_place_in_the_context_and_in_the_pool() -> N
 def test_room_for_one_branch_is_not_made_of_the_others_cached_prefix() -> None:
     tables = BlockTables(BlockPool(7, 2), prefix_cache=True)
     off = params()
-    # Everything is cached and not held, the guide's beginning longest ago: it would be evicted first.
+    # Everything is cached and not held, the branch's beginning longest ago: it would be evicted first.
     for tokens in ([6] * 4, list(range(10))):
         earlier = sequence(tokens, off)
         tables.start([(earlier, [])])
         earlier.num_computed_tokens = len(tokens)
         tables.computed(earlier, "")
         tables.free(earlier)
-    prompt, guide = sequence([1, 2, 3, 4, 5, 6, 7, 8], off, seq_id=1), sequence([6] * 5, off, seq_id=2)
-    tables.hash_blocks(guide, "")
-    prefix = [block for block_hash in guide.block_hashes if (block := tables.pool.lookup(block_hash)) is not None]
+    prompt, branch = sequence([1, 2, 3, 4, 5, 6, 7, 8], off, seq_id=1), sequence([6] * 5, off, seq_id=2)
+    tables.hash_blocks(branch, "")
+    prefix = [block for block_hash in branch.block_hashes if (block := tables.pool.lookup(block_hash)) is not None]
     assert len(prefix) == 2
-    tables.start([(prompt, []), (guide, prefix)])
-    assert guide.block_table[:2] == prefix
-    assert set(prompt.block_table).isdisjoint(guide.block_table)
+    tables.start([(prompt, []), (branch, prefix)])
+    assert branch.block_table[:2] == prefix
+    assert set(prompt.block_table).isdisjoint(branch.block_table)
     tables.pool.check_integrity()
 
 
 class FailingRunner:
-    """A runner whose model gives no numbers for the guides."""
+    """Runner whose model gives no numbers for unconditional branches."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._runner = make_engine(config)[1]

@@ -1,4 +1,4 @@
-"""The engine's thread: its door, its silence when idle, its end."""
+"""The engine's thread: calls from other threads, sleep when idle, and its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.generation.engine.loop import EngineLoop
 
 
 class GatedRunner(FakeRunner):
-    """Waits before each step until the test lets it pass."""
+    """Runner that waits before each step until the test lets it pass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,7 +145,7 @@ async def test_the_id_of_a_live_request_is_refused_and_free_again_after_its_end(
 
 def test_an_id_is_free_when_its_last_word_is_delivered() -> None:
     class ImmediateLoop:
-        """Runs a callback before the engine's thread goes on, as an event loop that is faster than it does."""
+        """Event loop that is faster than the engine's thread: it runs a callback before the thread goes on."""
 
         def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
             call(*arguments)

@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 
 def naive(token_ids: list[int], num_tokens: int, max_ngram_size: int, eos: frozenset[int]) -> list[int]:
-    """The definition: longest n-gram first, its first earlier occurrence, what followed it up to an eos."""
+    """Draft by the definition: longest n-gram first, its first earlier occurrence, the tokens after it up to an eos."""
     for size in range(min(max_ngram_size, len(token_ids) - 1), 0, -1):
         for start in range(len(token_ids) - size):
             if token_ids[start : start + size] == token_ids[-size:]:

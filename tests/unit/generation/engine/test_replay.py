@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Runner(FakeRunner):
-    """Says what contrastive search and embedding want as well."""
+    """Runner that also answers contrastive search and embedding."""
 
     def draw(self, sequence: Any, context: Any) -> Any:
         token = super().draw(sequence, context)

@@ -1,4 +1,4 @@
-"""Who is computed when. A runner without a model; the steps it saw are the evidence."""
+"""Order in which sequences are computed. The runner has no model; the steps that it saw are the evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/learn/scheduling.md tells the truth: its tables are what the scheduler does."""
+"""docs/learn/scheduling.md is true: its tables are the scheduler's steps."""
 
 from __future__ import annotations
 

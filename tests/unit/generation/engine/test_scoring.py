@@ -1,4 +1,4 @@
-"""Scoring and embedding in the engine: what is computed, what is reused, and how they end."""
+"""Scoring and embedding in the engine: tokens that are computed or reused, and how they end."""
 
 from __future__ import annotations
 

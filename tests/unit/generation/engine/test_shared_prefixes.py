@@ -1,4 +1,4 @@
-"""Prompts that begin alike and are there at once: what they share is computed once, and nobody's ids change by it."""
+"""Prompts that begin alike and come together: their common part is computed once, and no ids change by it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_cancelling_the_one_that_computes_takes_nothing_from_those_who_share() -
 
 
 class SickRunner:
-    """Gives no numbers for sequences that end in `sick`."""
+    """Runner that gives no numbers for sequences that end in `sick`."""
 
     def __init__(self, runner: FakeRunner, sick: int) -> None:
         self._runner, self._sick = runner, sick
@@ -169,7 +169,7 @@ def test_siblings_that_compute_their_outputs_again_after_a_preemption_share_safe
 
 
 def most_rows(items: list[Request], block_size: int) -> int:
-    """Each different full block once, and of every prompt what lies behind its last one (all of it, when it is one)."""
+    """Most rows to compute: each different full block once, and of every prompt the tokens after, at least one."""
     blocks: set[tuple[str, tuple[int, ...]]] = set()
     rest = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""When a sequence ends: on the very token that completes a stop, judged like a search in the decoded text."""
+"""End of a sequence: on the very token that completes a stop, compared with a search in the decoded text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def criteria(table: TokenBytes = TABLE, limit: int = 100, **options: object) -> 
 
 
 def first_stop(judge: StopCriteria, ids: list[int], prompt: list[int] | None = None) -> tuple[int, Stop] | None:
-    """How many tokens until it ends, and why."""
+    """Return the number of tokens until it ends, and the reason."""
     prompt = prompt or [0]
     sequence = Sequence(0, 0, SamplingParams(1), 0, list(prompt), len(prompt))
     state = judge.new_state()
@@ -41,7 +41,7 @@ def first_stop(judge: StopCriteria, ids: list[int], prompt: list[int] | None = N
 
 
 def naive(table: TokenBytes, ids: list[int], strings: tuple[str, ...]) -> tuple[int, str] | None:
-    """Search the decoded text of every prefix; of what it holds, what ends first, then the longest."""
+    """Search the decoded text of every prefix for the string that ends first; of several the longest."""
     for count in range(1, len(ids) + 1):
         cursor = TextCursor(table, skip_special=True)
         text = b"".join(cursor.feed(token_id) for token_id in ids[:count]).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Compiling constraints: once per source, within a budget, and what the caller is told."""
+"""Compilation of constraints: once per source, within a budget, and the errors that callers get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a grammar allows: masks, states, their ends and their failures."""
+"""Tokens that a grammar allows: masks, states, their ends and their failures."""
 
 from __future__ import annotations
 

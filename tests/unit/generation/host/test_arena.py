@@ -1,4 +1,4 @@
-"""Memory that is taken before the weights are there: who gets which part, what is given back, and that ids stay."""
+"""Memory that is taken before the weights are there: its parts, what is given back, and that ids stay."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_little_is_not_worth_a_thread() -> None:
 
 
 def large_checkpoint(folder: Path, dtype: torch.dtype = torch.bfloat16, **config: object) -> Path:
-    """Of more than one piece, in widths that need no padding."""
+    """Make a checkpoint of more than one piece, in widths that need no padding."""
     return tiny_checkpoint(
         folder, dtype=dtype, vocab_size=70_016, hidden_size=256, intermediate_size=512, num_hidden_layers=1, **config
     )

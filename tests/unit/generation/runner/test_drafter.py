@@ -19,7 +19,7 @@ MODEL = AssistanceOptions(num_assistant_tokens=5, confidence_threshold=0.0)
 
 
 class Model(FakeRunner):
-    """Agrees with the served model but for every `wrong_every`-th position."""
+    """Draft model that agrees with the served one except at every `wrong_every`-th position."""
 
     wrong_every = 0
     probabilities: tuple[float, ...] = ()
@@ -150,7 +150,7 @@ def test_what_is_released_is_forgotten_there_and_at_the_runner() -> None:
 
 
 class Unsure(Model):
-    """Falls below a half at the third output token."""
+    """Draft model whose probabilities fall below a half at the third output token."""
 
     def draw(self, sequence: Sequence, context: Items[int]) -> SampledToken:
         assert sequence.params.top_logprobs == 0

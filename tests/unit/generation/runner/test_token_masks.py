@@ -104,7 +104,7 @@ def test_processed_scores_show_the_mask() -> None:
 
 
 class Filler:
-    """Writes the number of a state; waits until it is let go."""
+    """Filler that writes the number of a state, and waits until it is let go."""
 
     num_words = 3
 

@@ -1,4 +1,4 @@
-"""Which token budget is chosen, from made-up machines."""
+"""Choice of the token budget, on made-up machines."""
 
 from __future__ import annotations
 

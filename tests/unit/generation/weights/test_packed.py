@@ -1,4 +1,4 @@
-"""`penstock pack` writes whole folders or none, and what is wrong with one is said before a kernel gets a pointer."""
+"""`penstock pack` writes complete folders or none, and a wrong folder is refused before a kernel gets a pointer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Widths at which nothing is a multiple of 64 bytes by itself."""
+    """Make a model with widths at which no part is a multiple of 64 bytes by itself."""
     return tiny_checkpoint(tmp_path / "model", "qwen3", hidden_size=44, num_attention_heads=4, dtype=torch.bfloat16)
 
 
