@@ -18,7 +18,7 @@ from penstock.v1 import generation_pb2, text_pb2
 from penstock_client import AsyncClient
 from penstock_client import Client as SyncClient
 
-# The first items are answered in them, which tells those who watch the load, and many are left.
+# Steps that answer the first items, so that the load shows it, and leave many others.
 SOME_STEPS = 8
 TEXTS = ["Hello, world", "The capital of France is Paris", "The capital of France is Paris."]
 

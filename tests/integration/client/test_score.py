@@ -21,7 +21,7 @@ from penstock.v1 import admin_pb2, generation_pb2, text_pb2
 from penstock_client import AsyncClient
 from penstock_client import Client as SyncClient
 
-# The first items are answered in them, which tells those who watch the load, and many are left.
+# Steps that answer the first items, so that the load shows it, and leave many others.
 SOME_STEPS = 8
 GREETINGS = [("Hello", ", world"), ("The capital of France is", " Paris"), ("The capital of France is ", "Paris")]
 
@@ -174,7 +174,7 @@ async def test_a_space_at_the_prompts_end_belongs_to_the_continuation() -> None:
 
 
 async def test_a_token_across_the_boundary_counts_as_continuation() -> None:
-    """As it stands in the encoding of the whole, which the harness' cut by number of ids would lose."""
+    """The token counts as in the encoding of the whole, which the harness' cut by number of ids would lose."""
     async with stack_of_one() as (_, router):
         text = " the capital of the country"
         whole = await router.encode(text)

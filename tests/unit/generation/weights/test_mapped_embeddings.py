@@ -45,7 +45,7 @@ def load(folder: Path, *, kernels: str = "torch", **options: object) -> CausalLM
 
 
 def logits(model: CausalLM) -> torch.Tensor:
-    """Of a prompt that looks up first and last rows, too."""
+    """Return the logits of a prompt that looks up first and last rows, too."""
     sequence = PagedSequence([0, VOCAB_SIZE - 1, *range(5, 25)])
     PagedDriver(model, num_blocks=4, block_size=8).step([(sequence, 22)])
     return torch.stack(sequence.logits)
