@@ -260,7 +260,7 @@ def test_retries_keep_to_the_deadline(retry_after: float | None) -> None:
     with serving(script) as (address, _), Client(address, SLOW) as client, refused:
         chat = client._stub.Chat
 
-        # What the client asked for: the server's own reckoning starts when its thread does.
+        # The timeout that the client asked for: the server's own clock starts with its thread.
         def asked(request: Any, timeout: float, **options: Any) -> Any:
             left.append(timeout)
             return chat(request, timeout=timeout, **options)

@@ -64,7 +64,7 @@ def logits(
     block_size: int = 8,
     kv_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Of every position of every prompt."""
+    """Return the logits of every position of every prompt."""
     sequences = [PagedSequence(list(prompt)) for prompt in ids]
     driver = PagedDriver(model, num_blocks=64, block_size=block_size, kv_dtype=kv_dtype)
     for group in [sequences] if together else [[sequence] for sequence in sequences]:
@@ -145,7 +145,7 @@ def test_blocks_that_a_step_writes_and_others_read_in_it_give_the_bits_of_steps_
         for other in others:
             other.blocks.extend(first.blocks[:2])
             other.computed = len(common)
-        # Who reads comes before who writes, so that threads meet what is not there yet.
+        # The reader comes before the writer, so that threads meet keys that are not there yet.
         work = [(sequence, sequence.left) for sequence in [*others, first]]
         for step in [work] if together else [[entry] for entry in reversed(work)]:
             driver.step(step)
@@ -227,7 +227,7 @@ def test_heads_larger_than_the_kernels_take_are_torchs(tmp_path: Path) -> None:
 
 
 def highest(model: CausalLM, ids: list[int]) -> tuple[list[int], torch.Tensor]:
-    """What `forward_and_draw` says of every row of one prompt, and the logits of `forward`'s."""
+    """Return the ids of `forward_and_draw` for every row of one prompt, and the logits of `forward`."""
     found = []
     for draws in (True, False):
         facts = model.config

@@ -25,7 +25,7 @@ INT8 = torch.int8
 
 @pytest.fixture(scope="module", params=["torch", "torch, window", "native", "native, window"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """In float32 on torch's operators; in bfloat16 on the kernels, which round alike whatever the batch is."""
+    """Load a model: in float32 on torch's operators; in bfloat16 on the kernels, which round alike in every batch."""
     folder = tmp_path_factory.mktemp("model")
     window = {"sliding_window": 6} if "window" in request.param else {}
     tiny_checkpoint(folder, "mistral" if window else "qwen2", seed=5, **window)

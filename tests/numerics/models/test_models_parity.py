@@ -1,4 +1,4 @@
-"""In float32 every native family gives transformers' logits and greedy ids, whatever the chunks, batches and blocks."""
+"""Every native family in float32 gives transformers' logits and greedy ids, whatever the chunks, batches and blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CASES = [
     Case("mistral", "mha-window-tied", MHA | TIED | {"sliding_window": 11}),
     Case("mistral", "window-head-dim-sharded", {"sliding_window": 6, "head_dim": 8}, "20KB"),
 ]
-# What the greedy test runs: each family once plain enough to be fast, together covering every feature.
+# Models of the greedy test: each family once plain enough to be fast, together covering every feature.
 GREEDY = [
     Case("llama", "llama3-rope", {"rope_parameters": LLAMA3_ROPE}),
     Case("qwen2", "tied-mixed-window-sharded", TIED | MIXED_WINDOW, "20KB"),

@@ -28,7 +28,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits(model: CausalLM) -> torch.Tensor:
-    """Of a prompt in chunks, beside another."""
+    """Return the logits of a prompt in chunks, beside another one."""
     sequences = [PagedSequence(list(range(5, 45))), PagedSequence(list(range(VOCAB_SIZE - 1, VOCAB_SIZE - 20, -1)))]
     PagedDriver(model, num_blocks=16, block_size=8).prefill(sequences, 16)
     return torch.cat([torch.stack(sequence.logits) for sequence in sequences])

@@ -21,7 +21,7 @@ PROMPT = list(range(5, 45))
 
 
 class _NativeCPU(CPUDevice):
-    """With the kernels that the test loaded."""
+    """The CPU with the kernels that the test loaded."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -82,7 +82,8 @@ def beam(seed: int, slot: int, seq_id: int, count: int, **options: Any) -> Seque
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 4}], ids=str)
 def test_the_best_keys_of_two_beams_are_draws_without_replacement(options: dict[str, Any]) -> None:
-    """As transformers' beam sampling: multinomial over the flattened scores of the beams, here three of 2 x 6."""
+    """The keys draw like transformers' beam sampling: multinomial over the flattened scores of the beams, here three of
+    2 x 6."""
     vocab, offsets = 6, torch.tensor([-0.4, -1.1])
     given_2V = torch.stack([logits(vocab, 1, 1.0), logits(vocab, 2, 1.0)])
     pair = [beam(0, slot, slot, vocab, **options) for slot in range(2)]

@@ -92,7 +92,7 @@ def options_of(rng: random.Random, share: float) -> dict[str, Any]:
 
 
 def expected(one: Sequence, logits_V: Tensor) -> Tensor:
-    """What transformers makes of the row."""
+    """Return the row after transformers' processor."""
     given_1V = logits_V[None]
     if one.draw.log_softmax:
         given_1V = given_1V.log_softmax(-1)

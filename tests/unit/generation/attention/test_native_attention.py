@@ -52,7 +52,8 @@ def check_reference(
     sequences = contexts(shape, lengths, dtype, seed)
     cuts = [data.draw(st.lists(st.integers(1, n - 1), max_size=2).map(sorted)) if n > 1 else [] for n in lengths]
     cuts = [sorted(set(own)) for own in cuts]
-    # As models have them: what large weights make of roundings is beyond the tolerance now and then, in torch as well.
+    # Norms as models have them: with large weights rounding errors are beyond the tolerance now and then, in torch as
+    # well.
     norms = [(1 + torch.randn(shape.head_dim) / 4).to(dtype) for _ in "qk"] if has_norm else []
 
     def run(attention: Attention, dtype: torch.dtype) -> list[Tensor]:

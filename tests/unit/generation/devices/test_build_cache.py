@@ -1,4 +1,4 @@
-"""Builds of the kernels that nobody uses any more are removed, and nothing else."""
+"""Builds of the kernels that are no longer used are removed, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CPU can do is found out once, under every bound of the libraries; int8 is right on all of them."""
+"""The CPU's features are found out once, under every bound of the libraries; int8 is right on all of them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def layers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, torch.Te
 
 
 def quantised(weight_OI: torch.Tensor, x_TI: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the format makes of them, in float64: products of these are exact."""
+    """Return both as the format quantises them, in float64: products of these are exact."""
     if format is Format.INT8:
         pairs = (quantize_rows(weight_OI), quantize_rows(x_TI))
         return tuple((values * scale).double() for values, scale in pairs)  # type: ignore[return-value]

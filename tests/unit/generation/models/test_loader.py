@@ -29,7 +29,7 @@ def load(folder: Path, **options: object) -> CausalLM:
 
 
 def logits(model: CausalLM) -> torch.Tensor:
-    """Of a fixed prompt."""
+    """Return the logits of a fixed prompt."""
     sequence = PagedSequence(list(range(5, 25)))
     PagedDriver(model, num_blocks=4, block_size=8).step([(sequence, 20)])
     return torch.stack(sequence.logits)

@@ -102,6 +102,6 @@ def outcome_of(message: config_pb2.GenerationConfig) -> str:
     assert 1 <= params.max_new_tokens <= MODEL.max_context_tokens - 3
     assert params.num_return_sequences <= MODES.most_sequences(params)
     assert MODES.blocks_needed(ENGINE, params, 3, params.max_new_tokens) > 0
-    # What was accepted can be told again (GetModelInfo does), and means the same.
+    # Accepted options can be written again, as GetModelInfo does, and mean the same.
     assert to_options(from_options(options), LIMITS) == options
     return params.generation_mode.name

@@ -93,7 +93,8 @@ def test_every_scope_says_why_an_option_is_idle() -> None:
 
 
 def defaults() -> dict[str, Any]:
-    """What an option is when neither the request nor the model's file says anything; the warpers', while sampling."""
+    """Return the options' values when neither the request nor the model's file sets them; the warpers' while
+    sampling."""
     model = ModelFacts("tiny", vocab_size=100, max_context_tokens=50)
     known: dict[str, Any] = {}
     for options in (RequestOptions(do_sample=True), RequestOptions()):

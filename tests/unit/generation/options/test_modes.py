@@ -1,4 +1,4 @@
-"""From the options of a request to the parameters of its mode."""
+"""The options of a request become the parameters of its mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors take, and how deltas with them are cut."""
+"""Sizes of tensors, and the cutting of deltas that have them."""
 
 from __future__ import annotations
 

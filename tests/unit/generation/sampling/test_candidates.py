@@ -1,4 +1,4 @@
-"""Rows whose strategy chooses itself: the highest processed scores, in an order that everybody agrees on."""
+"""Rows whose strategy chooses the token: the highest processed scores, in one order everywhere."""
 
 from __future__ import annotations
 

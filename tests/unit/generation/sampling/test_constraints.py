@@ -1,4 +1,4 @@
-"""What may be drawn where the options conflict, run out, or name what the model does not have."""
+"""Tokens that may be drawn where options conflict, run out, or name ids that the model does not have."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def check_tokens(seed: int, scale: float) -> None:
         expected_draw(row, one) for row, one in zip(scores_NV, batch, strict=True)
     ]
     if scale:
-        # Of equal scores the reference lists any.
+        # The reference may list any of equal scores.
         for one, other in zip(found, expected, strict=True):
             assert_alike(one, other)
 

@@ -46,7 +46,7 @@ def scores(rows: int, seed: int, vocab: int = VOCAB, *, ties: bool = False) -> T
 
 
 def process(kind: type[LogitsProcessor], sequences: list[Sequence], given_NV: Tensor) -> Tensor:
-    """What `kind` makes of the scores; every row of the batch, wanted or not."""
+    """Return the scores after `kind`, for every row of the batch, wanted or not."""
     states = [SamplingState(one) for one in sequences]
     for state in states:
         state.catch_up()

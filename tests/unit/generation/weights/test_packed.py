@@ -174,7 +174,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another tensor": (_edit(lambda header: header.update(more=header[NORM])), "unexpected tensor 'more'"),
     "tensors between two places": (_longer_header, "multiple of 64"),
     "another model": (lambda folder: _set_config(folder, intermediate_size=96), "config.json"),
-    # What the kernels compute with these sizes is no 64-bit number.
+    # The kernels' products of these sizes fit in no 64-bit number.
     "a vocabulary beyond numbers": (lambda folder: _set_config(folder, vocab_size=2**58), "too small"),
     "widths beyond numbers": (lambda folder: _set_config(folder, intermediate_size=2**59), "too small"),
     "widths beyond integers": (lambda folder: _set_config(folder, intermediate_size=2**80), "too small"),

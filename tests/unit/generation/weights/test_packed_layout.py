@@ -12,8 +12,8 @@ from factories.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.layers.kernels import LayerKernels
 from penstock.generation.layers.linear.native import LAYOUT_VERSION, Format, NativeLinear, NativeLinearMethod
 
-# Of the parts below, by version and format. Other bytes under the same version would be read as if they were these:
-# whoever changes them raises LAYOUT_VERSION and adds a line.
+# Digests of the parts below, by version and format. Other bytes under the same version would be read as if they were
+# these: after a change of the bytes, raise LAYOUT_VERSION and add a line.
 DIGESTS = {
     1: {
         Format.F32: "4bdf81acf9fb7af45fbaea3c95251e103fb4053914a35e57c7a159d7b6ff7685",

@@ -254,7 +254,7 @@ def test_long_lists_are_refused_before_they_are_converted(field: str, message: d
             "dola_layers",
             {"dola_layers": config_pb2.DolaLayers(indices=config_pb2.LayerIndices(indices=range(257)))},
         ),
-        # What has no plain form.
+        # Values without a plain form.
         ("early_stopping", {"early_stopping": 9}),
         ("num_assistant_tokens_schedule", {"num_assistant_tokens_schedule": 9}),
         ("constraints", {"constraints": [config_pb2.DecodingConstraint()]}),

@@ -67,7 +67,7 @@ struct RopeArgs {
   void prepare(const AttentionArgs&, const AttentionTask&);                          \
   void attend(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, \
               Prefetch& prefetch, void* scratch);                                    \
-  /* Of these key/value heads and the query heads that go with them. */              \
+  /* Rotates these key/value heads and the query heads that go with them. */         \
   void rope(const RopeArgs&, int64_t first, int64_t last, int first_head, int last_head);
 namespace avx512 {
 PENSTOCK_ATTENTION_KERNELS

@@ -97,7 +97,7 @@ static void softmax_decode(DecodeWork& w, const float* v_scale, int m, int64_t t
   }
 }
 
-// What sums of int8 products become: rows are rows of A in both.
+// Turns sums of int8 products into scores and outputs: rows are rows of A in both.
 struct DecodeScore {
   const int32_t* bias;
   const float* k_scale;

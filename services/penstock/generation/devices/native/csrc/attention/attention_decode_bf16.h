@@ -46,7 +46,7 @@ struct Bf16DecodeHead {
   vf high;
 };
 constexpr int MOST_HEADS = 8;  // of a task
-// Of what comes after attention, a few at a time.
+// Lines of the data after attention that are prefetched at a time.
 constexpr int PREFETCH_LINES = 8;
 struct Bf16DecodeWork {
   Bf16DecodeHead heads[MOST_HEADS];
@@ -132,7 +132,7 @@ static void add_values(const Paged& tile, int64_t offset, int64_t stride, const 
     const char* values = tile.v[t / RUN] + offset;
     for (int i = 0; i < RUN && t + i < tile.n; i += 2, p += MAX_DECODE_ROWS) {
       const char* from = values + i * stride;
-      // What is missing of the last pair repeats a key, for a weight of 0.
+      // The missing half of the last pair repeats a key, for a weight of 0.
       const __m512i x = _mm512_loadu_si512(from),
                     y = _mm512_loadu_si512(t + i + 1 < tile.n ? from + stride : from);
       const vi low = (vi)_mm512_unpacklo_epi16(x, y), high = (vi)_mm512_unpackhi_epi16(x, y);
@@ -180,7 +180,7 @@ static inline bool can_attend_decode_bf16(const AttentionArgs& a, const Attentio
          a.head_dim % (2 * L) == 0 && a.block_size % RUN == 0;
 }
 
-// Where the keys that `task` reads begin.
+// First of the keys that `task` reads.
 static inline int64_t first_of(const AttentionArgs& a, const AttentionTask& task) {
   const int64_t query = task.first / (a.num_heads / a.num_kv_heads);
   const int64_t pos =

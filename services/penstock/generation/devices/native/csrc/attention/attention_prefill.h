@@ -75,7 +75,7 @@ static void softmax_tile(PrefillWork<V, NB>& w, const float* v_scale, int b, int
     auto weight = [&](int t) {
       return exp2_nonpositive(fmadd(*(vf*)(w.s + t * W + v * L), scale, -base));
     };
-    // As the lanes of attention_decode.h add them: by key % SUMS.
+    // The order of the lanes of attention_decode.h: by key % SUMS.
     for (int i = 0; i < std::min(n, SUMS); i += 2) {
       vf even = w.sums[b][i][v], odd = w.sums[b][i + 1][v];
       for (int t = i; t < n; t += SUMS) {
@@ -180,7 +180,7 @@ static void finish(const AttentionArgs& a, const AttentionTask& task, PrefillWor
   }
 }
 
-// What sums of int8 products become: rows are vectors of B in both.
+// Turns sums of int8 products into scores and outputs: rows are vectors of B in both.
 struct PrefillScore {
   const int32_t* bias;
   const float* k_scale;

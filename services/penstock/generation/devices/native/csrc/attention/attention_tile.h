@@ -1,5 +1,5 @@
-// What attention does with one tile of keys and values, whichever way round its SIMD lanes are:
-// products and loading.
+// Work of attention on one tile of keys and values, for both uses of SIMD lanes: products and
+// loading.
 //
 // A unit is 32 bits: a float, a pair of bf16 (vdpbf16ps), or four int8 (vpdpbusd). Everything that
 // sums does so in the order of keys or of dims, in the same operations, however many rows there are
@@ -39,7 +39,7 @@ static inline vi pack_pairs(vf lo, vf hi) {
   __m512i h = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)hi));
   return (vi)_mm512_or_si512(l, _mm512_slli_epi32(h, 16));
 }
-// As store() rounds.
+// Rounds like store().
 static inline __m256i rounded_bits(vf x) {
   const vu bits = (vu)x, nearest_bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   return _mm512_cvtepi32_epi16((__m512i)(x != x ? vu{} + 0x7FC0 : nearest_bits));
@@ -93,7 +93,7 @@ struct Sides {
   int64_t b_k, b_low;
 };
 
-// What a sum of QUADS is: put(m, v, sum, old) is what C gets. The other modes need nothing.
+// Result of a sum of QUADS: C gets put(m, v, sum, old). The other modes need nothing.
 struct AsItIs {
   vf operator()(int, int, vi, vf old) const { return old; }
 };
@@ -154,7 +154,7 @@ static void product(const Sides& s, int M, int K, float* C, int64_t c_row, bool 
   for (; m < M; ++m) micro<MODE, A_POSITIVE, 1, V>(s, m, K, C, c_row, add, put);
 }
 
-// Where the keys and values of a tile lie; S is what the pool stores.
+// Places of the keys and values of a tile; S is the type that the pool stores.
 template <typename S>
 struct Rows {
   const S* k[TILE];
@@ -207,7 +207,8 @@ static void load_keys(const Rows<S>& rows, int D, int32_t* k) {
   }
 }
 
-// Values as [unit of keys][dim]. What is missing of the last unit repeats a key, for a weight of 0.
+// Values as [unit of keys][dim]. The missing part of the last unit repeats a key, for a weight of
+// 0.
 template <typename S, Mode MODE>
 static void load_values(const Rows<S>& rows, int D, int32_t* v, const Rows<S>* next = nullptr) {
   constexpr int PER = per_unit(MODE);
@@ -276,8 +277,8 @@ static float load_query(const T* q, int D, int32_t* to, int64_t stride, int64_t 
   return 1.0f;
 }
 
-// Tiles begin at multiples of TILE, whoever else is in the task, so that a row's sums are cut at
-// the same keys everywhere; the first one may leave out keys that no row sees any more.
+// Tiles begin at multiples of TILE, with any rows in the task, so that a row's sums are cut at the
+// same keys everywhere; the first one may leave out keys that no row sees any more.
 static inline int64_t first_key(int64_t oldest) { return oldest - oldest % SUMS; }
 static inline int keys_from(int64_t t0, int64_t end) {
   return int(std::min<int64_t>(TILE - t0 % TILE, end - t0));

@@ -1,5 +1,4 @@
-// How the attention of a step is shared among threads: the tasks of it, and the scratch memory of
-// one thread.
+// The attention of a step as shared among threads: its tasks, and the scratch memory of one thread.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -54,7 +53,7 @@ inline std::vector<AttentionTask> attention_tasks(const AttentionArgs& args, int
   return tasks;
 }
 
-// Those with one of these `count` rows of the step, which ascend.
+// Tasks with one of these `count` rows of the step, which ascend.
 inline std::vector<AttentionTask> tasks_of(const AttentionArgs& args,
                                            const std::vector<AttentionTask>& tasks,
                                            const int64_t* rows, int64_t count) {
@@ -70,15 +69,16 @@ inline std::vector<AttentionTask> tasks_of(const AttentionArgs& args,
   return found;
 }
 
-// Whether no sequence reads what another one writes in this step, and a task is all rows of its
-// heads: then a task may write its keys and values itself, just before it reads them.
+// True when no sequence reads keys that another one writes in this step, and a task has all rows of
+// its heads: then a task may write its keys and values itself, just before it reads them.
 inline bool can_write_alone(const AttentionArgs& args, const std::vector<AttentionTask>& tasks,
                             const int64_t* slots, int64_t sequences, int64_t blocks) {
   for (const AttentionTask& task : tasks)
     if (task.count != (args.query_start[task.seq + 1] - args.query_start[task.seq]) *
                           (args.num_heads / args.num_kv_heads))
       return false;
-  // Of a block, -1 between calls: a step pays for the blocks that it names, not for the pool.
+  // Writer of each block, -1 between calls: a step pays for the blocks that it names, not for the
+  // pool.
   thread_local std::vector<int32_t> writer;
   if (int64_t(writer.size()) < blocks) writer.resize(blocks, -1);
   bool is_alone = true;
@@ -98,7 +98,7 @@ inline bool can_write_alone(const AttentionArgs& args, const std::vector<Attenti
   return is_alone;
 }
 
-// What attend() needs, of the calling thread.
+// Scratch memory of the calling thread for attend().
 inline void* attention_scratch() {
   struct Free {
     void operator()(void* p) const { std::free(p); }

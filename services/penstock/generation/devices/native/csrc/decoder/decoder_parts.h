@@ -30,7 +30,7 @@ class Named {
     TORCH_CHECK(found.has_value(), owner_, " must have ", name);
     return *found;
   }
-  // Of those that some models do not have.
+  // Finds a tensor that some models do not have.
   std::optional<T> find(const std::string& name) {
     const auto node = left_.extract(name);
     return node.empty() ? std::nullopt : std::optional<T>(node.mapped());
@@ -58,7 +58,7 @@ struct Linear {
   int64_t inputs, width, granules, panels;
   bool gated;
 
-  // Of the tensors `name`.weight, `name`.bias, `name`.scale and `name`.sum.
+  // Takes the tensors `name`.weight, `name`.bias, `name`.scale and `name`.sum.
   Linear(Named<at::Tensor>& from, const std::string& name, Format format, int64_t inputs,
          int64_t width, bool gated)
       : format(format),
@@ -74,7 +74,7 @@ struct Linear {
     TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() &&
                     width <= panels * (gated ? PANEL / 2 : PANEL),
                 "a weight has the wrong size");
-    // Of every output, padded ones included; int4 has a scale for each group of inputs.
+    // Numbers for every output, padded ones included; int4 has a scale for each group of inputs.
     const int64_t columns = panels * PANEL,
                   scales = format == Format::INT4 ? columns * (granules * 8 / GROUP) : columns;
     TORCH_CHECK(!bias || bias->numel() >= columns, "a bias is too short");
@@ -100,20 +100,21 @@ struct Layer {
   int64_t window;
 };
 constexpr int64_t LINEARS = 4;
-// Of a layer: norms, rope, and what linear layers quantise first, where they are shared by a
-// counter for all threads; and linear layers and attention, which are shared by a share for each.
+// Stages of a layer: norms, rope, and the rows that linear layers quantise first, where one counter
+// shares them among all threads; and linear layers and attention, which have a share for each
+// thread.
 constexpr int64_t MOST_STAGES = 2 + 1 + LINEARS;
 constexpr int64_t SHARED_STAGES = LINEARS + 1;
 constexpr int64_t LAST_STAGES = 2;
-// Of the next linear layer's weight, fetched by who waits.
+// Bytes of the next linear layer's weight that a waiting thread fetches.
 constexpr int64_t PREFETCH_BYTES = 64 << 10;
-// Of it, before a row of a norm or of what is quantised.
+// Lines of it that are fetched before a row of a norm or of a quantisation.
 constexpr int PREFETCH_LINES_A_ROW = 128;
-// Of the output projection's, fetched during attention.
+// Bytes of the output projection's weight that are fetched during attention.
 constexpr int64_t PREFETCH_DURING_ATTENTION = 256 << 10;
 
-// What a forward pass writes on its way. Of `normed`, `residual` and what is quantised every thread
-// may have its own.
+// Memory that a forward pass writes on its way. Every thread may have its own `normed`, `residual`
+// and quantised rows.
 struct Buffers {
   at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums;
 };
@@ -125,8 +126,8 @@ struct Inputs {
 };
 inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)}; }
 
-// What one forward pass is about: the arguments of Decoder::forward, where they lie. The vectors
-// and tensors live longer.
+// Subject of one forward pass: the arguments of Decoder::forward, in place. The vectors and tensors
+// live longer.
 struct Pass {
   at::Tensor hidden, cos, sin, pool;
   std::optional<at::Tensor> scales;
@@ -143,12 +144,12 @@ struct Pass {
 struct Step {
   Barrier barrier;
   std::vector<std::atomic<int64_t>> counters;
-  // Of every shared stage and thread.
+  // Progress of every shared stage and thread.
   std::vector<Progress> progress;
   Buffers buffers;
   at::Tensor hidden, out;
   int64_t rows;
-  // Of `rows`, those that somebody wants: the others end with the last layer's keys and values.
+  // Those of `rows` with a wanted result: the others end with the last layer's keys and values.
   // Ascending; null: all.
   const int64_t* wanted;
   int64_t num_wanted;
@@ -156,11 +157,12 @@ struct Step {
   // In the last layer: those of rows that are wanted.
   std::vector<AttentionTask> last_tasks;
   bool writes_alone;
-  // Of every thread, row and column of a panel, as LinearArgs has them; empty where nobody asks.
+  // By thread, row and column of a panel, as LinearArgs has them; empty where ids are not asked
+  // for.
   at::Tensor highest, highest_panel;
 };
 
-// Where a thread is: all go through the same stages.
+// Place of a thread: all go through the same stages.
 struct Walk {
   int64_t thread, rows;
   int64_t stage = 0, shared = 0;

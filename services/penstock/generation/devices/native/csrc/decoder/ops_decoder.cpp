@@ -15,8 +15,8 @@
 namespace penstock {
 namespace {
 
-// As at::empty, without its way through the dispatcher: tens of microseconds where a step has just
-// been through the caches.
+// at::empty without its way through the dispatcher, which takes tens of microseconds where a step
+// has just been through the caches.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
   return at::detail::empty_cpu(sizes, type);
 }
@@ -75,7 +75,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
 
   Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type) const {
     const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
-    // As many as any format pads to.
+    // The most inputs that any format pads to.
     const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4),
                   size = at::elementSize(type);
     const auto inputs = [&](int64_t count, int64_t width) {
@@ -129,7 +129,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
         final_norm(end.take("norm")),
         head(end, "head", head_format, hidden, vocab, false) {
     end.check_all_taken();
-    // What is quantised has room for the groups of the layers' format only.
+    // Quantised rows have room for the groups of the layers' format only.
     TORCH_CHECK(head.format != Format::INT4 || format == Format::INT4,
                 "an int4 head needs int4 layers");
     TORCH_CHECK(!named.empty() && named.size() == windows.size(), "a window for every layer");
@@ -161,7 +161,8 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
     step.barrier.wait(walk.prefetch);
   }
 
-  // What every thread does for itself, while the memory fetches the weight that comes next.
+  // Runs work that every thread does for itself, while the memory fetches the weight that comes
+  // next.
   template <typename F>
   static void by_row(Walk& walk, F work) {
     for (int64_t row = 0; row < walk.rows; ++row) {
@@ -218,7 +219,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
     };
   }
 
-  // `then`: the next one, of whose weight this many bytes are prefetched. The caller waits.
+  // `then`: the next layer; this many bytes of its weight are prefetched. The caller waits.
   void linear(Step& step, Walk& walk, const Linear& layer, Inputs x, at::Tensor& out,
               const Linear* then, int64_t bytes = PREFETCH_BYTES) const {
     LinearArgs args = linear_args(layer, x);
@@ -236,7 +237,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
                    &step.progress[walk.shared++ * threads], walk.thread);
   }
 
-  // Of a thread's share, `bytes` at most.
+  // The beginning of a thread's share, `bytes` at most.
   static Prefetch beginning(const Linear& layer, int64_t rows, int64_t thread, int64_t threads,
                             int64_t bytes) {
     LinearArgs args{};
@@ -483,9 +484,8 @@ at::Tensor Decoder::embedded(const std::vector<int64_t>& ids,
   return out;
 }
 
-// What is left of the last layer is for the rows that are wanted: what attention gave them and
-// their residuals come to the front, each thread's share of the columns. After it all threads have
-// to meet.
+// The rest of the last layer is for the wanted rows: their results of attention and their residuals
+// come to the front, each thread's share of the columns. All threads have to meet after it.
 void Decoder::pick(Step& step, Walk& walk) const {
   const auto move = [&](void* rows, int64_t stride, int64_t first, int64_t last) {
     for (int64_t i = 0; i < step.num_wanted; ++i)
@@ -526,7 +526,7 @@ void Decoder::finish(Step& step, Walk& walk) const {
   multiply(step, walk, head, normed, args);
 }
 
-// What the threads found, put together.
+// Joins the results of the threads.
 std::vector<int64_t> Decoder::argmax_ids(const Step& step, int64_t threads) {
   std::vector<int64_t> ids(step.num_wanted);
   const float* found = step.highest.const_data_ptr<float>();

@@ -56,7 +56,7 @@ static inline vi dot_bytes(vi sum, vi u, vi s) {
 #ifdef __AVX512VNNI__
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
 #else
-  // By way of 16 bits: the instruction for bytes saturates.
+  // Goes through 16 bits: the instruction for bytes saturates.
   const __m256i even = _mm256_set1_epi32(0x00FF00FF);
   __m256i u0 = _mm256_and_si256((__m256i)u, even), u1 = _mm256_srli_epi16((__m256i)u, 8);
   __m256i s0 = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)s, 8), 8),
@@ -81,8 +81,8 @@ static inline void fetch(const char* weight, int64_t bytes) {
   for (int64_t i = bytes - 64; i >= 0; i -= 64) __builtin_prefetch(weight + FETCH_AHEAD + i, 0, 2);
 }
 
-// What a row of results fetches while the products stand still: further lines, or the memory would
-// have nothing to do.
+// Lines that a row of results fetches while the products stand still, since the memory would have
+// nothing to do.
 struct Beyond {
   static constexpr int64_t BYTES = 4 * 64;
   const char* weight;  // null: nothing
@@ -99,7 +99,7 @@ constexpr int UNROLL = 8;
 // cache. A multiple of an int4 group's, as UNROLL is.
 constexpr int64_t PART = 1024;
 
-// A part of the granules of a panel: what is summed before the next tile of rows has its turn.
+// A part of the granules of a panel, which is summed before the next tile of rows has its turn.
 struct Part {
   const char* w;
   int64_t first, last;
@@ -228,7 +228,7 @@ static Tile pick(Format format, int rows) {
   }
 }
 
-// What a panel's sums become; `bias` and the widths are the same for all rows.
+// Stores a panel's sums; `bias` and the widths are the same for all rows.
 template <typename T, bool GATED>
 static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows,
                        int64_t panel, Beyond beyond) {
@@ -275,8 +275,8 @@ static void update_argmax(const LinearArgs& a, const float (*block)[PANEL], int6
     for (int v = 0; v < V; ++v) {
       const int64_t at = (row + r) * PANEL + v * L;
       const vf value = load(block[r] + v * L) + bias[v], best = load(a.highest + at);
-      // Nearly always; what is not stored needs no place in the first-level cache, through which
-      // the weight has just gone.
+      // Nearly always; numbers that are not stored need no place in the first-level cache, through
+      // which the weight has just gone.
       if (all_less(value, best)) continue;
       const vi column = load_bits((const char*)(COLUMN_NUMBERS.data() + v * L)),
                first = load_bits((const char*)(a.highest_panel + at));
@@ -338,7 +338,7 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
     }
 }
 
-// Of `n` values with one scale; returns the sum of what was stored.
+// Quantises `n` values with one scale; returns the sum of the stored numbers.
 template <typename T>
 static int32_t quantize_run(const T* x, int64_t n, int32_t zero, int8_t* out, float* scale) {
   const float most = abs_max(x, n);

@@ -1,5 +1,4 @@
-// How the work of a linear layer is shared: by anybody's threads, each of which calls
-// `multiply_share`.
+// The work of a linear layer as shared by any threads, each of which calls `multiply_share`.
 #pragma once
 #include <algorithm>
 
@@ -50,14 +49,14 @@ struct LinearShare {
         .last_panel = std::min(panels, (part + 1) * each),
     };
   }
-  // Of the weight that `thread` reads in its own share, where rows are one block.
+  // Bytes of the weight that `thread` reads in its own share, where rows are one block.
   int64_t bytes_of(const LinearArgs& args, int64_t thread) const {
     const int64_t first = first_of(thread), end = first_of(thread + 1);
     return first == end ? 0
                         : std::max<int64_t>(0, task(end - 1).last_panel - task(first).first_panel) *
                               args.granules * PANEL * 4;
   }
-  // What `thread` will read first.
+  // The bytes that `thread` will read first.
   const char* beginning(const LinearArgs& args, int64_t thread) const {
     return args.weight + task(first_of(thread)).first_panel * args.granules * PANEL * 4;
   }

@@ -1,5 +1,5 @@
 // Weights into the panels of linear.h: rows become granules one by one, and then L rows at a time
-// are transposed, so that what is written are runs of a cache line.
+// are transposed, so that runs of a cache line are written.
 #include <cfloat>
 #include <cmath>
 #include <utility>
@@ -14,7 +14,7 @@ namespace NS {
 
 typedef int8_t vb __attribute__((vector_size(L)));
 
-// Of two rows S apart: what lies off the diagonal of S x S blocks changes places.
+// Exchanges, in two rows S apart, the parts off the diagonal of S x S blocks.
 template <int S, int... l>
 static inline void exchange(vi& a, vi& b, std::integer_sequence<int, l...>) {
   const vi low = {((l & S) != 0 ? L + l - S : l)...}, high = {((l & S) != 0 ? L + l : l + S)...};
@@ -56,7 +56,7 @@ static void interleave(const char* source, int64_t stride, int64_t bytes, int co
   }
 }
 
-// To the nearest whole number, to even where two are: |x| < 2^22.
+// Rounds to the nearest whole number, to the even one of two: |x| < 2^22.
 static inline vi nearest(vf x) {
   const vf shift = splat(12582912.0f);
   return (vi)(x + shift) - (vi)shift;

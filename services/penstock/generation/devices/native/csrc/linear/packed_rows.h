@@ -1,4 +1,4 @@
-// What an embedding that shares its weight with the head looks up.
+// Rows of a packed weight, for an embedding that shares it with the head.
 #pragma once
 #include <ATen/ATen.h>
 

@@ -129,7 +129,7 @@ std::tuple<at::Tensor, at::Tensor> top_noisy_scores(const at::Tensor& scores_NV,
   return {keys, ids};
 }
 
-// Of each (seed, id): whether the id is among the first `count` of torch.randperm(n), seeded so.
+// True for each (seed, id) with the id among the first `count` of torch.randperm(n) of that seed.
 at::Tensor in_permutation_head(int64_t n, int64_t count, const at::Tensor& seeds,
                                const at::Tensor& ids) {
   TORCH_CHECK(n > 0 && n < int64_t(1) << 27 && count >= 0 && count <= n);

@@ -35,8 +35,8 @@ struct Weights {
   vf highest, scale;
   Weights(float top, float temperature)
       : highest(splat(top)), scale(splat(float(1.4426950408889634 / temperature))) {}
-  // In powers of two. The barrier keeps what is made of it from being reordered here one way and
-  // there another.
+  // The weight of a score as an exponent of 2. The barrier keeps the compiler from reordering its
+  // uses in different ways in different places.
   vf exponent(vf x) const {
     vf y = (x - highest) * scale;
     asm("" : "+v"(y));
@@ -45,7 +45,7 @@ struct Weights {
   vf operator()(vf x) const { return exp2_nonpositive(exponent(x)); }
 };
 
-// Which scores a cut leaves, vector by vector.
+// The scores that a cut leaves, vector by vector.
 struct Kept {
   vf at_least, above;
   int64_t last;

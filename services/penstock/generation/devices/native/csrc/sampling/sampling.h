@@ -17,7 +17,7 @@ struct SamplingScratch {
   std::vector<float> maxima, ordered;
 };
 
-// Of the warpers; off: infinite top_p, top_k and min_p of 0.
+// Arguments of the warpers; off: infinite top_p, top_k and min_p of 0.
 struct DrawArgs {
   const float* scores;
   int64_t vocab;
@@ -27,7 +27,7 @@ struct DrawArgs {
   double min_p;
   double uniform;
 };
-// What the warpers leave: scores above `lowest`, and the equal ones up to the id `last`.
+// The scores that the warpers leave: those above `lowest`, and the equal ones up to the id `last`.
 struct Cut {
   float lowest;
   int64_t last;
@@ -35,7 +35,7 @@ struct Cut {
 struct Drawn {
   int64_t id;  // -1: the row has a NaN, +inf or nothing finite
   Cut cut;
-  double log_total;  // log(sum(exp(score / temperature))) of what is left
+  double log_total;  // log(sum(exp(score / temperature))) of the scores that are left
 };
 
 #define PENSTOCK_SAMPLING_KERNELS                                                       \

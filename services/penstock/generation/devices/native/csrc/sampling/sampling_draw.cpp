@@ -1,5 +1,5 @@
-// What top-k, top-p and min-p leave of a row, and one draw from it by inverse CDF in the order of
-// ids.
+// The scores that top-k, top-p and min-p leave of a row, and one draw from them by inverse CDF in
+// the order of ids.
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -64,7 +64,7 @@ float gather_highest(const float* scores, int64_t vocab, int64_t count, bool tie
     if (ties)
       end = std::partition(end, found.end(), [&](const Entry& e) { return e.score == last; });
     found.erase(end, found.end());
-    // Of later equals the ids are higher: without ties they are left out.
+    // Later equals have higher ids: without ties they are left out.
     lowest = ties ? last : std::nextafterf(last, INF);
     room = std::max(room, 2 * found.size());
   };
@@ -84,9 +84,8 @@ float gather_highest(const float* scores, int64_t vocab, int64_t count, bool tie
   return best;
 }
 
-// How much of `entries` top-p keeps, in descending order of scores, when `before` of the weight is
-// above them and `target` is where it ends: the last one kept. Histograms until few are left, or
-// equals only.
+// The last of `entries` that top-p keeps, in descending order of scores, when `before` of the
+// weight is above them and it ends at `target`. By histograms until few are left, or equals only.
 Cut last_within(std::vector<Entry>& entries, std::vector<Entry>& others, double before,
                 double target) {
   constexpr int BINS = 256;
@@ -272,7 +271,7 @@ Drawn draw_among(const DrawArgs& args, std::vector<Entry>& entries, std::vector<
   return {entries[place].id, cut, top + std::log(total)};
 }
 
-// What top-p and min-p leave of `cut`.
+// The cut that top-p and min-p leave of `cut`.
 Cut narrowed(const DrawArgs& args, float highest, const Weights& weights, Cut cut,
              SamplingScratch& scratch) {
   if (args.top_p < 1) cut = nucleus(args.scores, args.vocab, weights, cut, args.top_p, scratch);
@@ -308,7 +307,7 @@ void warp(float* scores, const DrawArgs& args, int64_t keep, SamplingScratch& sc
   int64_t i = 0;
   for (; i + L <= args.vocab; i += L) {
     const vf x = load(scores + i);
-    // A NaN stays, and is found by whoever draws.
+    // A NaN stays, and the draw finds it.
     store_all(scores + i, (kept(x, i) | (x != x)) ? x / scale : splat(-INF));
   }
   for (; i < args.vocab; ++i) {

@@ -52,8 +52,8 @@ struct Twister {
   }
 };
 
-// Whether numbers[i] % (n - i) == place - i for some i of [first, end): i and `place` are exchanged
-// in that step.
+// True when numbers[i] % (n - i) == place - i for some i of [first, end): i and `place` are
+// exchanged in that step.
 bool is_hit(const uint32_t* numbers, int64_t first, int64_t end, int64_t n, int64_t place) {
   int64_t i = first;
   vd count, wanted;

@@ -11,7 +11,7 @@ namespace {
 typedef uint64_t vq __attribute__((vector_size(4 * L)));
 typedef uint32_t vu_half __attribute__((vector_size(2 * L)));
 
-// As rng.py.
+// The constants of sampling/ops/counted_draws.py.
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
 
 template <typename T>

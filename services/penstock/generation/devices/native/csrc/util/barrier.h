@@ -16,9 +16,9 @@ class Barrier {
   void set_threads(int threads) { threads_ = threads; }
   int threads() const { return threads_; }
 
-  // Nobody goes on before everybody is here, and sees what the others wrote. Waits a few µs in a
-  // loop that fetches lines of `prefetch`, then lets go of the core: what holds the other up may be
-  // another program.
+  // No thread goes on before all are here; each then sees the writes of the others. Waits a few µs
+  // in a loop that fetches lines of `prefetch`, then lets go of the core: another program may hold
+  // the other thread up.
   void wait(Prefetch& prefetch) {
     const uint32_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {

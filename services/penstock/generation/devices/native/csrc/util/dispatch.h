@@ -1,4 +1,4 @@
-// Which build of the kernels this process uses: every ops_*.cpp calls them through KERNEL.
+// The build of the kernels that this process uses: every ops_*.cpp calls them through KERNEL.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

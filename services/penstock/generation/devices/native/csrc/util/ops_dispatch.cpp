@@ -1,4 +1,4 @@
-// Which instruction set the kernels use.
+// The instruction set that the kernels use.
 #include "util/dispatch.h"
 
 namespace penstock {
@@ -11,7 +11,8 @@ bool has_avx512() {
 }
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-// Of this CPU, or the narrower one when asked for (tests run both): "avx512", "avx2" or "".
+// Instruction set of this CPU, or the narrower one that was asked for (tests run both): "avx512",
+// "avx2" or "".
 std::string instruction_set(const std::string& wanted) {
   if (!wanted.empty()) wide = wanted == "avx512" && has_avx512();
   return wide ? "avx512" : has_avx2() ? "avx2" : "";

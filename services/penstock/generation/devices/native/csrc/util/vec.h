@@ -65,7 +65,7 @@ static inline void store_all(bf16* p, vf v) {
   std::memcpy(p, &h, sizeof(h));
 }
 #else
-// As store() rounds; the bits of bf16 in the low half of each lane.
+// Rounds like store(); the bits of bf16 in the low half of each lane.
 static inline __m256i bf16_bits(vf v) {
   const __m256i bits = (__m256i)v,
                 odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
