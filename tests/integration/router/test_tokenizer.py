@@ -1,4 +1,4 @@
-"""The tokenizer goes away and comes back: live streams finish, nothing is lost or said twice (contract 5)."""
+"""The tokenizer goes away and comes back: live streams finish, nothing is lost or said twice."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.router.backends.policy import Policy, PolicyConfig
-from penstock.router.backends.prefix_index import PrefixIndex, block_hashes
+from penstock.router.backends.prefix_index import PrefixIndex, routing_hashes
 
 
 @dataclass
@@ -25,7 +25,7 @@ class FakeBackend:
         return self.prefixes.match(hashes)
 
 
-PROMPT = block_hashes(range(64), 16, "salt", 100)
+PROMPT = routing_hashes(range(64), 16, "salt", 100)
 
 
 def policy(**settings: float) -> Policy[FakeBackend]:
@@ -130,8 +130,8 @@ def test_hashes_agree_exactly_on_the_common_blocks(left: list[int], right: list[
     common = 0
     while common < min(len(left), len(right)) and left[common] == right[common]:
         common += 1
-    first = block_hashes(left, block_size, "s", 1000)
-    second = block_hashes(right, block_size, "s", 1000)
+    first = routing_hashes(left, block_size, "s", 1000)
+    second = routing_hashes(right, block_size, "s", 1000)
     index = PrefixIndex(1000)
     index.add(first)
     assert index.match(second) == common // block_size
@@ -139,8 +139,8 @@ def test_hashes_agree_exactly_on_the_common_blocks(left: list[int], right: list[
 
 def test_salt_separates_tenants() -> None:
     index = PrefixIndex(10)
-    index.add(block_hashes(range(64), 16, "one", 10))
-    assert index.match(block_hashes(range(64), 16, "two", 10)) == 0
+    index.add(routing_hashes(range(64), 16, "one", 10))
+    assert index.match(routing_hashes(range(64), 16, "two", 10)) == 0
 
 
 def test_index_is_bounded_and_keeps_the_heads() -> None:

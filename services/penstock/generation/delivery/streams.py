@@ -32,7 +32,7 @@ class RequestStream:
 
     def __init__(self, maker: DeltaMaker, bound: int) -> None:
         """At most `bound` messages wait for the reader."""
-        self.buffer: DeltaBuffer[convert.GenerateResponse] = DeltaBuffer(bound)
+        self.buffer: MessageBuffer[convert.GenerateResponse] = MessageBuffer(bound)
         self._maker = maker
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
@@ -59,7 +59,7 @@ class SessionStream:
 
     def __init__(self, bound: int) -> None:
         """At most `bound` messages wait for the reader; beyond that the session ends RESOURCE_EXHAUSTED."""
-        self.buffer: DeltaBuffer[convert.SessionResponse] = DeltaBuffer(bound)
+        self.buffer: MessageBuffer[convert.SessionResponse] = MessageBuffer(bound)
         self._makers: dict[str, DeltaMaker] = {}
         # Work that prepares a request for the engine -> the request's deltas.
         self._preparing: dict[asyncio.Task[None], DeltaMaker] = {}
@@ -169,7 +169,7 @@ class SessionStream:
 M = TypeVar("M")
 
 
-class DeltaBuffer(Generic[M]):
+class MessageBuffer(Generic[M]):
     """Messages that wait for a stream's reader. Beyond `bound` the reader is cut off and the buffer cleared."""
 
     def __init__(self, bound: int) -> None:

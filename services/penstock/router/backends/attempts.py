@@ -1,4 +1,4 @@
-"""Attempts of a request: the first, replays before the first token, moves after it (contract 3 and 7)."""
+"""Attempts of a request: the first, replays before the first token, moves after it (promise 3 of the README)."""
 
 from __future__ import annotations
 

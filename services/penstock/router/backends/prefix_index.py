@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, salt: str, max_blocks: int) -> list[int]:
+def routing_hashes(token_ids: Sequence[int], block_size: int, salt: str, max_blocks: int) -> list[int]:
     """Return chained hashes of the full blocks at the head of a prompt, at most `max_blocks`.
 
     Equal hashes mean equal salt and equal ids up to the end of that block (64-bit hashes of one process: a collision

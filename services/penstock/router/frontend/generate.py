@@ -20,7 +20,7 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id, new_request_id
-from penstock.router.backends.prefix_index import block_hashes
+from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.chat.chat_output import ChatParser
 from penstock.router.frontend import convert
 from penstock.router.frontend.admission import tenant_of
@@ -150,7 +150,7 @@ class _Call:
             wants_tensors=convert.wants_tensors(request.output),
             model=self._model,
             session=f"{tenant}:{request.session_id}" if request.session_id else "",
-            prefix_hashes=block_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
+            prefix_hashes=routing_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
             if block_size
             else [],
             warnings=convert.warnings_of(request),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock.router.backends.pool import BackendPool
-from penstock.router.backends.prefix_index import block_hashes
+from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission, tenant_of
@@ -160,7 +160,7 @@ class ScoreEmbedFlow:
         info = self.pool.models.get(call.model)
         hashes: list[int] = []
         if prompt and info is not None and info.kv.block_size:
-            hashes = block_hashes(list(prompt), info.kv.block_size, salt, self.config.max_prefix_blocks)
+            hashes = routing_hashes(list(prompt), info.kv.block_size, salt, self.config.max_prefix_blocks)
         try:
             return await self.attempts.run(ask, model=call.model, hashes=hashes, deadline=call.deadline)
         except InvalidArgument as error:

@@ -28,7 +28,7 @@ from penstock.generation.core.request import (
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
-from penstock.generation.delivery.streams import DeltaBuffer, RequestStream, SessionStream
+from penstock.generation.delivery.streams import MessageBuffer, RequestStream, SessionStream
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.metrics import EngineFigures, GenerationMetrics
@@ -100,7 +100,7 @@ def finished(error: PenstockError | None = None, last_seq: int | None = 0) -> Fi
     return FinishedOutput(ends, 2, 1, 0, TIMINGS, last_seq, error=error)
 
 
-async def drained(buffer: DeltaBuffer[Any]) -> list[Any]:
+async def drained(buffer: MessageBuffer[Any]) -> list[Any]:
     return [message async for message in buffer]
 
 
