@@ -1,7 +1,7 @@
 """Fast path: steps in which the model itself finds the token of every row's highest logit, and no more is wanted.
 
-Nearly all steps of plain requests are of that kind. FEATURES lists, once, what a row can want that keeps its step off it.
-`takes` and `goes_on` also exclude rows from which no token is drawn, and changes between two steps.
+Nearly all steps of plain requests are of that kind. FEATURES lists, once, what a row can want that keeps its step off
+it. `takes` and `goes_on` also exclude rows from which no token is drawn, and changes between two steps.
 """
 
 from __future__ import annotations
