@@ -24,6 +24,7 @@ from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.dump import request_key
+from penstock.generation.engine.status_log import StatusLog
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.v1 import admin_pb2, generation_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -137,16 +138,39 @@ async def test_a_step_that_breaks_is_logged_with_the_state(folder: Path, monkeyp
     assert str(CANARY) not in json.dumps(record["state"])
 
 
-async def test_the_status_line_is_about_work_and_nothing_else(folder: Path) -> None:
+class Ticks:
+    """Counter of the moments at which a status line may be written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._passed = asyncio.Event()
+        report = StatusLog._report
+
+        def counted(log: StatusLog, before: Any) -> Any:
+            self.count += 1
+            self._passed.set()
+            return report(log, before)
+
+        monkeypatch.setattr(StatusLog, "_report", counted)
+
+    async def pass_by(self, number: int) -> None:
+        """Return once that many more have passed."""
+        for _ in range(number):
+            self._passed.clear()
+            await self._passed.wait()
+
+
+async def test_the_status_line_is_about_work_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = Ticks(monkeypatch)
     with capture_logs() as logs:
         async with generation_service(folder, status_seconds=0.05) as client:
-            await asyncio.sleep(0.3)
+            await ticks.pass_by(3)
             assert not [log for log in logs if log["event"] == "status"]
             await client.generate(request(config={"max_new_tokens": 200}))
-            await asyncio.sleep(0.3)
+            await ticks.pass_by(3)
             lines = [log for log in logs if log["event"] == "status"]
             assert lines
-            await asyncio.sleep(0.3)
+            await ticks.pass_by(3)
             assert len([log for log in logs if log["event"] == "status"]) <= len(lines) + 1
     assert sum(line["steps"] for line in lines) <= 200
     assert any(line["prompt_tokens_per_second"] > 0 for line in lines)
@@ -154,11 +178,12 @@ async def test_the_status_line_is_about_work_and_nothing_else(folder: Path) -> N
     assert lines[-1]["last_step_ms"] > 0
 
 
-async def test_no_status_line_when_it_is_off(folder: Path) -> None:
+async def test_no_status_line_when_it_is_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = Ticks(monkeypatch)
     with capture_logs() as logs:
         async with generation_service(folder, status_seconds=0.0) as client:
             await client.generate(request())
-            await asyncio.sleep(0.1)
+    assert ticks.count == 0
     assert not [log for log in logs if log["event"] == "status"]
 
 

@@ -18,7 +18,7 @@ from penstock.generation.core.request import (
 
 if TYPE_CHECKING:
     from penstock.common.errors import PenstockError
-    from penstock.generation.core.request import Emission, Request
+    from penstock.generation.core.request import Request
 
 
 class RequestReport:
