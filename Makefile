@@ -5,7 +5,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# On a terminal pip shows its downloads; elsewhere only what fails.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(shell test -t 2 || echo -qq)
 # By name only, so that a CPU build that pip is configured to find is taken.
 TORCH := torch==2.13.0
 # Where the benchmarks keep checkpoints and other engines.
@@ -14,9 +15,15 @@ TESTS ?= tests benchmarks/tests
 # Tests run on so many workers, a file on one of them.
 WORKERS ?= $(shell nproc)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
-MARKS ?= not slow and not docker and not clients
+MARKS ?= not slow and not chaos and not docker and not clients
 # Flags of `make soak`, e.g. --minutes 5 --transport grpc.
 SOAK ?=
+# Of `make fuzz`: requests, frames, and where to begin.
+FUZZ ?= 50000
+FRAMES ?= 1000000
+SEED ?= 1
+# Where `make chaos` writes its table.
+CHAOS ?= dev/log/chaos.md
 # Of `make guard`: the commit to compare with, quick or full, and more flags, e.g. --self.
 BASE ?=
 MODE ?= quick
@@ -25,7 +32,7 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo test slow clients numerics soak lint types stubs docs site bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients numerics sanitize soak chaos fuzz lint types stubs docs site bench guard peers compose venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -39,7 +46,8 @@ demo: $(VENV)/.runtime  ## start the stack on the embedded model, stream one ans
 quick: $(VENV)/.dev  ## while working: the unit tests that need no kernels, about a minute
 	@$(PYTEST) -m "$(MARKS) and not kernels" tests/unit
 
-test: $(VENV)/.dev  ## the tests, but those marked slow, docker or clients
+test: $(VENV)/.dev  ## the tests, but those marked slow, chaos, docker or clients
+	@echo "running $(TESTS) but those marked slow, chaos, docker or clients, on $(WORKERS) workers: ten minutes or more on two cores"
 	@$(PYTEST) -m "$(MARKS)" $(TESTS)
 
 numerics: $(VENV)/.dev  ## the numerics tests with KERNELS=torch or KERNELS=native
@@ -58,7 +66,14 @@ sanitize: $(VENV)/.dev  ## the C++ kernels' tests with address and undefined-beh
 soak: $(VENV)/.dev  ## router and tokenizer for 40 minutes under all that clients and backends do; nothing may be lost or left behind
 	@$(BIN)/python tools/soak.py $(SOAK)
 
-lint: $(VENV)/.dev  ## ruff, clang-format and buf; the protos must not break callers of the last release
+fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service, FRAMES=1000000 changed frames at both ends of HTTP/2, from SEED=1
+	@PENSTOCK_FUZZ="$(FUZZ)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/integration/router/test_fuzz.py
+	@PENSTOCK_FUZZ_FRAMES="$(FRAMES)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/unit/http2/test_frame_fuzz.py
+
+chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens of streams; every answer exact, nothing left behind
+	@PENSTOCK_CHAOS_OUT=$(CHAOS) $(BIN)/python -m pytest -q -m "chaos or not chaos" -p no:xdist tests/chaos
+
+lint: $(VENV)/.dev  ## ruff, clang-format and buf; the protos must not break callers of protos/release, a baseline (no release was tagged yet)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@find services -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
@@ -114,17 +129,17 @@ clean:  ## remove the environment and caches
 $(VENV)/.torch: Makefile
 	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11 or newer" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch (once)"
+	@echo "installing torch (once; the download is some 200 MB, of a GPU build 3 GB)"
 	@$(PIP) $(TORCH)
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
-	@echo "installing penstock (once)"
+	@echo "installing penstock (once, a minute or two)"
 	@$(PIP) -e '.[all]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	@echo "installing penstock and its development tools (once)"
+	@echo "installing penstock and its development tools (once, a few minutes)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.runtime
 

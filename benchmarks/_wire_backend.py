@@ -39,6 +39,7 @@ from benchmarks._wire_pace import Pace, add_backend_flags
 from benchmarks._wire_proto import block, varint
 
 MODEL = "penstock-demo"
+VOCABULARY = 1 << 20
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class TokenSource:
         ).SerializeToString()
 
     def _finished(self, running: Running) -> bytes:
-        finished = generation_pb2.Finished(sequences=[self._result])
+        finished = generation_pb2.Finished(sequences=[self._result], last_seq=len(self._deltas) - 1)
         finished.usage.prompt_tokens = len(running.request.prompt_token_ids)
         finished.usage.completion_tokens = self._tokens
         return finished.SerializeToString()
@@ -146,6 +147,9 @@ class Servicer:
             model=MODEL,
             kv=model_pb2.KvGeometry(num_blocks=65536, block_size=16),
             limits=model_pb2.Limits(max_context_tokens=4096),
+            # No id of an answer is near: a router compares them nevertheless.
+            vocab_size=VOCABULARY,
+            eos_token_ids=[VOCABULARY - 1],
             tokenizer_fingerprint=self._arguments.fingerprint,
             state=common_pb2.MODEL_STATE_READY,
         )

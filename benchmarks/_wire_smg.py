@@ -15,7 +15,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from factories import stack
+from factories.servers import stack
 
 from benchmarks._processes import ending_with_us
 from benchmarks.checkpoints import CACHE

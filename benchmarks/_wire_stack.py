@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import psutil
-from factories import stack
+from factories.servers import stack
 from penstock.common.checkpoint import demo_folder
 from penstock.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 

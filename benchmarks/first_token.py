@@ -36,7 +36,7 @@ import psutil
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / part) for part in (".", "services", "tests")]
-from factories import stack
+from factories.servers import stack
 from penstock.v1 import config_pb2, generation_pb2, text_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 from benchmarks._arguments import at_least

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
-from factories.stack import Process, Stack
+from factories.servers.stack import Process, Stack
 from penstock_client import Client
 
 from benchmarks._processes import stop_on_sigterm

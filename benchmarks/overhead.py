@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
-from factories.stack import Stack
+from factories.servers.stack import Stack
 from penstock.v1 import (
     config_pb2,
     generation_pb2,

@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
-from factories.stack import Process, start
+from factories.servers.stack import Process, start
 from penstock.v1 import config_pb2, generation_pb2, generation_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 

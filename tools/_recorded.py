@@ -22,6 +22,8 @@ from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.engine.step_trace import FORMAT, row_of
 
 Line = dict[str, Any]
+# Names of format 1 -> those of today.
+_RENAMED = {"guide": "unconditional", "is_guide": "is_unconditional"}
 # Ids of tokens that are in no full block: never those of a block, which are counted from 1.
 _FIRST_LOOSE_TOKEN = 1 << 31
 
@@ -37,18 +39,21 @@ class Trace:
     config: EngineConfig
     version: str
     steps: list[Line]
-    # Why it ended; "cut" when the process ended first.
+    # Why it ended: "stopped" with its process, "full", "too slow" (the disk was); "cut" when the process ended first or
+    # the disk failed.
     end: str
     # request -> what became of it: outcomes and restarts, in order.
     scripts: dict[int, list[Line]]
+    # request -> tokens that it was found to have cost.
+    spent: dict[int, int]
 
     @classmethod
     def read(cls, path: Path) -> Trace:
         """Raises TraceError, OSError."""
         with path.open(encoding="ascii") as file:
             head, *lines = _lines(file)
-        if head.get("penstock_trace") != FORMAT:
-            raise TraceError(f"{path} is not a trace of format {FORMAT}")
+        if head.get("penstock_trace") not in (1, FORMAT):
+            raise TraceError(f"{path} is not a trace of format 1 or {FORMAT}")
         known = {one.name for one in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in head["config"].items() if name in known})
         end = lines.pop()["end"] if lines and "end" in lines[-1] else "cut"
@@ -58,15 +63,20 @@ class Trace:
                 scripts.setdefault(request, []).append({"restart": sequences})
             for outcome in line["outcomes"]:
                 scripts.setdefault(outcome["request"], []).append(outcome)
-        return cls(config, head["version"], lines, end, scripts)
+        spent = dict(one for line in lines for one in line.get("spent", ()))
+        return cls(config, head["version"], lines, end, scripts, spent)
 
 
 def _lines(file: Iterable[str]) -> list[Line]:
     # A process that was killed leaves half a line.
-    found = [json.loads(text) for text in file if text.endswith("\n")]
+    found = [json.loads(text, object_hook=_with_names_of_today) for text in file if text.endswith("\n")]
     if not found:
         raise TraceError("the file is empty")
     return found
+
+
+def _with_names_of_today(facts: Line) -> Line:
+    return {_RENAMED.get(name, name): value for name, value in facts.items()}
 
 
 class Tokens:
@@ -122,11 +132,11 @@ class RecordedStrategy(DecodingStrategy):
         return bool(self._drawn)
 
     def start(self) -> tuple[list[Sequence], list[Emission]]:
-        """As many sequences as the trace has."""
+        """Make the sequences that the trace begins with."""
         sequences = [self._made(one) for one in self._facts["sequences"]]
         for facts, sequence in zip(self._facts["sequences"], sequences, strict=True):
-            if "guide" in facts:
-                sequence.unconditional = self._sequences[facts["guide"]]
+            if "unconditional" in facts:
+                sequence.unconditional = self._sequences[facts["unconditional"]]
         return sequences, []
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
@@ -238,7 +248,7 @@ class RecordedStrategy(DecodingStrategy):
             token_ids=[] if parent is None else parent.token_ids[:shared],
             num_prompt_tokens=facts["prompt"],
             family=facts["family"],
-            draw=DrawSpec(DrawKind.UNCONDITIONAL) if "is_guide" in facts else DrawSpec(),
+            draw=DrawSpec(DrawKind.UNCONDITIONAL) if "is_unconditional" in facts else DrawSpec(),
             next_token_id=0 if "is_scored" in facts else None,
         )
         self._sequences[sequence.seq_id] = sequence
@@ -269,8 +279,8 @@ def _merged(script: list[Line]) -> list[Line]:
 
 
 def _by_sequence(facts: Line, script: Iterable[Line]) -> dict[int, deque[Line]] | None:
-    """The outcomes of each sequence, with those of its guide; None where sequences depend on each other."""
-    owners = {one["guide"]: one["sequence"] for one in facts["sequences"] if "guide" in one}
+    """The outcomes of each sequence and of its unconditional branch; None where sequences depend on each other."""
+    owners = {one["unconditional"]: one["sequence"] for one in facts["sequences"] if "unconditional" in one}
     own: dict[int, deque[Line]] = {one["sequence"]: deque() for one in facts["sequences"]}
     tokens = {one["sequence"]: one["tokens"] for one in facts["sequences"]}
     for outcome in script:
@@ -318,7 +328,7 @@ def params_of(facts: Line) -> SamplingParams:
 
 
 class StandIn:
-    """A runner that draws something for everybody and remembers what it was told to compute."""
+    """A runner that draws something for every sequence and remembers what it was told to compute."""
 
     def __init__(self) -> None:
         self.requests: dict[int, int] = {}

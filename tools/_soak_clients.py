@@ -1,4 +1,4 @@
-"""What the clients of tools/soak.py do, and what each of them must be answered."""
+"""Clients of tools/soak.py: their calls, and the answer that each must get."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Clients:
                 self._begins(await _read(call, self._rng.randrange(6)))
 
     async def garbage(self) -> None:
-        """What is no HTTP/2, or the beginning of some."""
+        """Bytes that are no HTTP/2, or its beginning only."""
         host, _, port = self.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         kind = self._rng.randrange(4)

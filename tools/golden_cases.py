@@ -1,4 +1,4 @@
-"""What the golden files hold: cases as data, in the words of generate()'s keyword arguments.
+"""Cases of the golden files as data, in the words of generate()'s keyword arguments.
 
 A string "@0.4" stands for the id at 40 % of what the same call answers without the arguments that hold such strings:
 ids that a random model is sure to meet, so that ends, bans and biases do something.

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, DisjunctiveConstraint, PhrasalCon
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from factories.golden_models import EOS, GOLDEN_MODELS, PAD, fingerprint, golden_checkpoint  # noqa: E402
-from factories.placeholders import fill_ids  # noqa: E402
+from factories.engine.placeholders import fill_ids  # noqa: E402
+from factories.models.golden_models import EOS, GOLDEN_MODELS, PAD, fingerprint, golden_checkpoint  # noqa: E402
 
 from tools.golden_cases import PROMPTS, GoldenCase, all_cases  # noqa: E402
 

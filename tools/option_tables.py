@@ -15,7 +15,7 @@ from penstock.common.options import options_of
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.options.kinds import SEED_RANGE, Bounds
 from penstock.generation.options.limits import DEFAULT_LIMITS
-from penstock.generation.options.option_spec import OptionSpec
+from penstock.generation.options.option_spec import OptionSpec, Scope
 from penstock.generation.options.table import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,8 +61,11 @@ def page() -> str:
     parts = [HEAD]
     for section, specs in SECTIONS.items():
         columns = ["field", "default", "allowed", ""]
-        columns += ["has an effect in", "differs from transformers"] if section == "config" else []
-        rows = [_line(columns), "|" + "---|" * len(columns), *(_line(_cells(spec)) for spec in specs.values())]
+        # A section in which every option has its effect everywhere, as in transformers, goes without these.
+        is_wide = any(spec.scope is not Scope.EVERY or spec.differs for spec in specs.values())
+        columns += ["has an effect in", "differs from transformers"] if is_wide else []
+        rows = [_line(columns), "|" + "---|" * len(columns)]
+        rows += [_line(_cells(spec, is_wide=is_wide)) for spec in specs.values()]
         parts.append(f"## `{section}` ({MESSAGES[section]})\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -71,15 +74,15 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _cells(spec: OptionSpec) -> list[str]:
+def _cells(spec: OptionSpec, *, is_wide: bool) -> list[str]:
     cells = [f"`{spec.name}`", default_of(spec), allowed(spec), spec.doc]
-    if spec.section != "config":
+    if not is_wide:
         return [*cells[:3], f"{spec.doc} The router's." if spec.router_only else spec.doc]
     return [*cells, "the router" if spec.router_only else spec.scope.value, spec.differs or "–"]
 
 
 def default_of(spec: OptionSpec) -> str:
-    """As the page writes it."""
+    """Default as the page writes it."""
     value = spec.default
     if value is None:
         return "–"

@@ -3,9 +3,9 @@
     python tools/replay.py TRACE                          does every step schedule the same rows? exit code 1: no
     python tools/replay.py TRACE --set max_batch_tokens=256 --set num_blocks=2000     what would that have been like?
 
-No model and no tokens: a stand-in draws for everybody, and each request's decoding repeats what the trace says became
-of its draws. Requests arrive, and are cut off, before the step that the trace has them before. The first difference is
-printed with both schedules.
+No model and no tokens: a stand-in draws for every sequence, and each request's decoding repeats what the trace says
+became of its draws. Requests arrive, and are cut off, before the step that the trace has them before. The first
+difference is printed with both schedules.
 
 With --set the trace is run twice, as it was configured and as it is told to be, and the figures of both are shown. Time
 is simulated then: a step takes a + b * rows seconds, fitted to the trace, and requests arrive and are cut off when they
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from penstock.common.errors import PenstockError
+from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose, Request, RequestOutput
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.base import DecodingStrategy
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.fair_turns import FairTurns
+from penstock.generation.engine.group import SequenceGroup
 from penstock.generation.engine.stopping import StopCriteria
 
 from tools._recorded import Line, RecordedStrategy, StandIn, Tokens, Trace, TraceError, params_of
@@ -68,9 +71,13 @@ class Replay:
         self.runner = StandIn()
         self._tokens = Tokens(trace.config.block_size)
         self._exact = exact
-        self.engine = Engine(config, self.runner, None, modes=_Recorded(self._strategy), clock=lambda: self.now)
         self._facts: dict[str, Line] = {}
+        modes = _Recorded(self._strategy)
+        self.engine = _RecordedCosts(self._facts, trace.spent, config, self.runner, modes, self._clock)
         self._strategies: dict[str, RecordedStrategy] = {}
+
+    def _clock(self) -> float:
+        return self.now
 
     def happen(self, event: Line) -> None:
         """An arrival, a request cut off, or the cache cleared."""
@@ -133,16 +140,53 @@ def _request(facts: Line) -> Request:
         params=params_of(facts),
         arrival_time=facts["at"],
         priority=facts["priority"],
+        fair_share_key=str(facts.get("tenant", "")),
         purpose=Purpose[facts["purpose"]],
         first_needed_row=facts["first_needed_row"],
     )
 
 
+class _RecordedCosts(Engine):
+    """Engine in which requests cost what they did: that depends on the answers before them, which are not replayed."""
+
+    def __init__(
+        self,
+        facts: Mapping[str, Line],
+        spent: Mapping[int, int],
+        config: EngineConfig,
+        runner: StandIn,
+        modes: _Recorded,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(config, runner, None, modes=modes, clock=clock)
+        self._facts = facts
+        self._recorded = spent
+
+    def _cost(self, request: Request, pace: Pace, demand: Demand) -> int:
+        recorded = self._facts[request.request_id].get("cost")
+        return super()._cost(request, pace, demand) if recorded is None else int(recorded)
+
+    def _spent(self, group: SequenceGroup, generated: float) -> int:
+        return self._recorded.get(int(group.request.request_id), 0) or super()._spent(group, generated)
+
+
+class _RecordedTurns(FairTurns):
+    """Turns of tenants as they were: they depend on how long steps took."""
+
+    resting: frozenset[str] = frozenset()
+
+    def choose(self, widths: Mapping[str, int]) -> frozenset[str]:
+        """Return the tenants that rested in the recorded step."""
+        return self.resting
+
+
 def first_difference(trace: Trace) -> str | None:
     """Replay `trace` as it was; what differs first, in lines for people, or None."""
     replay = Replay(trace, trace.config, exact=True)
+    turns = replay.engine.turns = _RecordedTurns(0.0)
     for line in trace.steps:
         replay.now = line["at"]
+        turns.resting = frozenset(str(tenant) if tenant else "" for tenant in line.get("resting", ()))
         for event in line["events"]:
             replay.happen(event)
         preemptions = replay.engine.stats.preemptions

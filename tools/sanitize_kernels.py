@@ -73,7 +73,7 @@ def main() -> int:
     library = build.build(Path(cache_folder()), compiler=compiler, sanitize=True)
     print(f"built in {(time.monotonic() - start) / 60:.1f} minutes: {library}", flush=True)
     with tempfile.TemporaryDirectory(prefix="penstock-sanitized-") as home:
-        # Where the tests build the product's library and load it: they find this one there (tests/factories/native.py).
+        # The tests build the library and load it: they find this one in its place (tests/factories/models/native.py).
         place = build.library_path(Path(home) / "penstock", compiler)
         place.parent.mkdir(parents=True)
         place.symlink_to(library)

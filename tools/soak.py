@@ -39,8 +39,8 @@ import grpc
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / part) for part in ("tools", "services", "tests")]
 from _soak_clients import PATIENCE, Clients, chat
-from factories import stack
-from factories.emitting_backend import count_up
+from factories.servers import stack
+from factories.servers.emitting_backend import count_up
 from penstock.v1 import common_pb2, text_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 TOKENS = 64
@@ -63,7 +63,7 @@ class Backends:
     def _start(self, place: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(_ROOT / part) for part in ("services", "tests"))}
         flags = ["--port", str(self.ports[place]), "--transport", _BACKENDS[place], *self._flags]
-        command = [sys.executable, "-m", "factories.emitting_backend", *flags]
+        command = [sys.executable, "-m", "factories.servers.emitting_backend", *flags]
         return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
     async def disturb(self, rng: random.Random) -> None:
@@ -118,7 +118,7 @@ class Services:
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
-    async def settled(self, role: str, like: dict[str, Any] | None) -> dict[str, Any]:
+    async def at_rest(self, role: str, like: dict[str, Any] | None) -> dict[str, Any]:
         """Its snapshot once it holds what it held before (`like`), or the same twice; what it holds after a while."""
         found = await self.held(role)
         for _ in range(60):
@@ -130,14 +130,14 @@ class Services:
 
 
 def ready_backends(router: stack.Process) -> float:
-    """As the router counts them."""
+    """Number of backends that the router counts as ready."""
     text = urllib.request.urlopen(f"http://{router.metrics_address}/metrics", timeout=PATIENCE).read().decode()
     found: list[str] = re.findall(r"^penstock_router_backend_up\{.*\} (\S+)$", text, re.MULTILINE)
     return sum(map(float, found))
 
 
 async def expected_text(tokenizer: str) -> tuple[str, str]:
-    """What every answer says, and the tokenizer's fingerprint."""
+    """Text that every answer has, and the tokenizer's fingerprint."""
     async with grpc.aio.insecure_channel(tokenizer) as channel:
         stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         info = await stub.GetTokenizer(tokenizer_pb2.GetTokenizerRequest())
@@ -226,7 +226,7 @@ class Soak:
         first = self.samples[0] if self.samples else {}
         sample: dict[str, Any] = {"minutes": round((time.monotonic() - self._begin) / 60, 1)}
         for role in self._services.processes:
-            sample[role] = await self._services.settled(role, first.get(role))
+            sample[role] = await self._services.at_rest(role, first.get(role))
         self.samples.append(sample)
         wrong = len(self._clients.wrong)
         print(json.dumps({**sample, "calls": self._clients.done.total(), "wrong": wrong}), flush=True)
@@ -249,7 +249,7 @@ class Soak:
         print(f"drained with {len(self._clients.wrong) - before} wrong", flush=True)
 
     def leaks(self) -> list[str]:
-        """What is held in the end and was not after the first period."""
+        """Resources held in the end that were not held after the first period."""
         first, last, found = self.samples[0], self.samples[-1], []
         for role in self._services.processes:
             found += [

@@ -24,7 +24,7 @@ SHARE_OF_ONE = 0.7
 
 @contextlib.contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Those that still live and were not stopped by a test."""
+    """Processes that still live and were not stopped by a test."""
     held = []
     try:
         for process in processes:

@@ -24,7 +24,7 @@ class PenstockStack(Adapter):
 
     def load(self) -> None:
         """See Adapter; until all three report SERVING."""
-        from factories.stack import Stack
+        from factories.servers.stack import Stack
 
         flags = [part for name, value in self._options.items() for part in ("--" + name.replace("_", "-"), value)]
         self._stack = Stack(model=Path(self.settings.model), generation_flags=tuple(flags))

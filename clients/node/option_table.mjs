@@ -57,6 +57,11 @@ export const CONFIG = {
   allowed_token_trie: "trie",
   top_n_sigma: "plain",
   seed: "plain",
+  eos_token_id: "ids",
+  pad_token_id: "plain",
+  bos_token_id: "plain",
+  logits_processor: "plugins",
+  stopping_criteria: "plugins",
   negative_prompt: "prompt",
 };
 

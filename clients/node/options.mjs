@@ -16,6 +16,11 @@ const tokenIds = (ids) => ({ ids });
 const word = (words) => ({ alternatives: (Array.isArray(words[0]) ? words : [words]).map(tokenIds) });
 const EARLY_STOPPING = { true: "EARLY_STOPPING_TRUE", false: "EARLY_STOPPING_FALSE", never: "EARLY_STOPPING_NEVER" };
 
+const plugins = (value) =>
+  typeof value === "object" && !Array.isArray(value) ? Object.entries(value) : [value].flat(1).map((one) => [one].flat(1));
+const toPlugin = (name, parameters) =>
+  parameters && Object.keys(parameters).length ? { name, parameters: JSON.stringify(parameters) } : { name };
+
 function oneOf(known, value) {
   if (!(value in known)) throw new TypeError(`must be one of ${Object.keys(known).join(", ")}`);
   return known[value];
@@ -25,7 +30,10 @@ function oneOf(known, value) {
 const FORMS = {
   plain: (name, value) => ({ [name]: value }),
   numbers: (name, value) => ({ [name]: value }),
-  watermark: (name, value) => ({ [name]: value }),
+  // SynthID's has keys.
+  watermark: (name, value) => ({ [name]: "keys" in value ? { synthid: value } : value }),
+  // One name, a list of names and [name, parameters], or parameters by name.
+  plugins: (name, value) => ({ [name]: plugins(value).map(([one, parameters]) => toPlugin(one, parameters)) }),
   logit_bias: (name, value) => ({ [name]: value }),
   ids: (name, value) => ({ [name]: [value].flat() }),
   strings: (name, value) => ({ [name]: [value].flat() }),

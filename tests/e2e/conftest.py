@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from factories.stack import Stack
+from factories.servers.stack import Stack
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from factories.stack import Stack
+from factories.servers.stack import Stack
 from penstock.v1 import common_pb2
 from penstock_client import AsyncClient, Client, Completion, InvalidArgument
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.stack import Stack
+from factories.servers.stack import Stack
 from google.protobuf import json_format
 from penstock.v1 import text_pb2
 from penstock_client import Client, GenerationOptions
@@ -86,6 +86,9 @@ OPTIONS = {
     "exponential_decay_length_penalty": [5, 1.5],
     "sequence_bias": [[[1, 2], -0.5]],
     "watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash"},
+    "logits_processor": {"one": {}},
+    "stopping_criteria": ["two", "three"],
+    "eos_token_id": 5,
     "allowed_token_trie": [[1, 2], [3]],
     "temperature": 0.5,
     "top_k": 0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.stack import Stack
+from factories.servers.stack import Stack
 from google.rpc import error_details_pb2, status_pb2
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, text_pb2
 from penstock_client import Client

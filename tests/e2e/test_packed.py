@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from factories.generation import request
-from factories.packed import use_packing
-from factories.stack import Process, Stack, start, wait_serving
+from factories.models.packed import use_packing
+from factories.servers.generation import request
+from factories.servers.stack import Process, Stack, start, wait_serving
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.weights.files import PACKED_FILE
 from penstock.v1 import generation_pb2_grpc

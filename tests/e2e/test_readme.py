@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.stack import Process, start
+from factories.servers.stack import Process, start
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 # Commands that need more than this test may take -> the place where each is really run.
 ELSEWHERE = {
-    "make demo": "test_demo_command.py",
+    "make demo": "tests/integration/cli/test_tree.py",
     "make test": "this very run; .ci/run calls it",
     "penstock serve": "the fixture of this file",
-    "penstock serve tokenizer --port 50051": "factories/stack.py, in every end-to-end test",
-    "penstock serve generation --port 50052 --kv-memory 1GiB": "factories/stack.py",
-    "penstock serve router --tokenizer 127.0.0.1:50051 --backend 127.0.0.1:50052": "factories/stack.py",
+    "penstock serve tokenizer --port 50051": "factories/servers/stack.py, in every end-to-end test",
+    "penstock serve generation --port 50052 --kv-memory 1GiB": "factories/servers/stack.py",
+    "penstock serve router --tokenizer 127.0.0.1:50051 --backend 127.0.0.1:50052": "factories/servers/stack.py",
     "npm --prefix clients/node install": "test_node_client.py, in a copy",
     "docker compose up --build": "deploy/docker/check_stack.py",
     "docker compose up -d --scale generation=2": "deploy/docker/check_stack.py",
@@ -72,6 +72,8 @@ def run(command: str, served: Process, **given: str) -> subprocess.CompletedProc
 def test_the_table_of_commands_run_elsewhere_names_no_command_that_is_gone() -> None:
     """So that a README command that changes is run again."""
     assert set(ELSEWHERE) <= set(COMMANDS)
+    files = {file for where in ELSEWHERE.values() for file in re.findall(r"[\w/]+\.py", where)}
+    assert not {file for file in files if not (ROOT / file).exists() and not list((ROOT / "tests").rglob(file))}
     assert all(any(command.startswith(known) for known in EXPECTED) for command in RUN_HERE)
 
 
@@ -91,29 +93,17 @@ def test_command(command: str, served: Process, tmp_path: Path) -> None:
     assert expected in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("number", "expected"), [(0, "completion_tokens"), (1, '"age"')], ids=["chat", "options"])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "tokens"), (1, '"gpu"'), (2, "Penstock is")],
+    ids=["chat", "options", "several prompts"],
+)
 def test_the_python_examples(served: Process, number: int, expected: str) -> None:
     """The blocks run as they stand."""
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     done = subprocess.run(
         [sys.executable, "-c", local(examples[number], served)], capture_output=True, text=True, timeout=590, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
-
-
-def documents() -> list[str]:
-    """Markdown files that git tracks or would."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return sorted(listed.stdout.split())
-
-
-@pytest.mark.parametrize("document", documents())
-def test_links_between_documents_lead_somewhere(document: str) -> None:
-    """Every relative link of every page."""
-    page = ROOT / document
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{document} links to {target}"

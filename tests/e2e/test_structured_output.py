@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import jsonschema
 import pytest
-from factories.stack import Stack
+from factories.servers.stack import Stack
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc, tokenizer_pb2
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
-from factories.load import steps_of
-from factories.stack import Stack
+from factories.engine.load import steps_of
+from factories.servers.stack import Stack
 from penstock_client import AsyncClient, Completion
 
 QUESTIONS = [

@@ -49,7 +49,7 @@ def modules() -> dict[str, Path]:
 @functools.cache
 def imports() -> dict[str, frozenset[str]]:
     """Module -> modules of this package that it imports: at run time, inside functions, or for types alone."""
-    return {module: frozenset(_imported(path) - {module}) for module, path in modules().items()}
+    return {module: frozenset(_imported(path)) for module, path in modules().items()}
 
 
 def _imported(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""What every family of the demo corpus is made of: turns, the split, and small text variations."""
+"""Parts of every family of the demo corpus: turns, the split, and small text variations."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the demo model knows about Penstock: answer, the words a right answer must have, and how people ask for it.
+"""Facts that the demo model knows about Penstock: answer, words that a right answer must have, ways to ask for it.
 
 The last wording of each fact is held out: the model is never trained on it, whatever is put around it.
 """

@@ -1,1 +1,1 @@
-"""How the embedded demo model is made: tokenizer, rendering, batches, training and evaluation."""
+"""Making of the embedded demo model: tokenizer, rendering, batches, training and evaluation."""

@@ -87,5 +87,5 @@ def encode_conversations(conversations: Sequence[Conversation], tokenizer: Token
 
 
 def answer_of(text: str) -> str:
-    """What a reader sees of a generated text: without thoughts and without the end token."""
+    """Visible part of a generated text: without thoughts and without the end token."""
     return visible(text.rpartition("</think>")[2]).split(_END)[0].strip()

@@ -18,7 +18,7 @@ from .tokenizer import PAD_TOKEN, token_id
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What the weights depend on, besides the corpus, the torch build and the CPU."""
+    """Settings that the weights depend on, besides the corpus, the torch build and the CPU."""
 
     steps: int = 2400
     """Optimizer steps; the learning rate's schedule spans exactly these."""
@@ -43,7 +43,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the loop reports after each step. `loss` is the mean cross-entropy in nats of this batch's targets."""
+    """Report of the loop after each step. `loss` is the mean cross-entropy in nats of this batch's targets."""
 
     step: int
     loss: float

@@ -32,7 +32,9 @@ from penstock_client._types import (
     LogprobEntry,
     Score,
     Scores,
+    Timings,
     ToolCall,
+    Usage,
     WatermarkEvidence,
 )
 from penstock_client.config import ClientConfig, KeepAliveConfig, RetryConfig, TimeoutConfig, TLSConfig
@@ -66,10 +68,12 @@ __all__ = [
     "TLSConfig",
     "Tensor",
     "TimeoutConfig",
+    "Timings",
     "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
+    "Usage",
     "WatermarkEvidence",
     "check_options",
 ]

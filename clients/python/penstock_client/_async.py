@@ -12,7 +12,7 @@ from penstock.v1 import text_pb2
 
 from penstock_client._channel import END, AsyncChannel
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
-from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request
+from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request, generate_requests
 from penstock_client._score_embed import (
     embed_request,
     embeddings_of,
@@ -119,11 +119,36 @@ class AsyncClient:
             raise Unavailable("no connection to the router", reason="NOT_CONNECTED") from None
 
     def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
+        self, prompt: str | Sequence[int] = "", *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> AsyncStream:
-        """Complete text or token ids. `timeout` in seconds is the request's deadline."""
+        """Complete text or token ids; an empty prompt begins with the model's beginning-of-sequence id.
+
+        `timeout` in seconds is the request's deadline.
+        """
         request = generate_request(prompt, options)
         return self._stream(self._stub.Generate, request, timeout)
+
+    async def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> list[Completion | PenstockError]:
+        """Complete several prompts under the same options. Return their answers in order, or the error of one.
+
+        `concurrency` of them are with the server at once (default ClientConfig.max_concurrent_prompts). `timeout` in
+        seconds is each one's own, from when it is sent; so is a seed. Raises TypeError and ValueError before anything
+        is sent.
+        """
+        requests = generate_requests(prompts, options)
+        most = self.config.max_concurrent_prompts if concurrency is None else concurrency
+        if most < 1:
+            raise ValueError("concurrency must be at least 1")
+        return await self._channel.results(
+            lambda request: self._stream(self._stub.Generate, request, timeout), requests, most
+        )
 
     def chat(
         self,
@@ -135,7 +160,11 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncStream:
-        """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message."""
+        """Answer a conversation: a list of {"role", "content"} mappings, or a string for one user message.
+
+        A content is a text, or OpenAI's list of parts, of which only those of text are read: InvalidArgument names
+        any other.
+        """
         request = chat_request(messages, tools, documents, chat_template_kwargs, options)
         return self._stream(self._stub.Chat, request, timeout)
 

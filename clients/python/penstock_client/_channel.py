@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import grpc
 from penstock.v1 import text_pb2_grpc
 
+from penstock_client._exceptions import PenstockError
 from penstock_client.config import ClientConfig
 
 # A stream has ended. grpc-stubs knows neither this nor the types of what asynchronous stubs return.
@@ -45,6 +47,22 @@ class AsyncChannel:
         read: Callable[[], Awaitable[Any]] = call.read
         return read
 
+    @staticmethod
+    async def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
+        """Open a stream for each request, `most` at once. Return their answers, or PenstockErrors, in order."""
+        turns = asyncio.Semaphore(most)
+
+        async def answer(request: Any) -> Any:
+            async with turns, open_stream(request) as stream:
+                try:
+                    return await stream.result()
+                except PenstockError as error:
+                    return error
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(request)) for request in requests]
+        return [task.result() for task in tasks]
+
 
 class Channel:
     """A connection that threads may share."""
@@ -73,3 +91,30 @@ class Channel:
     def reader(call: Any) -> Callable[[], Any]:
         """A function that gives the next event of a call, or END."""
         return partial(next, call, END)
+
+    @staticmethod
+    def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
+        """Open a stream for each request, `most` at once. Return their answers, or PenstockErrors, in order."""
+        streams: set[Any] = set()
+
+        def answer(request: Any) -> Any:
+            with open_stream(request) as stream:
+                streams.add(stream)
+                try:
+                    return stream.result()
+                except PenstockError as error:
+                    return error
+                finally:
+                    streams.discard(stream)
+
+        pool = ThreadPoolExecutor(most, thread_name_prefix="penstock-prompts")
+        try:
+            return list(pool.map(answer, requests))
+        except BaseException:
+            # An interrupted caller must not wait for answers that nobody reads.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for stream in tuple(streams):
+                stream.close()
+            raise
+        finally:
+            pool.shutdown()

@@ -115,8 +115,16 @@ def _set_layers(config: Any, name: str, layers: str | Ids) -> None:
 
 
 def watermarking_config(watermark: Any) -> config_pb2.WatermarkingConfig:
-    """Convert a mapping, or transformers' WatermarkingConfig. Raises TypeError, ValueError or AttributeError."""
-    return config_pb2.WatermarkingConfig(**(watermark if isinstance(watermark, Mapping) else watermark.to_dict()))
+    """Convert a mapping, or either of transformers' configurations; SynthID's has keys.
+
+    Raises TypeError, ValueError or AttributeError.
+    """
+    fields = dict(watermark if isinstance(watermark, Mapping) else watermark.to_dict())
+    if "keys" not in fields:
+        return config_pb2.WatermarkingConfig(**fields)
+    if fields.pop("debug_mode", False):
+        raise ValueError("debug_mode is for tests of transformers itself")
+    return config_pb2.WatermarkingConfig(synthid=config_pb2.SynthIDTextWatermarkingConfig(**fields))
 
 
 def _set_watermark(config: Any, name: str, watermark: Any) -> None:
@@ -137,6 +145,15 @@ def _set_negative_prompt(config: config_pb2.GenerationConfig, _: str, prompt: st
 
 def _set_ids(config: Any, name: str, value: int | Ids) -> None:
     getattr(config, name).extend([value] if isinstance(value, Integral) else value)
+
+
+def _set_plugins(config: Any, name: str, plugins: Any) -> None:
+    """Set plugins by name: one, a list of names and (name, parameters), or parameters by name."""
+    entries: Iterable[Any] = plugins.items() if isinstance(plugins, Mapping) else plugins
+    for entry in [plugins] if isinstance(plugins, str) else entries:
+        one, parameters = (entry, None) if isinstance(entry, str) else entry
+        text = "" if not parameters else json.dumps(dict(parameters), allow_nan=False)
+        getattr(config, name).add(name=one, parameters=text)
 
 
 def _set_stop_sequences(stop: Any, name: str, value: Any) -> None:
@@ -168,6 +185,7 @@ def _each(made: Callable[[Any], Any]) -> Callable[[Any, str, Any], None]:
 # Form of the option table -> function that sets a field.
 _SETTERS: dict[str, Callable[[Any, str, Any], None]] = {
     "plain": setattr,
+    "plugins": _set_plugins,
     "early_stopping": _choose(_EARLY_STOPPING),
     "schedule": _choose(_SCHEDULES),
     "layers": _set_layers,

@@ -107,7 +107,7 @@ class OptionKeywords(TypedDict, total=False):
     begin_suppress_tokens: Sequence[int]
     # Added to the score of the token that would complete a sequence.
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[tuple[Sequence[int], float]]
-    # Green-list watermark: its fields, or transformers' WatermarkingConfig.
+    # Green-list or SynthID watermark: its fields, or transformers' class of either.
     watermarking_config: Any
     # Choose the prompt's last token again, with what follows it.
     token_healing: bool
@@ -125,8 +125,18 @@ class OptionKeywords(TypedDict, total=False):
     top_n_sigma: float
     # Same seed, same answer.
     seed: int
+    # Ids that end a sequence, in place of the model's.
+    eos_token_id: int | Sequence[int]
+    # Id that a finished group of beams counts as.
+    pad_token_id: int
+    # Id that an empty prompt begins with.
+    bos_token_id: int
+    # Logits processors of the server's owner, by name.
+    logits_processor: str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]
+    # Stopping criteria of the server's owner, by name.
+    stopping_criteria: str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]
 
-    # The answer ends before any of these texts.
+    # The answer ends before any of these texts; the prompt takes no part in a match.
     stop_strings: str | Sequence[str]
     # The answer ends on any of these ids, or runs of ids.
     stop_token_ids: int | Sequence[int | Sequence[int]]
@@ -217,6 +227,11 @@ CONFIG: Mapping[str, str] = {
     "allowed_token_trie": "trie",
     "top_n_sigma": "plain",
     "seed": "plain",
+    "eos_token_id": "ids",
+    "pad_token_id": "plain",
+    "bos_token_id": "plain",
+    "logits_processor": "plugins",
+    "stopping_criteria": "plugins",
     "negative_prompt": "prompt",
 }
 

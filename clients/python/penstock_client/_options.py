@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from google.protobuf import struct_pb2
+from penstock.common.errors import InvalidArgument
 from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
 
 from penstock_client._config_values import CONSTRAINTS, naming, set_constraint, set_option
@@ -44,6 +45,10 @@ class GenerationOptions(OptionKeywords, total=False):
 _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_salt"}
 # Options of one method only.
 _GENERATE, _CHAT = {"add_special_tokens"}, {"add_generation_prompt", "continue_final_message"}
+
+# Types of OpenAI's content parts: those that are text, and those that are named as what is not.
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file", "input_file")
 
 Messages = str | Iterable[Mapping[str, Any] | tokenizer_pb2.Message]
 TextRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
@@ -88,10 +93,24 @@ def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) ->
     request = text_pb2.GenerateTextRequest()
     if isinstance(prompt, str):
         request.text = prompt
+    elif len(prompt) and isinstance(prompt[0], str | Sequence):
+        raise TypeError("prompt: one text or the ids of one; generate_many takes several")
     else:
+        request.token_ids.SetInParent()
         request.token_ids.ids.extend(prompt)
     _apply(request, options)
     return request
+
+
+def generate_requests(
+    prompts: Iterable[str | Sequence[int]], options: Mapping[str, Any]
+) -> list[text_pb2.GenerateTextRequest]:
+    """Return a request for each prompt. Raises as `generate_request`, and TypeError for one prompt alone."""
+    if isinstance(prompts, str):
+        raise TypeError("prompts: several texts or runs of ids; generate takes one")
+    if options.get("request_id"):
+        raise ValueError("option 'request_id' is for one prompt")
+    return [generate_request(prompt, options) for prompt in prompts]
 
 
 def chat_request(
@@ -103,8 +122,11 @@ def chat_request(
 ) -> text_pb2.ChatRequest:
     """Return a ChatRequest; a plain string is one user message. Tools may be OpenAI-shaped or bare functions."""
     request = text_pb2.ChatRequest()
-    for message in [{"role": "user", "content": messages}] if isinstance(messages, str) else messages:
-        request.messages.append(message if isinstance(message, tokenizer_pb2.Message) else _message(message))
+    for number, message in enumerate(
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    ):
+        made = message if isinstance(message, tokenizer_pb2.Message) else _message(message, f"messages[{number}]")
+        request.messages.append(made)
     for tool in tools:
         function = tool.get("function", tool)
         parameters = struct_pb2.Struct()
@@ -118,8 +140,9 @@ def chat_request(
     return request
 
 
-def _message(message: Mapping[str, Any]) -> tokenizer_pb2.Message:
-    """Return a Message from an OpenAI-like mapping. Raises ValueError for an unknown key."""
+def _message(message: Mapping[str, Any], where: str) -> tokenizer_pb2.Message:
+    """Return a Message from an OpenAI-like mapping. Raises ValueError for an unknown key, InvalidArgument naming
+    `where` for a content that is no text."""
     made = tokenizer_pb2.Message()
     for key, value in message.items():
         if key == "tool_calls":
@@ -128,8 +151,34 @@ def _message(message: Mapping[str, Any]) -> tokenizer_pb2.Message:
                 made.tool_calls.add(
                     id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", "{}")
                 )
+        elif key == "content" and value is not None:
+            made.content = _content(value, f"{where}.content")
         elif key in tokenizer_pb2.Message.DESCRIPTOR.fields_by_name:
             setattr(made, key, value or "")
         else:
             raise ValueError(f"unknown key {key!r} in a message")
     return made
+
+
+def _content(content: Any, where: str) -> str:
+    """Return the text of a content: a string, or OpenAI's list of parts, joined. Raises InvalidArgument."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
+        raise InvalidArgument(where, "must be a text or a list of parts")
+    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise InvalidArgument(where, 'must be a text or a mapping such as {"type": "text", "text": "Hello"}')
+    kind = part.get("type", "text")
+    if kind not in _TEXT_PARTS:
+        named = f"{kind} parts are not supported" if kind in _OTHER_PARTS else "the type of a part is unknown"
+        raise InvalidArgument(where, f"{named}: Penstock's models read text, parts must have the type text")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{where}.text", "must be a text")
+    return text

@@ -9,7 +9,7 @@ from penstock.v1 import text_pb2
 
 from penstock_client._config_values import naming, token_ids, watermarking_config
 from penstock_client._state import logprob_entry
-from penstock_client._types import Embeddings, Score, Scores, WatermarkEvidence
+from penstock_client._types import Embeddings, Score, Scores, Usage, WatermarkEvidence
 
 
 def score_request(items: Iterable[tuple[str, str]], top_logprobs: int | None, model: str) -> text_pb2.ScoreTextRequest:
@@ -35,12 +35,12 @@ def scores_of(response: text_pb2.ScoreTextResponse) -> Scores:
         Score(result.logprob, result.is_greedy, tuple(map(logprob_entry, result.logprobs)))
         for result in response.results
     )
-    return Scores(tuple(scores), response.usage)
+    return Scores(tuple(scores), Usage.of(response.usage))
 
 
 def embeddings_of(response: text_pb2.EmbedTextResponse) -> Embeddings:
     """The answer as plain values."""
-    return Embeddings(tuple(tuple(embedding.values) for embedding in response.embeddings), response.usage)
+    return Embeddings(tuple(tuple(embedding.values) for embedding in response.embeddings), Usage.of(response.usage))
 
 
 def watermark_request(

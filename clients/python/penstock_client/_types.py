@@ -2,11 +2,87 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from penstock.common.units import format_duration
 from penstock.v1 import common_pb2, generation_pb2
 
 from penstock_client._tensors import StepTensors
+
+
+def _own_fields(kind: type[Any]) -> list[str]:
+    """Names of the fields that a message of the same names fills."""
+    return [each.name for each in fields(kind) if each.name != "proto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request. `str()` is a line for people."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    # Prompt tokens whose KV came from the prefix cache.
+    cached_tokens: int
+    # Completion tokens inside <think>...</think>.
+    reasoning_tokens: int
+    accepted_draft_tokens: int
+    rejected_draft_tokens: int
+    proto: common_pb2.Usage = field(repr=False, compare=False)
+
+    @staticmethod
+    def of(proto: common_pb2.Usage) -> Usage:
+        """Make it from the message."""
+        return Usage(**{name: getattr(proto, name) for name in _own_fields(Usage)}, proto=proto)
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def __str__(self) -> str:
+        parts = [f"{self.prompt_tokens} prompt tokens", f"{self.completion_tokens} completion tokens"]
+        if self.cached_tokens:
+            parts[0] += f" ({self.cached_tokens} cached)"
+        if self.reasoning_tokens:
+            parts[1] += f" ({self.reasoning_tokens} of reasoning)"
+        if drafted := self.accepted_draft_tokens + self.rejected_draft_tokens:
+            parts.append(f"{self.accepted_draft_tokens} of {drafted} drafts accepted")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds spent in each stage of a request; None for one that did not run. `str()` is a line for people."""
+
+    template_seconds: float | None
+    tokenize_seconds: float | None
+    # Choosing a backend and waiting for admission at the router.
+    route_seconds: float | None
+    # Waiting in the generation service.
+    queue_seconds: float | None
+    # First scheduled to first sampled token.
+    prefill_seconds: float | None
+    # First to last sampled token.
+    decode_seconds: float | None
+    detokenize_seconds: float | None
+    time_to_first_token_seconds: float | None
+    total_seconds: float | None
+    proto: common_pb2.StageTimings = field(repr=False, compare=False)
+
+    @staticmethod
+    def of(proto: common_pb2.StageTimings) -> Timings:
+        """Make it from the message."""
+        ran = {name: getattr(proto, name) if proto.HasField(name) else None for name in _own_fields(Timings)}  # type: ignore[arg-type]
+        return Timings(**ran, proto=proto)
+
+    def __str__(self) -> str:
+        ran = {name: getattr(self, name) for name in _own_fields(Timings)}
+        return ", ".join(
+            f"{name.removesuffix('_seconds').replace('_', ' ')} {format_duration(seconds)}"
+            for name, seconds in ran.items()
+            if seconds is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +138,7 @@ class Scores:
     """Result of `score`: a Score per item, in order."""
 
     scores: tuple[Score, ...]
-    usage: common_pb2.Usage
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +146,7 @@ class Embeddings:
     """Result of `embed`: a vector per text, in order."""
 
     vectors: tuple[tuple[float, ...], ...]
-    usage: common_pb2.Usage
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +205,11 @@ class Completion:
         return self.choices[0].text if self.choices else ""
 
     @property
-    def usage(self) -> common_pb2.Usage:
+    def usage(self) -> Usage:
         """Token counts."""
-        return self.finished.usage
+        return Usage.of(self.finished.usage)
 
     @property
-    def timings(self) -> common_pb2.StageTimings:
+    def timings(self) -> Timings:
         """Seconds spent in each stage."""
-        return self.finished.timings
+        return Timings.of(self.finished.timings)

@@ -73,6 +73,8 @@ class ClientConfig:
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     # Largest message accepted, in bytes.
     max_receive_bytes: int = 4 << 20
+    # Prompts of one `generate_many` that are with the server at once.
+    max_concurrent_prompts: int = 16
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         """gRPC channel arguments of this configuration."""

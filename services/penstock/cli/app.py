@@ -82,7 +82,8 @@ Examples:
   penstock bench --direct --address 127.0.0.1:50052 --common-prefix-tokens 512 --prompt-tokens 544"""
 
 DEBUG_EPILOG = """No token, text or request id is shown: a request is the first 12 digits of its id's
-SHA-256 (printf %s ID | sha256sum). docs/engine.md explains the columns.
+SHA-256 (printf %s ID | sha256sum | cut -c1-12).
+docs/learn/engine.md explains the columns.
 
 Examples:
 
@@ -236,12 +237,20 @@ def health(
         list[str] | None, typer.Argument(metavar="[ADDRESS]...", help="host:port of each server; the router's default.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
+    tls: Annotated[bool, typer.Option("--tls", help="Use TLS; trust the system's CAs.")] = False,
     tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS; trust this CA (PEM).")] = None,
+    client_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Certificate for mutual TLS (PEM).")] = None,
+    client_key: Annotated[str | None, typer.Option(metavar="FILE", help="Key of --client-cert (PEM).")] = None,
 ) -> None:
-    """Ask servers whether they are ready; exit code 0 when all are SERVING. Needs no credentials."""
+    """Ask servers whether they are ready; exit code 0 when all are SERVING. Needs no bearer token.
+
+    Inside a service's container no address is needed: it asks by PENSTOCK_HEALTH_SOCKET, whatever the TLS settings.
+    """
     from penstock.cli.health import run_health
 
-    raise typer.Exit(run_health(addresses or [f"127.0.0.1:{ROUTER_PORT}"], timeout, tls_ca))
+    raise typer.Exit(
+        run_health(addresses or [f"127.0.0.1:{ROUTER_PORT}"], timeout, tls, tls_ca, client_cert, client_key)
+    )
 
 
 @app.command()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from penstock.cli.flags import Overrides
 
 State = dict[str, Any]
+# The processes of `penstock serve` take free ports.
+_HINT = "of `penstock serve` it is the one in its line `generation: ready on ...`"
+# Time for a service that waits for its engine as long as its own configuration says.
+_UNKNOWN_WAIT_SECONDS = 60.0
 _GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
 _SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "drafts", "waits for")
 
@@ -47,6 +51,12 @@ class DebugConfig(ConnectionConfig):
         maximum=3600,
     )
     json: bool = option(False, "Write it as JSON.", group="State", env="PENSTOCK_DEBUG_JSON")
+
+    @property
+    def answer_seconds(self) -> float:
+        """Time that the whole call may take: a service that hangs as well must not hang the command."""
+        wait = _UNKNOWN_WAIT_SECONDS if self.wait_seconds is None else self.wait_seconds
+        return wait + self.connect_timeout_seconds
 
 
 def run_state(given: Overrides) -> None:
@@ -79,11 +89,13 @@ async def _ask(config: DebugConfig) -> State:
         try:
             await asyncio.wait_for(channel.channel_ready(), config.connect_timeout_seconds)
         except TimeoutError:
-            raise no_answer(config) from None
+            raise no_answer(config, _HINT) from None
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         try:
             answer = await stub.DumpState(
-                admin_pb2.DumpStateRequest(wait_seconds=config.wait_seconds), metadata=metadata
+                admin_pb2.DumpStateRequest(wait_seconds=config.wait_seconds),
+                metadata=metadata,
+                timeout=config.answer_seconds,
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -115,12 +127,15 @@ def _show(state: State) -> None:
         f"pool: {pool['used']} of {pool['total']} blocks used, {pool['free']} free, {pool['evictable']} evictable, "
         f"{pool['references']} references, {pool['reserve']} kept for running requests"
     )
-    say(
-        f"step {step['number']}: {step['rows']} rows, {step['rows_left']} left, held back by {step['ended_by']}; "
-        f"{step['admitted']} admitted, {step['preempted']} preempted"
-    )
     show = console().print
-    show(_rows_table(step))
+    if step["number"]:
+        say(
+            f"step {step['number']}: {step['rows']} rows, {step['rows_left']} left, held back by {step['ended_by']}; "
+            f"{step['admitted']} admitted, {step['preempted']} preempted"
+        )
+        show(_rows_table(step))
+    else:
+        say("no step: the engine has nothing to do")
     for queue in ("running", "waiting"):
         show(_groups_table(queue, state[queue], state[f"more_{queue}"]))
     for title in ("counters", "config"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from penstock.cli.client.answer import allow_any_text, stage_timings, stats_line, stream_answer
-from penstock.cli.client.chat import HELP, Conversation
+from penstock.cli.client.chat import HELP, ChatSession
 from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.console import console, say
@@ -41,7 +41,7 @@ def run_demo() -> int:
                 import readline  # noqa: F401  # line editing and history for input()
 
                 say(f"Your turn: {HELP}")
-                Conversation(client, SamplingConfig(stats=True)).run(lambda: input("› "))
+                ChatSession(client, SamplingConfig(stats=True)).run(lambda: input("› "))
         say("Stopping …")
     return 0
 

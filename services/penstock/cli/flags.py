@@ -113,3 +113,23 @@ def _shown_size(size: int) -> str:
         if size % (1 << power) == 0:
             return f"{size >> power}{unit}"
     return str(size)
+
+
+def fold_long_flags() -> None:
+    """Fold flags that are wider than their column, in every help text that this process prints: typer cuts them."""
+    # Modules that only a help text needs.
+    from rich.text import Text
+    from typer import rich_utils
+
+    class Folding(rich_utils.OptionHighlighter):
+        def highlight(self, text: Text) -> None:
+            super().highlight(text)
+            text.overflow = "fold"
+
+    class FoldingNegative(rich_utils.NegativeOptionHighlighter):
+        def highlight(self, text: Text) -> None:
+            super().highlight(text)
+            text.overflow = "fold"
+
+    rich_utils.highlighter = Folding()
+    rich_utils.negative_highlighter = FoldingNegative()

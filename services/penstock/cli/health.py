@@ -7,21 +7,35 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.cli.client.silence import silence_of
 from penstock.cli.console import say
 from penstock.common.config import ChannelConfig
+from penstock.common.credentials import check_channel_files
 from penstock.common.errors import StartupError
 from penstock.serving.channels import open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-def run_health(addresses: list[str], timeout: float, tls_ca: str | None) -> int:
+def run_health(
+    addresses: list[str], timeout: float, tls: bool, tls_ca: str | None, client_cert: str | None, client_key: str | None
+) -> int:
     """Print one line per address; return 0 when all are SERVING, else 1. Raises StartupError for an unreadable file."""
+    config = ChannelConfig(
+        channel_tls=tls, channel_tls_ca=tls_ca, channel_tls_cert=client_cert, channel_tls_key=client_key
+    )
     try:
-        return asyncio.run(_check_all(addresses, timeout, ChannelConfig(channel_tls_ca=tls_ca)))
+        check_channel_files(config)
+        return asyncio.run(_check_all(addresses, timeout, config))
     except StartupError as error:
-        # Services have a longer name for this flag.
-        raise StartupError(error.message.replace("--channel-tls-ca", "--tls-ca"), flag="--tls-ca") from error
+        raise StartupError(_own_words(error.message), flag=_own_words(error.flag or "") or None) from error
+
+
+def _own_words(text: str) -> str:
+    """Services have other names for these flags."""
+    for theirs, ours in (("--channel-tls-cert", "--client-cert"), ("--channel-tls-key", "--client-key")):
+        text = text.replace(theirs, ours)
+    return text.replace("--channel-tls", "--tls")
 
 
 async def _check_all(addresses: list[str], timeout: float, config: ChannelConfig) -> int:
@@ -37,5 +51,17 @@ async def _check(address: str, timeout: float, config: ChannelConfig) -> str:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            return "no answer" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return str(error.code().name)
+        else:
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    cause = await asyncio.to_thread(
+        silence_of,
+        address,
+        tls=bool(config.channel_tls or config.channel_tls_ca or config.channel_tls_cert),
+        tls_ca=config.channel_tls_ca,
+        client_cert=config.channel_tls_cert,
+        client_key=config.channel_tls_key,
+        name=None,
+    )
+    return "no answer" if cause.flag == "--address" else cause.message.removeprefix(f"{address} ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -11,23 +12,46 @@ from penstock.cli.console import say
 from penstock.common.environment import cache_folder, system_folder
 from penstock.common.units import format_size
 
+# Between lines of progress where no terminal shows it.
+PROGRESS_SECONDS = 10.0
+
 
 def run_build_kernels(*, system: bool) -> None:
     """Build into the user's cache or the environment's folder, load, and print the kernels. Raises StartupError."""
     from penstock.generation.devices.native import library
-    from penstock.generation.devices.native.build import build, find
+    from penstock.generation.devices.native.build import build
     from penstock.generation.devices.native.build_cache import UNUSED_DAYS, remove_unused
 
     folder = Path(system_folder() if system else cache_folder())
     signal.signal(signal.SIGTERM, _stop)
-    if find(folder) is None:
-        say("compiling, about a minute ...")
-    path = build(folder)
+    path = build(folder, progress=BuildProgress())
     found = library.load(folder)
     say(f"{found} kernels: {path}" if found else f"built, but this CPU has no AVX2: {path}")
     freed = remove_unused(folder, path)
     if freed:
         say(f"removed builds that were not used for {UNUSED_DAYS} days: {format_size(freed)}")
+
+
+class BuildProgress:
+    """Shows how many files are compiled: on a terminal one line that changes, elsewhere a line every 10 s."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._told = 0.0
+        self._is_terminal = sys.stdout.isatty()
+
+    def __call__(self, done: int, files: int) -> None:
+        """Show it, if it is time."""
+        seconds = time.monotonic() - self._began
+        if done == 0:
+            say(f"compiling {files} files for this machine's torch: three minutes on two cores")
+        text = f"  {done} of {files} files after {seconds:.0f} s"
+        if self._is_terminal:
+            sys.stdout.write(f"\r{text}" + ("\n" if done == files else ""))
+            sys.stdout.flush()
+        elif done and (done == files or seconds - self._told >= PROGRESS_SECONDS):
+            say(text)
+            self._told = seconds
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

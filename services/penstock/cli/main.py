@@ -7,7 +7,7 @@ import signal
 import sys
 from types import FrameType
 
-from penstock.common.environment import prepare_environment
+from penstock.common.environment import current_environment, prepare_environment
 
 
 def main() -> None:
@@ -19,9 +19,18 @@ def main() -> None:
 
         sys.stdout.write(f"penstock {__version__}\n")
         sys.exit(0)
+    if sys.argv[1:] == ["health"] and (path := current_environment().get("PENSTOCK_HEALTH_SOCKET")):
+        # Neither does a service's question about itself.
+        from penstock.serving import health_probe
+
+        sys.exit(health_probe.main([path]))
     if sys.argv[1:2] == ["serve"]:
         # Until the service takes over there is no work to drain: a stop while torch is imported is a clean one.
         signal.signal(signal.SIGTERM, _stop)
+        # Generation services log their state on this signal once they run. Until then, and in other processes, it ends
+        # nothing.
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     sys.exit(_run("--debug" in sys.argv))
 
 
@@ -43,7 +52,7 @@ def _run(debug: bool) -> int:
 
         if {"-h", "--help"} & set(sys.argv):
             # Imports modules that only a help text needs.
-            from penstock.cli.help_text import fold_long_flags
+            from penstock.cli.flags import fold_long_flags
 
             fold_long_flags()
         app(prog_name="penstock")

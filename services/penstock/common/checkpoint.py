@@ -7,11 +7,16 @@ from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
+from penstock.common.environment import hub_cache_folder, is_hub_off
 from penstock.common.errors import StartupError
 
 DEMO_MODEL_NAME = "penstock-demo"
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt", "vocab.txt"]
+# Time that the hub has to tell what a model consists of; after that only its cache is asked.
+HUB_SECONDS = 10.0
 _HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(@(?P<revision>[\w./-]+))?")
+# Of a MODEL in an error's one line.
+_SHOWN_CHARS = 80
 _PATH_PREFIXES = ("/", "./", "../", "~")
 
 
@@ -24,7 +29,7 @@ def model_name(model: str | Path | None) -> str:
     """Return the name that clients use: `penstock-demo`, the hub id, or the folder's own name."""
     if model is None or Path(model) == demo_folder():
         return DEMO_MODEL_NAME
-    path = Path(model).expanduser()
+    path = _path(model)
     if path.is_dir() or _looks_like_path(str(model)):
         return path.resolve().name
     return str(model).partition("@")[0]
@@ -39,15 +44,39 @@ def source_name(folder: Path) -> str:
     return folder.name
 
 
+def check_model(model: str | None) -> None:
+    """Look whether `model` can be there, in a moment and without the hub. Raises StartupError as `resolve_model` does.
+
+    For the start of a command, before imports that take seconds. Without the hub (HF_HUB_OFFLINE) a model that the
+    hub's cache lacks is an error, too.
+    """
+    found = _locate(model)
+    if isinstance(found, Path):
+        return
+    folder = Path(hub_cache_folder()) / f"models--{found['id'].replace('/', '--')}"
+    if is_hub_off() and not folder.is_dir():
+        raise StartupError(_unreachable(str(model), "HF_HUB_OFFLINE keeps the hub from being asked"), flag="MODEL")
+
+
 def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callable[[str], None] | None = None) -> Path:
     """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
 
     A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and vocabulary files are downloaded. Raises
     StartupError naming MODEL.
     """
+    found = _locate(model)
+    if isinstance(found, Path):
+        return found
+    if not allow_hub:
+        raise StartupError(f"MODEL {model}: {_missing(Path(str(model)))}, and the hub is off", flag="MODEL")
+    return _download(str(model), found["id"], found["revision"], progress)
+
+
+def _locate(model: str | None) -> Path | re.Match[str]:
+    """Return the folder, or the parts of a hub id. Raises StartupError naming MODEL."""
     if model is None:
         return _checked(demo_folder(), "the embedded model")
-    path = Path(model).expanduser()
+    path = _path(model)
     if path.is_dir():
         return _checked(path, f"the folder {path}")
     if path.exists():
@@ -55,9 +84,23 @@ def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callab
     match = _HUB_ID.fullmatch(model)
     if _looks_like_path(model) or match is None:
         raise StartupError(f"MODEL {model}: {_missing(path)}", flag="MODEL")
-    if not allow_hub:
-        raise StartupError(f"MODEL {model}: {_missing(path)}, and the hub is off", flag="MODEL")
-    return _download(model, match["id"], match["revision"], progress)
+    return match
+
+
+def _path(model: str | Path) -> Path:
+    """Return MODEL as a path. Raises StartupError for what can be none."""
+    try:
+        path = Path(model).expanduser()
+        # It raises where a name is too long, or a folder on the way cannot be looked into.
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        # pathlib's own words: no home folder of this user.
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        shown = str(model) if len(str(model)) <= _SHOWN_CHARS else f"{str(model)[:_SHOWN_CHARS]}…"
+        raise StartupError(f"MODEL {shown}: {why}", flag="MODEL") from error
+    return path
 
 
 def _missing(path: Path) -> str:
@@ -78,18 +121,55 @@ def _checked(folder: Path, what: str) -> Path:
 
 def _download(model: str, repo: str, revision: str | None, progress: Callable[[str], None] | None) -> Path:
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
     except ImportError as error:
         raise StartupError(
             f"MODEL {model}: no such folder, and huggingface-hub is not installed", flag="MODEL"
         ) from error
     if progress is not None:
         progress(f"fetching {repo} from the hub")
+    only_cache = is_hub_off()
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if not only_cache:
+            # snapshot_download itself asks again and again, for as long as the system's connections take.
+            try:
+                HfApi().repo_info(repo, revision=revision, timeout=HUB_SECONDS)
+            except (HfHubHTTPError, HFValidationError):
+                raise
+            except Exception:  # errors of the connection, whose classes are the HTTP library's
+                only_cache = True
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES, local_files_only=only_cache))
+    except RevisionNotFoundError as error:
         raise StartupError(
-            f"MODEL {model}: {_missing(Path(model))}, and the hub could not give it ({type(error).__name__})",
+            f"MODEL {model}: the hub has {repo}, but not the revision {revision}", flag="MODEL"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise StartupError(
+            f"MODEL {model}: {_missing(Path(model))}, and the hub has no such model, or shows it only to the owner of "
+            "an HF_TOKEN",
             flag="MODEL",
         ) from error
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE keeps the hub from being asked" if is_hub_off() else "the hub cannot be reached"
+        raise StartupError(_unreachable(model, why), flag="MODEL") from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        response = getattr(error, "response", None)
+        what = f"HTTP status {response.status_code}" if response is not None else type(error).__name__
+        raise StartupError(
+            f"MODEL {model}: {_missing(Path(model))}, and the hub could not give it ({what})", flag="MODEL"
+        ) from error
+
+
+def _unreachable(model: str, why: str) -> str:
+    return (
+        f"MODEL {model}: {_missing(Path(model))}, the hub's cache does not have it, and {why}. Give a folder as MODEL "
+        "(--model), or fetch it where the hub is in reach and point HF_HOME at that cache; HF_HUB_OFFLINE=1 uses the "
+        "cache only"
+    )

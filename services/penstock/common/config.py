@@ -70,6 +70,12 @@ class ServerConfig(TransportConfig):
     metrics_port: int = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
     )
+    health_socket: str | None = option(
+        None,
+        "Unix socket that tells SERVING or NOT_SERVING to who connects: for the container's own check, whatever TLS.",
+        group=NETWORK,
+        metavar="PATH",
+    )
     transport: Literal["asyncio", "grpc"] = option(
         "asyncio",
         "asyncio: Penstock's own HTTP/2, a fraction of the processor time where messages are many and small; with it "
@@ -80,15 +86,73 @@ class ServerConfig(TransportConfig):
         1.0, "Clients that ping a silent connection more often than this are cut off.", group=NETWORK, minimum=0.01
     )
     max_concurrent_rpcs: int = option(4096, "Calls in flight; more are refused at once.", group=LIMITS, minimum=1)
+    connection_rpcs: int = option(
+        1024,
+        "Calls that one connection may have at once; its client knows the limit, and more calls wait for their turn.",
+        group=LIMITS,
+        minimum=1,
+    )
+    handshake_seconds: float = option(
+        10.0,
+        "Time for TLS and the first bytes of a connection, and for the request of a health check.",
+        group=LIMITS,
+        minimum=0.05,
+    )
+    request_seconds: float = option(
+        60.0,
+        "Time until the only request of a call is whole; streams of requests have no such limit.",
+        group=LIMITS,
+        minimum=0.05,
+    )
+    anonymous_rpcs: int = option(
+        256,
+        "Health checks and watches at once of connections that have shown no token yet, besides the calls in flight; "
+        "the oldest makes room for a new one (grpc transport: a new one is refused).",
+        group=LIMITS,
+        minimum=1,
+    )
+    anonymous_rpcs_each: int = option(16, "The same of one connection; more are refused.", group=LIMITS, minimum=1)
+    anonymous_connections: int = option(
+        256,
+        "Connections that have shown no token yet; one without calls makes room for a new one (asyncio transport).",
+        group=LIMITS,
+        minimum=1,
+    )
+    anonymous_cpu_share: float = option(
+        0.05,
+        "Share of a processor that such connections get together once they ask for more; those wait that ask for most "
+        "(asyncio transport).",
+        group=LIMITS,
+        minimum=0.001,
+        maximum=1.0,
+    )
+    max_message_fields: int = option(
+        65536,
+        "Fields of one message of a caller, those of messages within it included: they are counted before any memory "
+        "is taken for them. A list of numbers is one.",
+        group=LIMITS,
+        minimum=1024,
+    )
     stream_window_bytes: int = option(
         1 << 20,
-        "What a caller may have on its way in one call (asyncio transport).",
+        "What a caller may have on its way in a stream of requests (asyncio transport).",
         group=LIMITS,
         minimum=65535,
         maximum=2**31 - 1,
     )
     connection_window_bytes: int = option(
-        4 << 20, "The same of all calls of a connection.", group=LIMITS, minimum=65536, maximum=2**31 - 1
+        16 << 20,
+        "Requests of a connection that no handler has taken. Larger ones wait for their turn; never less than the "
+        "largest request (asyncio transport).",
+        group=LIMITS,
+        minimum=65536,
+        maximum=2**31 - 1,
+    )
+    request_buffer_bytes: int = option(
+        64 << 20,
+        "The same of all connections together; what does not fit is refused (asyncio transport).",
+        group=LIMITS,
+        minimum=65536,
     )
     write_buffer_bytes: int = option(
         256 << 10,
@@ -129,7 +193,9 @@ class ServerConfig(TransportConfig):
     )
     insecure_bind: bool = option(False, "Allow plaintext on an address other than loopback.", group=SECURITY)
     log_format: Literal["auto", "json", "console"] = option(
-        "auto", "auto: console on a terminal, else JSON.", group=LOGGING
+        "auto",
+        "auto: console on a terminal and in `penstock serve [MODEL]`, else JSON.",
+        group=LOGGING,
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe level written.", group=LOGGING

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Mapping
 
 ENV_PREFIX = "PENSTOCK_"
+_HUB_OFF = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def quiet_environment(threads: int | None = None) -> dict[str, str]:
@@ -14,7 +15,8 @@ def quiet_environment(threads: int | None = None) -> dict[str, str]:
 
     OpenMP threads sleep between parallel regions instead of spinning, so that other processes on the machine get the
     cores. oneDNN keeps the kernels of the last 128 shapes instead of 1024, which costs no time and saves memory
-    (docs/guide/performance.md). grpc's C core does not write to stderr by itself. Values of the operator are kept.
+    (docs/guide/performance.md). grpc's C core does not write to stderr by itself, torch's only
+    errors; Python's warnings of torch go into the log. Values of the operator are kept.
     """
     wanted = {
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -23,6 +25,7 @@ def quiet_environment(threads: int | None = None) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "GRPC_VERBOSITY": "NONE",
         "GRPC_ENABLE_FORK_SUPPORT": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     if threads is not None:
@@ -55,6 +58,19 @@ def cache_folder() -> str:
     """Folder for files that can be made again."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "penstock")
+
+
+def is_hub_off() -> bool:
+    """True when huggingface_hub's own variable forbids it to ask the hub."""
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _HUB_OFF)
+
+
+def hub_cache_folder() -> str:
+    """Folder of huggingface_hub's cache, by its own variables."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return os.path.expanduser(cache)
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return os.path.expanduser(os.path.join(os.environ.get("HF_HOME") or os.path.join(root, "huggingface"), "hub"))
 
 
 def system_folder() -> str:

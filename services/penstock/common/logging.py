@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging as stdlib
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -63,6 +64,17 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
     root = stdlib.getLogger()
     root.handlers[:] = [_Forward(debug=debug)]
     root.setLevel(max(_LEVELS[level], stdlib.WARNING))
+
+    def log_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+    ) -> None:
+        # They are for developers, and may quote what a user sent.
+        told = {"text": str(message)} if debug else {}
+        where = f"{_short(filename)}:{lineno}"
+        get_logger("python").info("a library warns", category=category.__name__, where=where, **told)
+
+    # Not into stderr, where they would stand between the lines of a start.
+    warnings.showwarning = log_warning
 
 
 def _as_exc_info(exc_info: Any) -> ExcInfo | None:

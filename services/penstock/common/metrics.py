@@ -1,22 +1,11 @@
-"""Buckets, the metrics of every gRPC server, and the Prometheus endpoint.
+"""Buckets, and the metrics of every gRPC server.
 
 Each process has a CollectorRegistry of its own; no metric is registered globally. Label values come from closed sets.
 """
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
-
-from penstock.common.errors import StartupError
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-    from penstock.common.config import ServerConfig
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 
 # Seconds. From a loopback hop (0.1 ms) to a long generation (10 minutes).
 LATENCY_BUCKETS = (
@@ -45,44 +34,6 @@ class GrpcServerMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
-
-
-@dataclass
-class BoundMetrics:
-    """A running Prometheus endpoint."""
-
-    host: str
-    port: int
-    _server: WSGIServer = field(repr=False)
-
-    def close(self) -> None:
-        """Stop answering; the port is free within half a second, since the server checks that often."""
-        threading.Thread(target=self._shut_down, name="metrics-close", daemon=True).start()
-
-    def _shut_down(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def start_metrics_server(
-    registry: CollectorRegistry, host: str, port: int, *, tls: ServerConfig | None = None
-) -> BoundMetrics:
-    """Serve `registry` at http(s)://host:port/metrics from a daemon thread; port 0 takes a free one.
-
-    With `tls` it uses that configuration's certificate, key and client CA. Raises StartupError naming --metrics-port.
-    """
-    secure: dict[str, str | bool] = {}
-    if tls is not None and tls.tls_cert is not None:
-        secure = {"certfile": str(tls.tls_cert), "keyfile": str(tls.tls_key)}
-        if tls.tls_client_ca is not None:
-            secure |= {"client_cafile": str(tls.tls_client_ca), "client_auth_required": True}
-    try:
-        server, _ = start_http_server(port, host, registry, **secure)  # type: ignore[arg-type]
-    except OSError as error:
-        raise StartupError(
-            f"cannot serve metrics on {host}:{port}: {error.strerror or 'failed'}", flag="--metrics-port"
-        ) from error
-    return BoundMetrics(host, server.server_port, server)
 
 
 def add_process_metrics(registry: CollectorRegistry) -> None:

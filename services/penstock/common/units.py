@@ -34,13 +34,19 @@ def parse_duration(text: str) -> float:
 
 
 def format_size(size: int) -> str:
-    """Format bytes as `2.0 GiB`: for people, not for parsing back."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    """Format bytes as `1.5 GiB`, `260 MiB` or `2 KiB`: for people, not for parsing back.
+
+    Three digits where the unit leaves so many, never an exponent, and 1 GiB rather than 1020 MiB.
+    """
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        # So much is shown as 1000 or more.
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
 def format_duration(seconds: float) -> str:

@@ -21,8 +21,11 @@ from penstock.common.errors import Internal
 from penstock.common.logging import get_logger
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.request import RequestOutput
+from penstock.generation.core.step import Runner
 from penstock.generation.delivery.hub import OutputHub
+from penstock.generation.delivery.watchdog import Watchdog
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.failpoints import FailingRunner
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.status_log import StatusLog
 from penstock.generation.engine.trace_file import TraceFile
@@ -71,6 +74,7 @@ class GenerationApp:
         self._trace: TraceFile | None = None
         self._compiler: GrammarCompiler | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
         self._failing: asyncio.Task[None] | None = None
 
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
@@ -112,7 +116,8 @@ class GenerationApp:
     def _log_state(self) -> None:
         """Log the state of the engine, on SIGUSR1."""
         if self._status is None:
-            _log.info("the model is still loading", percent=self._lifecycle.percent_loaded)
+            # A warning, as the state itself.
+            _log.warning("the model is still loading", percent=self._lifecycle.percent_loaded)
         else:
             self._status.dump_soon()
 
@@ -126,7 +131,11 @@ class GenerationApp:
         drafter = None if loaded.draft is None else loaded.draft.drafter
         path = self._config.trace_steps
         trace = self._trace = TraceFile(path, self._config.trace_bytes) if path else None
-        engine = Engine(loaded.engine_config, loaded.runner, loaded.token_bytes, drafter=drafter, trace=trace)
+        runner: Runner = loaded.runner
+        if orders := self._config.failpoint_orders():
+            _log.warning("this process fails on purpose", failpoints=self._config.failpoints)
+            runner = FailingRunner(runner, orders)
+        engine = Engine(loaded.engine_config, runner, loaded.token_bytes, drafter=drafter, trace=trace)
         stats, metrics = engine.stats, self._metrics
 
         def deliver(step: int, outputs: list[RequestOutput]) -> None:
@@ -137,9 +146,12 @@ class GenerationApp:
         nice = self._config.compute_nice
         loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed, nice=nice)
         hub = OutputHub(loop, metrics, lambda: stats.steps)
-        metrics.read_engine(lambda: EngineFigures(loop.load, stats))
+        metrics.read_engine(lambda: EngineFigures(loop.load, stats, loop.step_in_progress))
         loop.start()
         self._engine_loop = loop
+        watchdog = Watchdog(loop, hub, loaded.engine_config.heartbeat_seconds, self._lifecycle.set_hung)
+        self._watchdog = asyncio.create_task(watchdog.run())
+        self._watchdog.add_done_callback(self._watchdog_ended)
         self._status = StatusLog(loop, stats, self._config.status_seconds)
         self._status.start()
         compiler = self._compiler = _compiler(loaded, self._config)
@@ -152,8 +164,14 @@ class GenerationApp:
             stats,
             self._config.max_pending_messages,
             self._config.max_items_in_flight,
-            WatermarkCalls(self._config.max_watermark_calls),
+            WatermarkCalls(self._config.max_watermark_calls, loaded.engine_config.queue_full_retry_seconds),
         )
+
+    def _watchdog_ended(self, watchdog: asyncio.Task[None]) -> None:
+        """End the process when its watchdog broke: without heartbeats routers would take it for dead."""
+        if not watchdog.cancelled() and (error := watchdog.exception()) is not None:
+            _log.error("the watchdog has failed", exc_info=error)
+            self._fail(error)
 
     def _engine_failed(self, error: BaseException) -> None:
         """End the process: the engine's step has raised."""
@@ -168,7 +186,7 @@ class GenerationApp:
         self._failing = asyncio.create_task(self._end_streams(error))
 
     async def _end_streams(self, error: BaseException) -> None:
-        await self._lifecycle.set_serving(False)
+        await self._lifecycle.show_health()
         core = self._lifecycle.core
         if core is not None:
             core.hub.fail_all(Internal("the engine of this process has failed", reason="ENGINE_FAILED"))
@@ -197,16 +215,20 @@ class GenerationApp:
         """Stop the engine's thread; requests that are still live end."""
         self._cancelled.set()
         self._lifecycle.state = ModelState.UNAVAILABLE
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, self._watchdog):
+            if task is not None:
+                task.cancel()
         if self._status is not None:
             self._status.stop()
         if self._failing is not None:
             await self._failing
         if self._compiler is not None:
             await self._compiler.close()
-        if self._engine_loop is not None:
-            await asyncio.to_thread(self._engine_loop.stop)
+        # One that hangs must not keep the process from its end.
+        if self._engine_loop is not None and not await asyncio.to_thread(
+            self._engine_loop.stop, self._config.hung_step_seconds
+        ):
+            _log.error("the engine's thread hangs: the process ends without it")
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
 

@@ -9,13 +9,14 @@ from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, Ser
 from penstock.common.errors import StartupError
 from penstock.generation.devices import KERNELS
 from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.failpoints import Failpoint
 from penstock.generation.grammar.limits import GrammarLimits
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.options.limits import RequestLimits
 
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
-CONSTRAINTS, INSIDE = "Structured output", "See inside"
+CONSTRAINTS, INSIDE, PROGRESS = "Structured output", "See inside", "Progress"
 KV_CACHE_DTYPES = ("auto", "int8")
 
 
@@ -110,6 +111,17 @@ class GenerationServiceConfig(ServerConfig):
         None, "Folder or hub id of a draft model, for requests that ask for assisted generation by it.", group=MODEL
     )
 
+    logits_processor: tuple[str, ...] = option(
+        (),
+        "Logits processors that requests may name: NAME=MODULE:CLASS, importable here; transformers' signature.",
+        group=MODEL,
+    )
+    stopping_criteria: tuple[str, ...] = option(
+        (),
+        "Stopping criteria that requests may name: NAME=MODULE:CLASS, importable here; transformers' signature.",
+        group=MODEL,
+    )
+
     kv_memory: str = option("auto", "Memory of the KV pool, such as 2GiB; auto: a share of what is left.", group=MEMORY)
     assistant_kv_memory: str = option(
         "auto", "Memory of the draft model's own KV pool; auto: for as many tokens as the other holds.", group=MEMORY
@@ -159,6 +171,32 @@ class GenerationServiceConfig(ServerConfig):
         "Requests waiting to be scheduled; more are refused.",
         group=BATCHING,
         minimum=1,
+    )
+    deadline_headroom: float = option(
+        EngineConfig.deadline_headroom,
+        "A request is refused when its forecast time, multiplied by this, is longer than its deadline leaves.",
+        group=BATCHING,
+        minimum=0.01,
+    )
+    tenant_share: float = option(
+        EngineConfig.tenant_share,
+        "Share of --max-running-sequences that one tenant may have beside others, and of --max-queued-requests.",
+        group=BATCHING,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    tenant_slowdown: float = option(
+        EngineConfig.tenant_slowdown,
+        "Beside a crowd of one tenant's running sequences, steps of other tenants take at most this many times as long "
+        "on average: the crowd rests in the steps between. Above 1; 0: it never rests.",
+        group=BATCHING,
+        minimum=0.0,
+    )
+    tenant_memory_seconds: float = option(
+        EngineConfig.tenant_memory_seconds,
+        "How long a tenant that has no request any more counts as being there.",
+        group=BATCHING,
+        minimum=0.0,
     )
     max_pending_messages: int = option(
         1024, "Messages that wait for a stream's reader; past that it is cut off.", group=BATCHING, minimum=1
@@ -219,11 +257,18 @@ class GenerationServiceConfig(ServerConfig):
     max_allowed_tokens: int = _bound("max_allowed_tokens", "Most ids of allowed_token_ids.")
     max_trie_sequences: int = _bound("max_trie_sequences", "Most sequences of allowed_token_trie.")
     max_trie_tokens: int = _bound("max_trie_tokens", "Most ids of allowed_token_trie altogether.")
-    max_watermark_context: int = _bound("max_watermark_context", "Largest context_width of a watermark.", minimum=1)
+    max_watermark_context: int = _bound(
+        "max_watermark_context", "Largest context_width and ngram_len of a watermark.", minimum=1
+    )
+    max_watermark_keys: int = _bound("max_watermark_keys", "Most keys of a SynthID watermark.", minimum=1)
+    max_watermark_table: int = _bound("max_watermark_table", "Largest sampling_table_size of a SynthID watermark.")
+    max_watermark_history: int = _bound("max_watermark_history", "Largest context_history_size of a SynthID watermark.")
     max_watermark_tokens: int = _bound("max_watermark_tokens", "Most tokens of one DetectWatermark.", minimum=2)
     max_watermark_calls: int = option(
         8, "DetectWatermark calls at once: one is computed, the others wait.", group=REQUESTS, minimum=1
     )
+    max_plugins: int = _bound("max_plugins", "Most entries of logits_processor, and of stopping_criteria.")
+    max_plugin_bytes: int = _bound("max_plugin_bytes", "Most bytes of one entry's parameters.")
     max_tensor_steps: int = _bound("max_tensor_steps", "Most entries of tensor_steps.")
 
     max_constraint_bytes: int = option(
@@ -257,6 +302,32 @@ class GenerationServiceConfig(ServerConfig):
         GrammarLimits.mask_threads, "Threads that compute token masks beside the model.", group=CONSTRAINTS, minimum=1
     )
 
+    heartbeat_seconds: float = option(
+        EngineConfig.heartbeat_seconds,
+        "How often a session that waits is told that the engine makes progress; keep it well below the router's "
+        "--stall-timeout-seconds.",
+        group=PROGRESS,
+        minimum=0.01,
+    )
+    overdue_step_factor: float = option(
+        EngineConfig.overdue_step_factor,
+        "An engine step past so many times what steps of its size took is no progress: sessions are told nothing.",
+        group=PROGRESS,
+        minimum=1,
+    )
+    hung_step_seconds: float = option(
+        EngineConfig.hung_step_seconds,
+        "A step that takes longer hangs, and health is NOT_SERVING until it ends,",
+        group=PROGRESS,
+        minimum=0.1,
+    )
+    hung_step_factor: float = option(
+        EngineConfig.hung_step_factor,
+        "if it also takes this many times what steps of its size took.",
+        group=PROGRESS,
+        minimum=1,
+    )
+
     status_seconds: float = option(
         10.0,
         "How often the log gets a line on load and throughput, while there is something to tell; 0: never.",
@@ -285,6 +356,14 @@ class GenerationServiceConfig(ServerConfig):
         metavar="FILE",
     )
     trace_bytes: int = option(256 << 20, "Where that file ends.", group=INSIDE, minimum=1024)
+    failpoints: tuple[str, ...] = option(
+        (),
+        "Faults that a test orders (docs/learn/testing.md); refused without --allow-failpoints.",
+        group=INSIDE,
+        metavar="NAME[@WHEN],…",
+        hidden=True,
+    )
+    allow_failpoints: bool = option(False, "This process may be broken by --failpoints.", group=INSIDE, hidden=True)
 
     def validate(self) -> None:
         """Check the options together. Raises StartupError."""
@@ -296,6 +375,7 @@ class GenerationServiceConfig(ServerConfig):
         ):
             if value not in allowed:
                 raise StartupError(f"{flag} must be one of {', '.join(allowed)}", flag=flag)
+        self.failpoint_orders()
         parse_memory(self.kv_memory)
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
         if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running_sequences:
@@ -304,6 +384,15 @@ class GenerationServiceConfig(ServerConfig):
                 f"{self.max_running_sequences}: every running sequence needs a token a step",
                 flag="--max-batch-tokens",
             )
+
+    def failpoint_orders(self) -> tuple[Failpoint, ...]:
+        """Return the faults that a test orders. Raises StartupError unless they are allowed."""
+        if self.failpoints and not self.allow_failpoints:
+            raise StartupError("--failpoints break this process: tests add --allow-failpoints", flag="--failpoints")
+        try:
+            return tuple(map(Failpoint.parse, self.failpoints))
+        except ValueError as error:
+            raise StartupError(f"--failpoints: {error}", flag="--failpoints") from error
 
     def grammar_limits(self) -> GrammarLimits:
         """Return the limits on constraints."""

@@ -18,6 +18,7 @@ from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
 from penstock.generation.core.request import FinishedOutput, FinishReason, Purpose, Request
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
+from penstock.generation.engine.step_watch import StepView
 
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 
@@ -27,6 +28,7 @@ class EngineFigures(NamedTuple):
 
     load: EngineLoad = EngineLoad()
     stats: EngineStats = EngineStats()
+    step: StepView = StepView()
 
 
 class GenerationMetrics:
@@ -132,7 +134,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the engine's present figures."""
-        load, stats = self.read()
+        load, stats, step = self.read()
         usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
         yield self._gauge("num_requests_running", "Requests being computed.", load.running_requests)
         yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled.", load.waiting_requests)
@@ -140,6 +142,10 @@ class EngineCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 means all.", usage)
         yield self._gauge("kv_cache_blocks", "KV blocks of the pool.", load.kv_blocks_total)
         yield self._counter("engine_steps", "Engine steps.", stats.steps)
+        yield self._gauge(
+            "engine_step_seconds", "Time that the engine step in progress has run; 0: none.", step.seconds
+        )
+        yield self._gauge("engine_hung", "1 while the step in progress hangs (--hung-step-seconds).", step.is_hung)
         yield self._counter("num_preemptions", "Requests preempted.", stats.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)

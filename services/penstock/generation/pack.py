@@ -20,10 +20,10 @@ from torch import Tensor
 from penstock import __version__
 from penstock.common.checkpoint import source_name
 from penstock.common.errors import StartupError
+from penstock.common.units import format_size
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.mapped import map_file, populate
-from penstock.generation.host.memory import format_memory
 from penstock.generation.layers.linear.base import Linear
 from penstock.generation.layers.linear.native import NativeLinear
 from penstock.generation.models.registry import checkpoint_weights, read_model_config
@@ -210,6 +210,6 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StartupError(
-            f"the packed weights take {format_memory(needed)}, and where OUTPUT is {format_memory(free)} is free",
+            f"the packed weights take {format_size(needed)}, and where OUTPUT is {format_size(free)} is free",
             flag="OUTPUT",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -36,8 +37,8 @@ from penstock.generation.options.score_embed import (
     score_requests,
 )
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
-from penstock.generation.options.validate import validate
-from penstock.generation.sampling.watermark_detector import TooFewTokens, WatermarkDetector, WatermarkEvidence
+from penstock.generation.options.validate import validate, with_prompt
+from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
 from penstock.generation.startup.load import LoadedModel
 
 STARTING_RETRY_SECONDS = 1.0
@@ -55,14 +56,15 @@ class ModelState(enum.Enum):
 class WatermarkCalls:
     """DetectWatermark calls off the event loop: one is computed, some wait. Used from the event loop only."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: most calls at once; more are refused."""
+    def __init__(self, most: int, retry_seconds: float) -> None:
+        """`most`: most calls at once; more are refused and told to wait for `retry_seconds`."""
         self._most = most
+        self._retry_seconds = retry_seconds
         self._calls = 0
         self._turn = asyncio.Lock()
 
     async def run(
-        self, detector: WatermarkDetector, command: DetectWatermarkCommand, deadline: float | None
+        self, detector: Detector, command: DetectWatermarkCommand, deadline: float | None
     ) -> WatermarkEvidence:
         """Detect on another thread, which stops when the caller is gone.
 
@@ -72,7 +74,7 @@ class WatermarkCalls:
             raise ResourceExhausted(
                 "too many watermarks are being looked for",
                 reason="QUEUE_FULL",
-                retry_after_seconds=STARTING_RETRY_SECONDS,
+                retry_after_seconds=self._retry_seconds,
             )
         is_gone = threading.Event()
 
@@ -114,46 +116,52 @@ class GenerationCore:
     max_items: int
     watermark_calls: WatermarkCalls
 
-    def prepare(self, command: GenerateOptions, deadline: float | None) -> DeltaMaker:
-        """Check a command and make its request and events. Raises what `validate` and `resolve` raise.
+    def prepare(self, options: GenerateOptions, deadline: float | None) -> DeltaMaker:
+        """Check options and make their request and events. Raises what `validate` and `resolve` raise.
 
-        `deadline` is the call's, a time.monotonic() or None; a command's own timeout may be earlier.
+        `deadline` is the call's, a time.monotonic() or None; the options' own timeout may be earlier.
         """
         loaded = self.loaded
-        validate(command, loaded.served, self.limits)
-        resolved = resolve(command, loaded.defaults, loaded.served, self.limits)
-        params = self._with_tensors(command, resolved.params)
+        options = with_prompt(options, loaded.defaults, loaded.served)
+        validate(options, loaded.served, self.limits)
+        resolved = resolve(options, loaded.defaults, loaded.served, self.limits)
+        params = self._with_tensors(options, resolved.params)
+        plugins = loaded.plugins.make(options.options)
+        if plugins is not None:
+            params = replace(params, plugins=plugins)
         arrival = time.monotonic()
         request = Request(
-            request_id=command.request_id or new_request_id(),
-            prompt_token_ids=command.prompt_token_ids,
+            request_id=options.request_id or new_request_id(),
+            prompt_token_ids=options.prompt_token_ids,
             params=params,
             arrival_time=arrival,
-            resumed_token_ids=command.resumed_token_ids,
-            cache_salt=command.cache_salt,
-            priority=command.priority,
-            deadline=_earliest(deadline, arrival, command.timeout_seconds),
-            attempt_epoch=command.attempt_epoch,
+            resumed_token_ids=options.resumed_token_ids,
+            cache_salt=options.cache_salt,
+            fair_share_key=options.fair_share_key,
+            priority=options.priority,
+            deadline=_earliest(deadline, arrival, options.timeout_seconds),
+            attempt_epoch=options.attempt_epoch,
             warnings=resolved.warnings,
-            token_healing=self._token_healing(command) if resolved.params.token_healing else None,
+            token_healing=self._token_healing(options) if resolved.params.token_healing else None,
+            begins_text=options.begins_text,
         )
         return DeltaMaker(request, loaded.served.name, resolved.stream_interval)
 
-    def _token_healing(self, command: GenerateOptions) -> TokenHealingOptions | None:
+    def _token_healing(self, options: GenerateOptions) -> TokenHealingOptions | None:
         """Return None when the prompt's last token can become no other one, or is the only one."""
-        prefixes, prompt = self.loaded.token_prefixes, command.prompt_token_ids
+        prefixes, prompt = self.loaded.token_prefixes, options.prompt_token_ids
         if prefixes is None or len(prompt) < 2:
             return None
         token_ids = prefixes.extensions(prompt[-1])
         return TokenHealingOptions(token_ids, partial(prefixes.added_text, prompt[-1])) if len(token_ids) > 1 else None
 
-    def _with_tensors(self, command: GenerateOptions, params: SamplingParams) -> SamplingParams:
-        if not command.output.tensors:
+    def _with_tensors(self, options: GenerateOptions, params: SamplingParams) -> SamplingParams:
+        if not options.output.tensors:
             return params
         model = self.loaded.model.config
         sizes = TensorSizes(model.vocab_size, model.num_layers, model.hidden_size, model.num_heads)
-        prompt_tokens = len(command.prompt_token_ids)
-        return replace(params, tensors=resolve_tensors(command.output, params, prompt_tokens, sizes, self.limits))
+        prompt_tokens = len(options.prompt_token_ids)
+        return replace(params, tensors=resolve_tensors(options.output, params, prompt_tokens, sizes, self.limits))
 
     async def constrain(self, request: Request, constraint: ConstraintSpec) -> None:
         """Compile a request's constraint. Abort and deadline end the wait. Raises as `GrammarCompiler.compile`.
@@ -187,7 +195,7 @@ class GenerationCore:
         loaded = self.loaded
         check_detect_watermark(command, loaded.served, self.limits)
         options = loaded.defaults.options.watermarking_config or WatermarkOptions()
-        detector = WatermarkDetector(
+        detector = detector_of(
             command.watermark or options,
             loaded.served.vocab_size,
             bos_token_id=loaded.model.config.bos_token_id,
@@ -219,7 +227,11 @@ class Lifecycle:
     core: GenerationCore | None = None
     # True: the process itself is stopping, and this drain has no way back.
     stopping: bool = False
+    # True: a step of the engine hangs.
+    hung: bool = False
     set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
+    # Tells this process from one that came before it at the same address.
+    start_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def loaded(self) -> GenerationCore:
         """Return the core. Raises Unavailable while the model loads, and after it failed."""
@@ -231,6 +243,8 @@ class Lifecycle:
         """Return the core for new work. Raises Unavailable also while draining."""
         if self.state is ModelState.DRAINING:
             raise Unavailable("this process is draining: send new work elsewhere", reason="DRAINING")
+        if self.hung:
+            raise Unavailable("a step of the engine hangs: send new work elsewhere", reason="ENGINE_HUNG")
         return self.loaded()
 
     def _unavailable(self) -> PenstockError:
@@ -253,6 +267,15 @@ class Lifecycle:
         if self.state is ModelState.DRAINING:
             self.state = ModelState.READY
             self._changed()
+
+    async def set_hung(self, hung: bool) -> None:
+        """Refuse new work while a step of the engine hangs, and show it as health."""
+        self.hung = hung
+        await self.show_health()
+
+    async def show_health(self) -> None:
+        """Show SERVING while new work is taken."""
+        await self.set_serving(self.state is ModelState.READY and not self.hung)
 
     def _changed(self) -> None:
         if self.core is not None:

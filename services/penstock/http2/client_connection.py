@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import struct
 from abc import ABC, abstractmethod
 from typing import cast
 from urllib.parse import unquote
@@ -56,6 +55,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._transport: asyncio.Transport | None = None
         self._decoder = HeaderDecoder(MAX_METADATA_BYTES)
         self._received = b""
+        self._needs_settings = True
         # A header block that CONTINUATION goes on with: its stream, a flag that it ends the stream, and its bytes.
         self._open_block: tuple[int, bool, bytes] | None = None
         self._initial_window = self._connection_window = frames.DEFAULT_WINDOW
@@ -135,6 +135,10 @@ class ClientConnection(asyncio.Protocol, ABC):
         data = self._received + data if self._received else data
         at, size = 0, len(data)
         try:
+            if self._needs_settings and size >= frames.FRAME_HEAD:
+                if data[3] != frames.SETTINGS or data[4] & frames.ACK:
+                    raise frames.Violation(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+                self._needs_settings = False
             while at + frames.FRAME_HEAD <= size:
                 length = int.from_bytes(data[at : at + 3], "big")
                 if length > frames.DEFAULT_FRAME_SIZE:
@@ -211,6 +215,8 @@ class ClientConnection(asyncio.Protocol, ABC):
 
     def _take_window(self, stream: int, payload: bytes) -> None:
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
+        if not more:
+            raise frames.Violation(frames.PROTOCOL_ERROR, "no more window")
         if stream == 0:
             self._connection_window += more
             if self._connection_window > frames.MAX_WINDOW:
@@ -218,7 +224,7 @@ class ClientConnection(asyncio.Protocol, ABC):
         self._take_room(stream, more)
 
     def _take_settings(self, payload: bytes) -> None:
-        for key, value in struct.iter_unpack(">HI", payload):
+        for key, value in frames.read_settings(payload):
             self._take_setting(key, value)
         self._send(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self._take_room(0, 0)

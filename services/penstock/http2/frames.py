@@ -11,7 +11,8 @@ from urllib.parse import quote
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITISED = 0x1, 0x1, 0x4, 0x8, 0x20
-HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = range(1, 6)
+MAX_HEADER_LIST_SIZE = 6
 NO_ERROR, PROTOCOL_ERROR, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR = 0, 1, 3, 5, 6
 REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 7, 8, 9, 11
 DEFAULT_WINDOW, DEFAULT_FRAME_SIZE, MAX_WINDOW = 65_535, 16_384, 2**31 - 1
@@ -21,6 +22,9 @@ STREAM_WINDOW = 1 << 20
 _OF_STREAMS = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION))
 _OF_CONNECTIONS = frozenset((SETTINGS, PING, GOAWAY))
 _SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
+_LEAST_GOAWAY = 8
+_PRIORITY_BYTES = 5
+_LARGEST_FRAME_SIZE = 2**24 - 1
 # An answer that a client of HTTP/1 understands.
 NOT_HTTP_1 = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: text/plain\r\nconnection: close\r\n"
@@ -53,6 +57,21 @@ def check(kind: int, flags: int, stream: int, size: int) -> None:
         raise Violation(PROTOCOL_ERROR, "a frame of the wrong stream")
     if size != _SIZES.get(kind, size) or (kind == SETTINGS and (size % 6 or (flags & ACK and size))):
         raise Violation(FRAME_SIZE_ERROR, "a frame has the wrong size")
+    if kind == GOAWAY and size < _LEAST_GOAWAY:
+        raise Violation(FRAME_SIZE_ERROR, "a frame has the wrong size")
+
+
+def read_settings(payload: bytes) -> list[tuple[int, int]]:
+    """Return the settings of a SETTINGS frame in their order. Raises Violation for a value that none may have."""
+    values = list(struct.iter_unpack(">HI", payload))
+    for key, value in values:
+        if key == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
+            raise Violation(FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is too large")
+        if key == ENABLE_PUSH and value > 1:
+            raise Violation(PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is neither 0 nor 1")
+        if key == MAX_FRAME_SIZE and not DEFAULT_FRAME_SIZE <= value <= _LARGEST_FRAME_SIZE:
+            raise Violation(PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE is out of range")
+    return values
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -72,11 +91,15 @@ def content(flags: int, payload: bytes, *, prioritised: bool) -> bytes:
     """Return a frame's payload without its padding and, where `prioritised`, its priority. Raises Violation."""
     begin, end = 0, len(payload)
     if flags & PADDED:
-        if not payload or payload[0] >= len(payload):
-            raise Violation(PROTOCOL_ERROR, "more padding than frame")
-        begin, end = 1, len(payload) - payload[0]
+        if not payload:
+            raise Violation(FRAME_SIZE_ERROR, "a frame has the wrong size")
+        begin, end = 1, end - payload[0]
     if prioritised and flags & PRIORITISED:
-        begin += 5
+        begin += _PRIORITY_BYTES
+        if begin > len(payload):
+            raise Violation(FRAME_SIZE_ERROR, "a frame has the wrong size")
+    if begin > end:
+        raise Violation(PROTOCOL_ERROR, "more padding than frame")
     return payload[begin:end]
 
 

@@ -17,13 +17,18 @@ class Limits:
 
     max_message_bytes: int
     max_header_list_bytes: int
+    # Calls at once.
     max_streams: int
     keepalive_seconds: float
     keepalive_timeout_seconds: float
     min_ping_interval_seconds: float
-    # Bytes that a client may have on their way: of one call, and of all.
+    # Bytes that a client may have on their way: of one stream of requests, and of all calls.
     stream_window_bytes: int
     connection_window_bytes: int
+    # Seconds until the first bytes have come, and until the request of a call that needs no credentials is whole.
+    handshake_seconds: float
+    # Seconds until the only request of any other call is whole.
+    request_seconds: float
     # Bytes of answers that may wait in the process for a connection that is not read.
     write_buffer_bytes: int
     # Frames that cost work and carry no data: the most at once, and the rate at which more are allowed.
@@ -31,6 +36,22 @@ class Limits:
     idle_frames_per_second: float
     # A reset counts as one while its call is younger than this and has no answer.
     early_reset_seconds: float
+    # Calls at once that need no credentials.
+    max_probes: int
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits of a server: of all connections together."""
+
+    # Calls at once, and besides them calls that need no credentials.
+    max_calls: int
+    max_probes: int
+    # Bytes of requests that no handler has taken.
+    request_bytes: int
+    # Connections that have shown no credentials yet, and their share of a processor's time.
+    max_strangers: int
+    strangers_share: float
 
 
 class ChannelLimits(Protocol):
@@ -58,12 +79,12 @@ class IdleFrames:
         self._left = self._most
         self._filled_at = time.monotonic()
 
-    def spend(self, what: str = "frames that do nothing") -> None:
-        """Count a frame. Raises Violation, which names it by `what`, when there were too many."""
+    def spend(self, what: str = "frames that do nothing", *, count: int = 1) -> None:
+        """Count `count` frames. Raises Violation, which names it by `what`, when there were too many."""
         now = time.monotonic()
         self.refund((now - self._filled_at) * self._per_second)
         self._filled_at = now
-        self._left -= 1
+        self._left -= count
         if self._left < 0:
             raise frames.Violation(frames.ENHANCE_YOUR_CALM, f"too many {what}")
 

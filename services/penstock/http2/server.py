@@ -11,13 +11,22 @@ from typing import Any, TypeAlias
 import grpc
 
 from penstock.common.logging import get_logger
-from penstock.http2.limits import Limits
+from penstock.http2.limits import Limits, ServerLimits
+from penstock.http2.listener import Listener
+from penstock.http2.metadata import Metadata
+from penstock.http2.request_bytes import RequestBytes
 from penstock.http2.server_call import Call, Refused
 from penstock.http2.server_connection import Connection
+from penstock.http2.strangers import Strangers
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
-# Connections that may wait to be accepted; beyond asyncio's 100 they would come a second later.
-_BACKLOG = 1024
+# (method's name, metadata of the call) -> True when the call was admitted by its credentials (where none are asked for,
+# as well), False when it needs none. Raises Refused.
+Admit = Callable[[str, Metadata], bool]
+# Largest message of a call that needs no credentials, and the work that one is, in seconds.
+_PROBE_MESSAGE_BYTES, _PROBE_SECONDS = 4096, 0.0003
+# Seconds that connections may take to send their last bytes after the server stopped.
+_LINGER_SECONDS = 0.5
 _log = get_logger("penstock.http2")
 
 
@@ -37,22 +46,35 @@ class Http2Server:
     """
 
     def __init__(
-        self, limits: Limits, *, max_calls: int, wrap: Callable[[str, Handler], Handler] | None = None
+        self,
+        limits: Limits,
+        server_limits: ServerLimits,
+        *,
+        wrap: Callable[[str, Handler], Handler] | None = None,
+        admit: Admit | None = None,
     ) -> None:
-        """Make it. More than `max_calls` at once are refused with RESOURCE_EXHAUSTED.
+        """Make it. More calls at once than `server_limits` says are refused with RESOURCE_EXHAUSTED.
 
         `wrap` is called once for each method that is used, with its name ("/package.Service/Name") and its handler, and
-        returns the handler to use.
+        returns the handler to use. `admit` is called for each call of a method that exists, before any of its request
+        has come; without it every call is admitted.
         """
         self._limits = limits
-        self._max_calls = max_calls
+        self._server_limits = server_limits
         self._wrap = wrap
+        self._admit = admit
+        self._request_bytes = RequestBytes(server_limits.request_bytes)
+        self._strangers = Strangers(server_limits.max_strangers, server_limits.strangers_share)
+        # Calls that need no credentials, from the oldest.
+        self._probes: dict[Call, None] = {}
         self._generic: list[Any] = []
         # Wrapped handlers by method; only methods that exist.
         self._handlers: dict[str, Handler] = {}
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        # Calls that are not over; the task of one that was reset may take a moment longer.
+        self._num_live = 0
+        self._listeners: list[Listener] = []
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """See grpc.aio.Server."""
@@ -64,23 +86,29 @@ class Http2Server:
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None, *, shares_port: bool) -> int:
         """Open the port and return it. Raises OSError."""
         loop, host = asyncio.get_running_loop(), host.strip("[]")
-        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None, "backlog": _BACKLOG}
+        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": shares_port or None}
         if host == "::" and socket.has_dualstack_ipv6():
             # With IPv4, as grpc does; asyncio would take IPv6 alone.
             kind: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind), "backlog": _BACKLOG}
-        self._server = await loop.create_server(self._make_connection, ssl=tls, start_serving=False, **where)
-        return int(self._server.sockets[0].getsockname()[1])
+            where = {"sock": socket.create_server((host, port), reuse_port=shares_port, **kind)}
+        handshake = self._limits.handshake_seconds
+        # asyncio finds the addresses and binds the sockets; it never listens on them itself.
+        server = await loop.create_server(self._make_connection, start_serving=False, **where)
+        self._listeners = [Listener(one.dup(), self._make_connection, tls, handshake) for one in server.sockets]
+        bound = int(server.sockets[0].getsockname()[1])
+        server.close()
+        return bound
 
     async def start(self) -> None:
         """Accept connections."""
-        if self._server is not None:
-            await self._server.start_serving()
+        for listener in self._listeners:
+            listener.start()
 
     async def stop(self, grace: float | None) -> None:
         """Take no new calls, give live ones `grace` seconds, cancel the rest, hang up."""
-        if self._server is not None:
-            self._server.close()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
         for connection in self._connections:
             connection.drain()
         if self._tasks:
@@ -93,17 +121,59 @@ class Http2Server:
             await asyncio.wait(list(self._tasks))
         for connection in list(self._connections):
             connection.close()
+        # A client that does not read holds nobody up.
+        asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._abort_all)
+
+    def _abort_all(self) -> None:
+        for connection in list(self._connections):
+            connection.abort()
 
     def _make_connection(self) -> Connection:
-        return Connection(self._limits, self._on_call, self._connections.add, self._connections.discard)
+        return Connection(
+            self._limits,
+            self._on_call,
+            self._connections.add,
+            self._connections.discard,
+            request_bytes=self._request_bytes,
+            strangers=self._strangers,
+        )
 
     def _on_call(self, call: Call) -> None:
-        if len(self._tasks) >= self._max_calls:
-            call.finish(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+        try:
+            call.handler = self._handlers.get(call.method) or self._find(call)
+            call.awaits_request = not call.handler.request_streaming
+            if self._admit is None or self._admit(call.method, call.invocation_metadata()):
+                call.trust()
+            self._take_place(call)
+        except Refused as refused:
+            call.refuse(refused)
             return
+        if not call.is_probe:
+            self._num_live += 1
+            call.when_over(self._forget_call)
         call.task = asyncio.get_running_loop().create_task(self._serve(call))
         self._tasks.add(call.task)
         call.task.add_done_callback(self._tasks.discard)
+        if call.is_probe:
+            # Not in the task itself: one that is cancelled before its first step never runs.
+            call.task.add_done_callback(lambda _: self._probes.pop(call, None))
+
+    def _take_place(self, call: Call) -> None:
+        """Count a call. Raises Refused where there are too many."""
+        if call.is_of_a_stranger:
+            call.become_probe(_PROBE_MESSAGE_BYTES, _PROBE_SECONDS)
+            self._probes[call] = None
+            if len(self._probes) > self._server_limits.max_probes:
+                # The oldest goes: whoever asks for the health of a server is answered, however many watch it.
+                oldest = next(iter(self._probes))
+                del self._probes[oldest]
+                oldest.finish(grpc.StatusCode.RESOURCE_EXHAUSTED, "newer calls without credentials take its place")
+                oldest.gone()
+        elif self._num_live >= self._server_limits.max_calls:
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+
+    def _forget_call(self) -> None:
+        self._num_live -= 1
 
     async def _serve(self, call: Call) -> None:
         try:
@@ -113,7 +183,7 @@ class Http2Server:
         except grpc.aio.AbortError:
             pass
         except Refused as refused:
-            call.finish(refused.code, refused.details)
+            call.refuse(refused)
         except grpc.aio.InternalError:
             call.finish(grpc.StatusCode.INTERNAL, "")
         except Exception:
@@ -121,7 +191,7 @@ class Http2Server:
             call.finish(grpc.StatusCode.UNKNOWN, "")
 
     async def _handle(self, call: Call) -> None:
-        handler: Any = self._handlers.get(call.method) or self._find(call)
+        handler: Any = call.handler
         call.serializer = handler.response_serializer
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if handler.request_streaming:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import grpc
 
 from penstock.http2 import frames
-from penstock.http2.headers import Headers
+from penstock.http2.headers import Headers, MalformedError, content_length
 from penstock.http2.limits import Limits
 from penstock.http2.metadata import Metadata, parse_metadata
+from penstock.http2.request_bytes import RequestBytes
 
 # Messages that a handler takes in one turn of the event loop, unless it waits itself.
 _MESSAGES_PER_TURN = 256
@@ -27,10 +28,11 @@ _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 class Refused(Exception):
     """Raised to end the call with this status."""
 
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+    def __init__(self, code: grpc.StatusCode, details: str, trailers: Metadata = ()) -> None:
         super().__init__(details)
         self.code = code
         self.details = details
+        self.trailers = trailers
 
 
 class CallConnection(Protocol):
@@ -41,8 +43,12 @@ class CallConnection(Protocol):
     initial_window: int
     # True while the client does not read the connection fast enough.
     is_paused: bool
-    # Calls that wait for room, by stream.
+    # Calls that wait for room on the connection, by stream; those that wait for their stream's are not among them.
     blocked: dict[int, Call]
+    # Bytes of requests that the connection may hold.
+    request_bytes: RequestBytes
+    # True until a call of the connection was admitted by its credentials.
+    is_stranger: bool
 
     def send(self, data: bytes) -> None:
         """Queue bytes; what is queued in one turn of the event loop leaves together."""
@@ -52,6 +58,15 @@ class CallConnection(Protocol):
 
     def answered(self) -> None:
         """Note that a call was answered."""
+
+    def pass_on(self) -> None:
+        """Let calls in `blocked` try again, as many as there is room for."""
+
+    def trust(self) -> None:
+        """Note that a call was admitted by its credentials."""
+
+    def add_probe(self, seconds: float) -> None:
+        """Count a call that needs no credentials, and its work. Raises Refused."""
 
     def forget(self, call: Call) -> None:
         """Forget a call that is over."""
@@ -63,10 +78,52 @@ class Call:
     # True: `try_write` may succeed.
     writes_at_once: ClassVar[bool] = True
 
+    # Python keeps no more than thirty attributes of an object where they are found fast.
+    __slots__ = (
+        "_allowance",
+        "_arrived",
+        "_base",
+        "_began",
+        "_body",
+        "_code",
+        "_connection",
+        "_credit",
+        "_deadline",
+        "_details",
+        "_early_reset_seconds",
+        "_encoding",
+        "_has_headers",
+        "_length",
+        "_max_message_bytes",
+        "_metadata",
+        "_over_callbacks",
+        "_reserved",
+        "_size",
+        "_stream_window_bytes",
+        "_timer",
+        "_trailing",
+        "_waiter",
+        "_waits_for_bytes",
+        "awaits_request",
+        "handler",
+        "is_over",
+        "is_probe",
+        "method",
+        "request_ended",
+        "serializer",
+        "stream",
+        "task",
+        "wants",
+        "window",
+    )
+
     def __init__(
         self, connection: CallConnection, stream: int, headers: dict[str, str], fields: Headers, limits: Limits
     ) -> None:
-        """Make it. `headers` are `fields` without repeated ones. Raises Refused for headers that make no call."""
+        """Make it. `headers` are `fields` without repeated ones.
+
+        Raises Refused for headers that make no call, MalformedError for a content-length that is none.
+        """
         self.stream = stream
         self.method = headers.get(":path", "")
         # Bytes that the client lets us send on this stream.
@@ -75,11 +132,18 @@ class Call:
         self.task: asyncio.Task[None] | None = None
         self.serializer: Callable[[Any], bytes] | None = None
         self.request_ended = False
+        # The handler, and how the server counts the call: one that needs no credentials is a probe.
+        self.handler: Any = None
+        self.is_probe = False
+        # True when its only request has to be whole before its handler runs.
+        self.awaits_request = True
+        # Bytes of the message that a write waits with.
+        self.wants = 0
         self._connection = connection
         self._began = time.monotonic()
         self._early_reset_seconds = limits.early_reset_seconds
         self._max_message_bytes = limits.max_message_bytes
-        self._window_bytes = limits.stream_window_bytes
+        self._stream_window_bytes = limits.stream_window_bytes
         self._metadata: Metadata = _metadata(fields)
         self._encoding = headers.get("grpc-encoding", "identity")
         self._deadline = _deadline(headers.get("grpc-timeout"))
@@ -88,12 +152,19 @@ class Call:
         self._body = bytearray()
         # Bytes of the first message by its own head, head included; 0 before the head has arrived.
         self._size = 0
-        # Bytes of the stream's window that were not given back to the client yet.
-        self._owed = 0
+        # Bytes that the client may still send, and bytes that may lie here: the first window, until a larger message is
+        # let in or the handler turns out to take a stream.
+        self._credit = self._allowance = self._base = frames.DEFAULT_WINDOW
+        # Bytes counted in the connection's budget, and a flag that the first message waits for its part of it.
+        self._reserved, self._waits_for_bytes = 0, False
+        # Bytes of the body that are still to come by its own account.
+        self._length = content_length(fields)
         self._arrived = asyncio.Event()
         self._has_headers = False
         self._code, self._details = grpc.StatusCode.OK, ""
         self._trailing: Metadata = ()
+        # Called once, when the call is over: its status is sent, or it was reset.
+        self._over_callbacks: list[Callable[[], None]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if self._deadline is not None:
@@ -119,6 +190,13 @@ class Call:
 
     def set_details(self, details: str) -> None:
         self._details = details
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the call is over; at once if it is."""
+        if self.is_over:
+            callback()
+        else:
+            self._over_callbacks.append(callback)
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -174,6 +252,35 @@ class Call:
         """True when a reset does not count against the client: an answer has begun, or the call has lasted long."""
         return self._has_headers or time.monotonic() - self._began >= self._early_reset_seconds
 
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def trust(self) -> None:
+        """Note that it was admitted by its credentials."""
+        self._connection.trust()
+
+    @property
+    def is_of_a_stranger(self) -> bool:
+        """True until a call of its connection was admitted by its credentials."""
+        return self._connection.is_stranger
+
+    def become_probe(self, most_bytes: int, seconds: float) -> None:
+        """Note that it needs no credentials: its request is of up to `most_bytes`, its work is about `seconds`.
+
+        Raises Refused when its connection has too many such calls.
+        """
+        self._connection.add_probe(seconds)
+        self.is_probe = True
+        self._max_message_bytes = min(most_bytes, self._max_message_bytes)
+
+    def refuse(self, refused: Refused) -> None:
+        """End it with a refusal."""
+        if refused.trailers:
+            self._trailing = refused.trailers
+        self.finish(refused.code, refused.details)
+
     def finish(self, code: grpc.StatusCode, details: str = "") -> None:
         """Send the status, once. Later writes fail."""
         if self.is_over:
@@ -200,21 +307,29 @@ class Call:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def take(self, data: bytes, *, ended: bool) -> None:
-        """Take a part of the request. Raises Refused when the first message that waits is too large."""
+    def take(self, data: bytes, *, size: int, ended: bool) -> None:
+        """Take a part of the request that used `size` bytes of the stream's window, padding included.
+
+        Raises Refused when the first message that waits is too large, MalformedError when the body is not as long as
+        its content-length, Violation when the client sent more than it may.
+        """
+        self._credit -= size
+        if self._credit < 0:
+            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the stream's window")
+        if self._length is not None:
+            self._length -= len(data)
+            if self._length < 0 or (ended and self._length):
+                raise MalformedError("the body is not as long as its content-length")
         self._body += data
         if not self._size:
             self._measure()
         self._check_size()
+        self._reserve(len(self._body))
         if ended:
             self.request_ended = True
+        else:
+            self._let_send()
         self._arrived.set()
-
-    def received(self, size: int) -> int:
-        """Note that `size` bytes of the stream's window are used; return the bytes that were not given back."""
-        self._owed += size
-        self._give_back()
-        return self._owed
 
     async def request(self) -> bytes:
         """Return the only message of a unary request. Raises Refused when there is not exactly one."""
@@ -227,6 +342,7 @@ class Call:
 
     async def requests(self, deserializer: Callable[[bytes], Any] | None) -> AsyncIterator[Any]:
         """Yield the messages of a streaming request."""
+        self._widen()
         taken = 0
         while True:
             try:
@@ -254,7 +370,12 @@ class Call:
         is_compressed, message = body[0], bytes(body[frames.MESSAGE_HEAD : size])
         del body[:size]
         self._measure()
-        self._give_back()
+        self._allowance = self._base
+        keeps = max(len(body), self._base if self._base > frames.DEFAULT_WINDOW else 0)
+        if keeps < self._reserved:
+            size, self._reserved = self._reserved - keeps, keeps
+            self._connection.request_bytes.give_back(size)
+        self._let_send()
         return self._unpack(message) if is_compressed else message
 
     def _measure(self) -> None:
@@ -266,15 +387,66 @@ class Call:
         size = self._size - frames.MESSAGE_HEAD
         if size > self._max_message_bytes:
             raise _too_large(size, self._max_message_bytes)
+        if self._body and self._body[0] > 1:
+            raise Refused(grpc.StatusCode.INTERNAL, "a message's first byte is neither 0 nor 1")
 
-    def _give_back(self) -> None:
+    def _widen(self) -> None:
+        """Let in more than the first window: messages of a stream are taken as they come."""
+        size = self._stream_window_bytes
+        if size > self._base and self._connection.request_bytes.take(size - self._reserved):
+            self._reserved = self._base = self._allowance = size
+            self._let_send()
+
+    def _let_send(self) -> None:
         """Let the client send on, unless the handler is behind; one frame is sent for many messages."""
-        if self._owed < self._window_bytes // 4 or self.is_over:
+        if self.is_over or self.request_ended or self._waits_for_bytes:
             return
-        # A message that is larger than the window has to arrive before the handler can take it.
-        if len(self._body) <= self._window_bytes or self._size > len(self._body):
-            self._connection.give_back(self.stream, self._owed)
-            self._owed = 0
+        if self._size > self._allowance and not self._reserve_message():
+            # It goes on when others of the connection are whole.
+            self._waits_for_bytes = True
+            self._connection.request_bytes.wait(self._try_again)
+            return
+        more = self._allowance - len(self._body) - self._credit
+        if more >= self._allowance // 4 or (more > 0 and self._size > len(self._body) + self._credit):
+            self._credit += more
+            self._connection.give_back(self.stream, more)
+
+    def _reserve_message(self) -> bool:
+        """Count all bytes of the first message; False while others of the connection leave no room for them."""
+        budget, more = self._connection.request_bytes, self._size - self._reserved
+        if more > 0 and not budget.take(more):
+            if budget.is_parent_full(more):
+                raise _crowded()
+            return False
+        self._reserved, self._allowance = max(self._reserved, self._size), self._size
+        return True
+
+    def _try_again(self) -> bool:
+        self._waits_for_bytes = False
+        if self.is_over or self._size <= self._allowance:
+            return True
+        try:
+            if not self._reserve_message():
+                self._waits_for_bytes = True
+                return False
+        except Refused as refused:
+            self.refuse(refused)
+            self.gone()
+            return True
+        self._let_send()
+        return True
+
+    def _reserve(self, size: int) -> None:
+        """Count bytes that are here. Raises Refused when the connection or the process holds too many."""
+        if size > self._reserved:
+            if not self._connection.request_bytes.take(size - self._reserved):
+                raise _crowded()
+            self._reserved = size
+
+    def _release(self) -> None:
+        if self._reserved:
+            size, self._reserved = self._reserved, 0
+            self._connection.request_bytes.give_back(size)
 
     def _room(self) -> int:
         """Number of bytes that may be sent now."""
@@ -284,25 +456,35 @@ class Call:
         return 0 if connection.is_paused else min(self.window, connection.window)
 
     async def _write_in_parts(self, data: bytes) -> None:
-        at = 0
-        while at < len(data):
-            room = min(self._room(), frames.DEFAULT_FRAME_SIZE, len(data) - at)
-            if room <= 0:
-                await self._wait_for_room()
-                continue
-            self.window -= room
-            self._connection.window -= room
-            self._connection.send(frames.frame(frames.DATA, 0, self.stream, data[at : at + room]))
-            at += room
+        at, has_waited = 0, False
+        try:
+            while at < len(data):
+                room = min(self._room(), frames.DEFAULT_FRAME_SIZE, len(data) - at)
+                if room <= 0:
+                    self.wants, has_waited = len(data) - at, True
+                    await self._wait_for_room()
+                    continue
+                self.window -= room
+                self._connection.window -= room
+                self._connection.send(frames.frame(frames.DATA, 0, self.stream, data[at : at + room]))
+                at += room
+        finally:
+            if has_waited:
+                # It was woken in place of others.
+                self._connection.pass_on()
 
     async def _wait_for_room(self) -> None:
+        connection = self._connection
         self._waiter = asyncio.get_running_loop().create_future()
-        self._connection.blocked[self.stream] = self
+        if self.window > 0:
+            connection.blocked[self.stream] = self
+        else:
+            connection.pass_on()
         try:
             await self._waiter
         finally:
             self._waiter = None
-            self._connection.blocked.pop(self.stream, None)
+            connection.blocked.pop(self.stream, None)
 
     def _unpack(self, message: bytes) -> bytes:
         """Decompress a message. Raises Refused."""
@@ -332,11 +514,21 @@ class Call:
         if self._timer is not None:
             self._timer.cancel()
         self.wake()
+        self._release()
+        self._body.clear()
         self._connection.forget(self)
+        callbacks, self._over_callbacks = self._over_callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 def _too_large(size: int, limit: int) -> Refused:
     return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {limit})")
+
+
+def _crowded() -> Refused:
+    what = "too many bytes of requests are on their way (connection_window_bytes, request_buffer_bytes)"
+    return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
 
 
 def _metadata(headers: Headers) -> Metadata:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import struct
+import ssl
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -12,19 +14,82 @@ from hpack import HPACKError
 
 from penstock.common.logging import get_logger
 from penstock.http2 import frames
-from penstock.http2.headers import HeaderDecoder, Headers, HeadersTooLarge
+from penstock.http2.headers import (
+    HeaderDecoder,
+    Headers,
+    HeadersTooLarge,
+    MalformedError,
+    check_request,
+    check_trailers,
+    content_length,
+)
 from penstock.http2.keepalive import KeepAlive
 from penstock.http2.limits import IdleFrames, Limits, Pings
+from penstock.http2.request_bytes import RequestBytes
 from penstock.http2.server_call import Call, Refused
+from penstock.http2.strangers import SLICE_SECONDS, Strangers
 
 # Most bytes of a request's compressed headers, CONTINUATION included.
 MAX_HEADER_BYTES = 64 << 10
 _CONTENT_TYPE = "application/grpc"
+# Most bytes of answers that wait for a stranger, and seconds that it waits for the end after it broke the protocol.
+_STRANGERS_WRITE_BYTES, _STRANGERS_LINGER_SECONDS = 16 << 10, 1.0
+# Streams that ended before their requests, whose frames may still be on their way, and gaps between numbers of streams.
+_MOST_CUT_OFF, _MOST_SKIPPED = 1000, 64
+# Calls whose windows are changed for the price of one frame.
+_RESIZES_A_FRAME = 64
 _log = get_logger("penstock.http2")
 
 
 class Connection(asyncio.Protocol):
     """One client's connection. `on_call` starts the handler of a new call. Belongs to one event loop."""
+
+    # As of Call.
+    __slots__ = (
+        "_block",
+        "_block_bytes",
+        "_cut_off",
+        "_decoder",
+        "_goes_on",
+        "_has_more",
+        "_has_room",
+        "_has_sent",
+        "_idle_frames",
+        "_is_agreed",
+        "_is_closing",
+        "_is_draining",
+        "_keepalive",
+        "_last_stream",
+        "_late",
+        "_limits",
+        "_loop",
+        "_needs_preface",
+        "_needs_settings",
+        "_on_call",
+        "_on_lost",
+        "_on_open",
+        "_open_block",
+        "_out",
+        "_out_bytes",
+        "_owed",
+        "_pings",
+        "_reaper",
+        "_received",
+        "_skipped",
+        "_strangers",
+        "_transport",
+        "_unfinished",
+        "blocked",
+        "calls",
+        "initial_window",
+        "is_paused",
+        "is_stranger",
+        "probes",
+        "request_bytes",
+        "window",
+        "work",
+        "worked_at",
+    )
 
     def __init__(
         self,
@@ -32,13 +97,22 @@ class Connection(asyncio.Protocol):
         on_call: Callable[[Call], None],
         on_open: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
+        *,
+        request_bytes: RequestBytes | None = None,
+        strangers: Strangers | None = None,
     ) -> None:
+        """Make it. `request_bytes`: the process's budget. `strangers`: those of the server, of which it will be one."""
         self.calls: dict[int, Call] = {}
         # Calls that wait for room.
         self.blocked: dict[int, Call] = {}
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.is_paused = False
+        self.request_bytes = RequestBytes(limits.connection_window_bytes, request_bytes)
+        self.is_stranger = strangers is not None
+        # Calls that need no credentials; see Stranger for the others.
+        self.probes = 0
+        self.work = self.worked_at = 0.0
         # Bytes of the connection's window that were not given back to the client yet.
         self._owed = 0
         self._limits = limits
@@ -47,33 +121,53 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._decoder = HeaderDecoder(limits.max_header_list_bytes)
         self._received = b""
-        self._needs_preface = True
+        # The first bytes are the preface, the first frame is SETTINGS.
+        self._needs_preface = self._needs_settings = True
+        # False by TLS without the protocol's name: HTTP/2 has to be agreed on there (RFC 9113, 3.2).
+        self._is_agreed = True
+        self._late: asyncio.TimerHandle | None = None
+        self._strangers = strangers
+        # Whole frames of a stranger that were left for a later turn, and a flag that one will come.
+        self._has_more = self._goes_on = False
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._is_draining = False
         self._is_closing = False
         self._last_stream = 0
-        # A header block that CONTINUATION goes on with: its stream, flags and bytes.
-        self._open_block: tuple[int, int, bytes] | None = None
+        # A header block that CONTINUATION goes on with: its stream and flags, its parts, and their bytes.
+        self._open_block: tuple[int, int] | None = None
+        self._block: list[bytes] = []
+        self._block_bytes = 0
+        # Streams that ended here before their requests did, and numbers that the client left out.
+        self._cut_off: dict[int, None] = {}
+        self._skipped: deque[tuple[int, int]] = deque(maxlen=_MOST_SKIPPED)
+        # Calls whose only request is not whole, from the oldest, and the timer that looks after them.
+        self._unfinished: dict[int, Call] = {}
+        self._reaper: asyncio.TimerHandle | None = None
         # True when a frame made room for calls that wait: they are woken once, however many frames come together.
         self._has_room = False
         self._idle_frames = IdleFrames(limits)
         self._pings = Pings(limits.min_ping_interval_seconds)
         self._has_sent = False
         wait, patience = limits.keepalive_seconds, limits.keepalive_timeout_seconds
-        self._keepalive = KeepAlive(wait, patience, self._ping, self._give_up)
+        self._keepalive = KeepAlive(wait, patience, self._ping, self.abort)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)
-        transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        self._is_agreed = tls is None or tls.selected_alpn_protocol() == "h2"
+        most = _STRANGERS_WRITE_BYTES if self.is_stranger else self._limits.write_buffer_bytes
+        transport.set_write_buffer_limits(high=most)
         self._keepalive.start()
+        self._late = self._loop.call_later(self._limits.handshake_seconds, self.abort)
         self._on_open(self)
+        if self._strangers is not None:
+            self._strangers.add(self)
 
     def _greet(self) -> None:
         limits = self._limits
         settings = (
             (frames.MAX_CONCURRENT_STREAMS, limits.max_streams),
-            (frames.INITIAL_WINDOW_SIZE, limits.stream_window_bytes),
             (frames.MAX_HEADER_LIST_SIZE, limits.max_header_list_bytes),
         )
         more = limits.connection_window_bytes - frames.DEFAULT_WINDOW
@@ -82,6 +176,11 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._keepalive.stop()
+        for timer in (self._late, self._reaper):
+            if timer is not None:
+                timer.cancel()
+        if self._strangers is not None:
+            self._strangers.discard(self)
         for call in list(self.calls.values()):
             call.gone()
         self._on_lost(self)
@@ -91,9 +190,12 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_paused = False
-        if self._transport is not None:
+        if self._has_more and not self._goes_on:
+            self._goes_on = True
+            self._loop.call_soon(self.go_on)
+        elif self._transport is not None and not self._goes_on:
             self._transport.resume_reading()
-        self._wake_all()
+        self.pass_on()
 
     def send(self, data: bytes) -> None:
         """Queue bytes; what is queued in one turn of the event loop leaves together."""
@@ -111,6 +213,17 @@ class Connection(asyncio.Protocol):
     def forget(self, call: Call) -> None:
         """Forget a call that is over."""
         self.calls.pop(call.stream, None)
+        if call.is_probe:
+            self.probes -= 1
+        if not call.request_ended:
+            self._unfinished.pop(call.stream, None)
+            self._cut(call.stream)
+
+    def _cut(self, stream: int) -> None:
+        """Remember a stream that ended before its request: its frames may still be on their way."""
+        self._cut_off[stream] = None
+        if len(self._cut_off) > _MOST_CUT_OFF:
+            del self._cut_off[next(iter(self._cut_off))]
 
     def answered(self) -> None:
         """Note that a call was answered: its client may have reason to reset and to ping."""
@@ -135,54 +248,170 @@ class Connection(asyncio.Protocol):
             self._has_sent = True
             self._transport.write(b"".join(out))
 
-    def _wake_all(self) -> None:
-        for call in list(self.blocked.values()):
+    def pass_on(self) -> None:
+        """Let calls that wait for room try again, as many as there is room for."""
+        if not self.blocked or self.is_paused:
+            return
+        room = min(self.window, self._limits.write_buffer_bytes)
+        for call in self.blocked.values():
+            if room <= 0:
+                return
+            room -= max(1, min(call.wants, call.window))
             call.wake()
+
+    # Strangers: connections without a call that was admitted by its credentials.
+
+    @property
+    def is_busy(self) -> bool:
+        """True while it has calls."""
+        return bool(self.calls)
+
+    def trust(self) -> None:
+        """Note that a call was admitted by its credentials: it waits no longer for others."""
+        if self._strangers is not None and self.is_stranger:
+            self.is_stranger = False
+            self._strangers.discard(self)
+            if self._transport is not None:
+                self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+
+    def evict(self) -> None:
+        """Hang up: others need the place."""
+        self.send(
+            frames.goaway(self._last_stream, frames.ENHANCE_YOUR_CALM, "too many connections without credentials")
+        )
+        self._end(is_patient=False)
+
+    def add_probe(self, seconds: float) -> None:
+        """Count a call that needs no credentials, and its work. Raises Refused when there are too many."""
+        self._charge(seconds)
+        if self.probes >= self._limits.max_probes:
+            most = self._limits.max_probes
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a connection may have {most} calls without credentials")
+        self.probes += 1
+
+    def abort(self) -> None:
+        """Hang up without waiting for a client that does not read."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _charge(self, seconds: float) -> None:
+        """Count work for a stranger that is not done by frames."""
+        if self._strangers is not None and self.is_stranger:
+            self._strangers.spend(self, seconds)
+
+    def go_on(self) -> None:
+        """Look at the bytes of a stranger that wait, for a slice of time."""
+        self._goes_on = False
+        if self._is_closing or self._transport is None:
+            return
+        begin = time.thread_time()
+        self._work(time.perf_counter() + SLICE_SECONDS)
+        self._charge(time.thread_time() - begin)
+        if self._is_closing or self._transport is None:
+            return
+        if not self._has_more:
+            if not self._is_unread():
+                self._transport.resume_reading()
+            return
+        self._transport.pause_reading()
+        if not self._is_unread():
+            self._goes_on = True
+            if self._strangers is None or self._strangers.may_go_on(self):
+                self._loop.call_soon(self.go_on)
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return
         self._keepalive.note_activity()
-        data = self._received + data if self._received else data
+        self._received = self._received + data if self._received else data
+        if not self.is_stranger:
+            self._work(0.0)
+        elif not self._goes_on and self._strangers is not None:
+            self._goes_on = True
+            if self._strangers.may_go_on(self):
+                self.go_on()
+            elif self._transport is not None:
+                self._transport.pause_reading()
+
+    def _work(self, until: float) -> None:
+        """Handle the frames that have come; those of a stranger `until` a time of time.perf_counter()."""
+        data = self._received
         try:
-            self._received = data[self._take_frames(data) :]
+            self._received = data[self._take_frames(data, until) :]
         except frames.Violation as violation:
-            self._received = b""
             if violation.code == frames.ENHANCE_YOUR_CALM:
                 _log.warning("connection cut off", cause=str(violation), calls=len(self.calls))
             self.send(frames.goaway(self._last_stream, violation.code, str(violation)))
-            self.close()
-            for call in list(self.calls.values()):
-                call.gone()
+            self._end(is_patient=self.is_stranger and self._strangers is not None and self._strangers.are_many)
             return
         if self._has_room:
             self._has_room = False
-            self._wake_all()
-        if (
-            self._transport is not None
-            and self._transport.get_write_buffer_size() > 4 * self._limits.write_buffer_bytes
-        ):
+            self.pass_on()
+        if self._unfinished and self._reaper is None:
+            self._reaper = self._loop.call_later(self._limits.handshake_seconds / 2, self._reap)
+        if self._transport is not None and self._is_unread():
             # The bytes that wait are answers to frames: a client that sends and does not read is not read either.
             self._transport.pause_reading()
 
-    def _take_frames(self, data: bytes) -> int:
+    def _is_unread(self) -> bool:
+        most = _STRANGERS_WRITE_BYTES if self.is_stranger else self._limits.write_buffer_bytes
+        return self._transport is not None and self._transport.get_write_buffer_size() > 4 * most
+
+    def _end(self, *, is_patient: bool) -> None:
+        """End all calls and hang up; where strangers are many `is_patient` lets this one wait for its next try."""
+        self._received, self._has_more = b"", False
+        if is_patient and self._transport is not None:
+            self._is_closing = True
+            self._flush()
+            self._transport.pause_reading()
+            self._loop.call_later(_STRANGERS_LINGER_SECONDS, self.close)
+        else:
+            self.close()
+        for call in list(self.calls.values()):
+            call.gone()
+
+    def _reap(self) -> None:
+        """End calls whose requests take too long to come."""
+        self._reaper = None
+        limits = self._limits
+        for call in list(self._unfinished.values()):
+            most = limits.handshake_seconds if call.is_probe else limits.request_seconds
+            if call.age_seconds > most:
+                call.finish(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not whole within {most:g} s")
+                call.gone()
+        if self._unfinished:
+            self._reaper = self._loop.call_later(limits.handshake_seconds / 2, self._reap)
+
+    def _take_frames(self, data: bytes, until: float) -> int:
         """Handle whole frames; return their number of bytes."""
         at, size = 0, len(data)
-        if self._needs_preface:
-            if data[: len(frames.PREFACE)] != frames.PREFACE[:size]:
-                self._turn_away()
-                return size
-            if size < len(frames.PREFACE):
-                return 0
-            self._needs_preface, at = False, len(frames.PREFACE)
-            # Not earlier: a client of HTTP/1 would take it for an answer.
-            self._greet()
+        self._has_more = False
+        if self._needs_settings:
+            if self._needs_preface:
+                if data[: len(frames.PREFACE)] != frames.PREFACE[:size] or not self._is_agreed:
+                    self._turn_away()
+                    return size
+                if size < len(frames.PREFACE):
+                    return 0
+                self._needs_preface, at = False, len(frames.PREFACE)
+                # Not earlier: a client of HTTP/1 would take it for an answer.
+                self._greet()
+            if at + frames.FRAME_HEAD > size:
+                return at
+            if data[at + 3] != frames.SETTINGS or data[at + 4] & frames.ACK:
+                raise frames.Violation(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+            self._needs_settings = False
+            if self._late is not None:
+                self._late.cancel()
         while at + frames.FRAME_HEAD <= size:
             length = int.from_bytes(data[at : at + 3], "big")
             if length > frames.DEFAULT_FRAME_SIZE:
                 raise frames.Violation(frames.FRAME_SIZE_ERROR, "a frame is too large")
             end = at + frames.FRAME_HEAD + length
             if end > size:
+                break
+            if self.is_stranger and time.perf_counter() > until:
+                self._has_more = True
                 break
             kind, flags = data[at + 3], data[at + 4]
             stream = int.from_bytes(data[at + 5 : at + 9], "big") & frames.MAX_WINDOW
@@ -202,12 +431,13 @@ class Connection(asyncio.Protocol):
         if kind == frames.DATA:
             self._take_data(flags, stream, payload)
         elif kind == frames.HEADERS:
-            self._take_headers(flags, stream, frames.content(flags, payload, prioritised=True))
+            self._block, self._block_bytes = [], 0
+            self._take_headers(flags, stream, flags, frames.content(flags, payload, prioritised=True))
         elif kind == frames.CONTINUATION and self._open_block is not None:
-            begun, first_flags, block = self._open_block
+            begun, first_flags = self._open_block
             if begun != stream:
                 raise frames.Violation(frames.PROTOCOL_ERROR, "a header block was not continued")
-            self._take_headers(first_flags | flags & frames.END_HEADERS, stream, block + payload)
+            self._take_headers(first_flags, stream, flags, payload)
         elif kind == frames.WINDOW_UPDATE:
             self._take_window(stream, payload)
         elif kind == frames.SETTINGS:
@@ -220,6 +450,7 @@ class Connection(asyncio.Protocol):
                 self._idle_frames.spend("early resets of calls without an answer")
             if call is not None:
                 call.gone()
+                self._cut_off.pop(stream, None)
         elif kind == frames.PUSH_PROMISE:
             raise frames.Violation(frames.PROTOCOL_ERROR, "clients do not push")
         else:
@@ -228,113 +459,160 @@ class Connection(asyncio.Protocol):
 
     def _known(self, stream: int) -> Call | None:
         """Return the call of a stream; None when it is over. Raises Violation when it never began."""
-        if stream > self._last_stream:
+        if stream > self._last_stream or not stream & 1:
             raise frames.Violation(frames.PROTOCOL_ERROR, "a frame of no stream")
         return self.calls.get(stream)
 
-    def _take_headers(self, flags: int, stream: int, block: bytes) -> None:
-        if len(block) > MAX_HEADER_BYTES:
+    def _take_headers(self, first_flags: int, stream: int, flags: int, part: bytes) -> None:
+        """Take a part of a header block; `first_flags` are of its HEADERS frame, `flags` of this one."""
+        self._block_bytes += len(part)
+        if self._block_bytes > MAX_HEADER_BYTES:
             raise frames.Violation(frames.ENHANCE_YOUR_CALM, "headers are too large")
+        self._block.append(part)
         if not flags & frames.END_HEADERS:
             self._idle_frames.spend()
-            self._open_block = (stream, flags, block)
+            self._open_block = (stream, first_flags)
             return
         self._open_block = None
+        ended = bool(first_flags & frames.END_STREAM)
+        fields: Headers | None
         try:
-            fields: Headers | None = self._decoder.decode(block)
+            fields = self._decoder.decode(part if len(self._block) == 1 else b"".join(self._block))
         except HeadersTooLarge:
             fields = None
         except HPACKError:
             raise frames.Violation(frames.COMPRESSION_ERROR, "headers cannot be decoded") from None
         known = self.calls.get(stream)
         if known is not None:
-            # Trailers of a request: only its end matters.
-            if not flags & frames.END_STREAM:
-                raise frames.Violation(frames.PROTOCOL_ERROR, "a request has headers twice")
-            if known.request_ended:
-                self._break_off(known, frames.STREAM_CLOSED)
-            else:
-                self._give(known, b"", ended=True)
+            self._take_trailers(known, fields, ended=ended)
             return
-        if stream <= self._last_stream or not stream & 1:
-            if stream & 1:
-                self._idle_frames.spend()
-                return  # trailers of a call that is over
+        if not stream & 1 or any(first <= stream <= last for first, last in self._skipped):
             raise frames.Violation(frames.PROTOCOL_ERROR, "a stream's number is wrong")
+        if stream <= self._last_stream:
+            self._idle_frames.spend()
+            self._take_late(stream)
+            return
+        if stream > self._last_stream + 2:
+            self._skipped.append((self._last_stream + 1, stream - 2))
         self._last_stream = stream
-        self._open(stream, fields, ended=bool(flags & frames.END_STREAM))
+        self._open(stream, fields, ended=ended)
+
+    def _take_trailers(self, call: Call, fields: Headers | None, *, ended: bool) -> None:
+        """Take the fields behind a request: only its end matters."""
+        if call.request_ended:
+            self._break_off(call, frames.STREAM_CLOSED)
+            return
+        try:
+            check_trailers(fields or [])
+        except MalformedError:
+            ended = False
+        if ended:
+            self._give(call, b"", 0, ended=True)
+        else:
+            self._break_off(call, frames.PROTOCOL_ERROR)
+
+    def _take_late(self, stream: int) -> None:
+        """Take a frame of a stream that is over; of one that ended here first it may have been on its way."""
+        if stream not in self._cut_off:
+            self.send(frames.reset(stream, frames.STREAM_CLOSED))
 
     def _open(self, stream: int, fields: Headers | None, *, ended: bool) -> None:
         """Begin a call. `fields` None: they were too large."""
         if self._is_draining or len(self.calls) >= self._limits.max_streams:
-            self._idle_frames.spend()
-            self.send(frames.reset(stream, frames.REFUSED_STREAM))
+            self._reset(stream, frames.REFUSED_STREAM)
             return
         headers = dict(fields or ())
-        if fields is not None and not _is_call(headers):
-            self._idle_frames.spend()
-            self.send(frames.header_frames(stream, frames.refusal(415), end=True, limit=frames.DEFAULT_FRAME_SIZE))
-            return
         try:
             if fields is None:
                 most = self._limits.max_header_list_bytes
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"metadata of more than {most} bytes")
+            check_request(fields)
+            if http_status := _refusal(headers):
+                self._answer(stream, frames.refusal(http_status), ended=ended)
+                return
+            if ended and content_length(fields):
+                raise MalformedError("the body is not as long as its content-length")
             call = Call(self, stream, headers, fields, self._limits)
+            call.request_ended = ended
+        except MalformedError:
+            self._reset(stream, frames.PROTOCOL_ERROR)
+            return
         except Refused as refused:
-            self._idle_frames.spend()
             block = frames.RESPONSE_HEADERS + frames.trailers(refused.code.value[0], refused.details, ())
-            self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
+            self._answer(stream, block, ended=ended)
             return
         self.calls[stream] = call
-        call.request_ended = ended
         self._on_call(call)
+        if call.awaits_request and not ended and not call.is_over:
+            self._unfinished[stream] = call
+
+    def _answer(self, stream: int, block: bytes, *, ended: bool) -> None:
+        """Answer a request that makes no call."""
+        self._idle_frames.spend()
+        self.send(frames.header_frames(stream, block, end=True, limit=frames.DEFAULT_FRAME_SIZE))
+        if not ended:
+            self._cut(stream)
+            self.send(frames.reset(stream, frames.NO_ERROR))
+
+    def _reset(self, stream: int, code: int) -> None:
+        """Reset a stream that makes no call."""
+        self._idle_frames.spend()
+        self._cut(stream)
+        self.send(frames.reset(stream, code))
 
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
         # Given back whatever happens to the call, for many frames at once: a call that is behind holds back its own
         # stream's window.
-        self._owed += len(payload)
+        size = len(payload)
+        self._owed += size
         if self._owed >= self._limits.connection_window_bytes // 4:
             self.send(frames.window_update(0, self._owed))
             self._owed = 0
         call = self._known(stream)
-        content, ended = frames.content(flags, payload, prioritised=False), bool(flags & frames.END_STREAM)
+        ended = bool(flags & frames.END_STREAM)
+        content = frames.content(flags, payload, prioritised=False) if flags & frames.PADDED else payload
         if not content and not ended:
             self._idle_frames.spend()
         if call is None:
-            return
-        if call.request_ended:
+            if stream not in self._cut_off:
+                self._idle_frames.spend()
+            self._take_late(stream)
+        elif call.request_ended:
             self._break_off(call, frames.STREAM_CLOSED)
-            return
-        self._give(call, content, ended=ended)
-        if (
-            payload
-            and not ended
-            and not call.is_over
-            and call.received(len(payload)) > self._limits.stream_window_bytes
-        ):
-            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "more than the stream's window")
+        else:
+            self._give(call, content, size, ended=ended)
 
-    def _give(self, call: Call, data: bytes, *, ended: bool) -> None:
+    def _give(self, call: Call, data: bytes, size: int, *, ended: bool) -> None:
+        """Give a call a part of its request that used `size` bytes of its window."""
         try:
-            call.take(data, ended=ended)
+            call.take(data, size=size, ended=ended)
         except Refused as refused:
-            call.finish(refused.code, refused.details)
+            call.refuse(refused)
             call.gone()
+        except MalformedError:
+            self._break_off(call, frames.PROTOCOL_ERROR)
+        if call.request_ended:
+            self._unfinished.pop(call.stream, None)
 
     def _take_window(self, stream: int, payload: bytes) -> None:
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if stream == 0:
             self.window += more
-            if not more or self.window > frames.MAX_WINDOW:
+            if not more:
+                raise frames.Violation(frames.PROTOCOL_ERROR, "no more window")
+            if self.window > frames.MAX_WINDOW:
                 raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
             self._has_room = True
             return
         call = self._known(stream)
         if call is not None:
             call.window += more
-            if not more or call.window > frames.MAX_WINDOW:
+            if not more:
+                self._break_off(call, frames.PROTOCOL_ERROR)
+            elif call.window > frames.MAX_WINDOW:
                 self._break_off(call, frames.FLOW_CONTROL_ERROR)
-            call.wake()
+            elif 0 < call.window <= more:
+                call.wake()
 
     def _break_off(self, call: Call, code: int) -> None:
         """Reset a call whose frames break the protocol. It counts against the client like a reset of its own."""
@@ -343,25 +621,30 @@ class Connection(asyncio.Protocol):
         call.gone()
 
     def _take_settings(self, flags: int, payload: bytes) -> None:
+        self._idle_frames.spend()
         if flags & frames.ACK:
             return
-        self._idle_frames.spend()
-        windows = [value for key, value in struct.iter_unpack(">HI", payload) if key == frames.INITIAL_WINDOW_SIZE]
+        windows = [value for key, value in frames.read_settings(payload) if key == frames.INITIAL_WINDOW_SIZE]
         if windows:
-            # Only the last one is applied, once for every call: a frame has room for thousands.
-            self._resize_windows(windows[-1])
+            # Applied once for every call, however many there are in the frame, and paid for by calls.
+            self._idle_frames.spend(count=len(self.calls) // _RESIZES_A_FRAME)
+            self._resize_windows(windows[-1], max(windows))
         self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self._has_room = True
 
-    def _resize_windows(self, initial: int) -> None:
-        change, self.initial_window = initial - self.initial_window, initial
+    def _resize_windows(self, initial: int, largest: int) -> None:
+        """Set the first window of streams; `largest`: of all that it was set to on the way."""
+        change, beyond = initial - self.initial_window, frames.MAX_WINDOW - (largest - self.initial_window)
+        self.initial_window = initial
         for call in self.calls.values():
+            if call.window > beyond:
+                raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
             call.window += change
-        if initial > frames.MAX_WINDOW or any(call.window > frames.MAX_WINDOW for call in self.calls.values()):
-            raise frames.Violation(frames.FLOW_CONTROL_ERROR, "the window is wrong")
+            if 0 < call.window <= change:
+                call.wake()
 
     def _take_ping(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
+            self._idle_frames.spend()
             return
         self._pings.take(is_idle=not self._has_sent)
         self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
@@ -369,18 +652,16 @@ class Connection(asyncio.Protocol):
         self._has_sent = False
 
     def _ping(self) -> None:
-        if self._needs_preface:
-            self._give_up()
+        if self._needs_settings:
+            self.abort()
             return
         self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
 
-    def _give_up(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
-
-def _is_call(headers: dict[str, str]) -> bool:
-    """True for gRPC; False for gRPC-Web, which has other bodies."""
+def _refusal(headers: dict[str, str]) -> int:
+    """Return the HTTP status for a request that is not gRPC; 0 for one that is. gRPC-Web has other bodies."""
+    if headers.get(":method") != "POST":
+        return 405
     content_type = headers.get("content-type", "")
     kind, rest = content_type[: len(_CONTENT_TYPE)], content_type[len(_CONTENT_TYPE) :]
-    return headers.get(":method") == "POST" and kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";")
+    return 0 if kind == _CONTENT_TYPE and rest[:1] in ("", "+", ";") else 415

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 
-# A timeout is counted in this many looks, so that a stop of this process itself is not taken for the peer's silence.
-_LOOKS = 8
+# A timeout is counted in at least so many looks, so that a stop of this process itself is not taken for the peer's
+# silence. A look is never longer than this: it adds to the time until silence is noticed.
+_LOOKS, _LONGEST_LOOK_SECONDS = 16, 0.5
 
 
 async def until_first(*work: Coroutine[None, None, None]) -> None:
@@ -24,10 +26,10 @@ async def until_first(*work: Coroutine[None, None, None]) -> None:
 
 async def until_silent(seconds: float, signs: Callable[[], int], is_due: Callable[[], bool]) -> None:
     """Return once `signs` (a count of signs of life) stood still for `seconds` during which something was due."""
-    quiet = 0
-    while quiet < _LOOKS:
+    quiet, looks = 0, max(_LOOKS, math.ceil(seconds / _LONGEST_LOOK_SECONDS))
+    while quiet < looks:
         before = signs()
-        await asyncio.sleep(seconds / _LOOKS)
+        await asyncio.sleep(seconds / looks)
         quiet = quiet + 1 if is_due() and signs() == before else 0
 
 

@@ -1,25 +1,34 @@
-"""Router process: it connects to tokenizer and backends, then serves TextService."""
+"""Router process: it connects to tokenizer and backends, then serves TextService and forwards admin calls."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 from prometheus_client import CollectorRegistry
 
-from penstock.common.credentials import check_channel_files
+from penstock.common.credentials import TokenFile, check_channel_files
 from penstock.common.errors import StartupError
 from penstock.router.aio import Wakeup
 from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend, BackendState
 from penstock.router.backends.discovery import resolve
+from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.policy import Policy, PolicyConfig
 from penstock.router.backends.pool import BackendPool, Resolver
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
+from penstock.router.frontend.admin import (
+    ADMIN_SERVICE,
+    MODEL_SERVICE,
+    Forwarding,
+    ForwardingAdminServicer,
+    ForwardingModelServicer,
+    token_files,
+)
 from penstock.router.frontend.admission import Admission
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.generate import TextFlow
@@ -33,7 +42,7 @@ from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.router.tokenizer.pipeline import Pipeline
 from penstock.router.tokenizer.token_text import TokenTexts
 from penstock.router.tokenizer.tokenizer_link import TokenizerLink
-from penstock.v1 import text_pb2_grpc
+from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, text_pb2_grpc
 
 SERVICE_NAME = "penstock.v1.TextService"
 
@@ -42,7 +51,7 @@ class RouterApp:
     """The router as a service. Implements serving.server.Service and ControlsHealth."""
 
     name = "router"
-    grpc_services = (SERVICE_NAME,)
+    grpc_services = (SERVICE_NAME, ADMIN_SERVICE, MODEL_SERVICE)
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, *, resolver: Resolver = resolve) -> None:
         """Make it inside the event loop that will serve it. `resolver` stands in for DNS in tests."""
@@ -67,11 +76,13 @@ class RouterApp:
             max_live=config.max_live_requests,
             max_waiting=config.max_waiting_requests,
             retry_after_seconds=config.retry_after_seconds,
+            tenant_share=config.tenant_share,
         )
         policy: Policy[Backend] = Policy(
             PolicyConfig(slack=config.affinity_slack, factor=config.affinity_factor, max_sessions=config.max_sessions)
         )
         attempts = Attempts(self._pool, policy, config, metrics)
+        forecast = Forecast(self._pool, config)
         token_texts = TokenTexts(self._link, config.max_token_texts)
         self._drain = Drain()
         self._score_embed = ScoreEmbedFlow(
@@ -79,6 +90,7 @@ class RouterApp:
             ScoreEmbedTexts(self._link, config),
             self._pool,
             UnaryAttempts(self._pool, policy, attempts, config, metrics),
+            forecast,
             self._admission,
             self._drain,
             token_texts,
@@ -90,6 +102,7 @@ class RouterApp:
             pipeline=Pipeline(self._link, config),
             pool=self._pool,
             attempts=attempts,
+            forecast=forecast,
             admission=self._admission,
             drain=self._drain,
             detokenizer=detokenizer,
@@ -105,9 +118,16 @@ class RouterApp:
         self._set_serving = set_serving
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Add TextService."""
+        """Add TextService, and the services that are forwarded to backends."""
         servicer = TextServicer(TextFlow(self._parts), self._score_embed, self._pool, self._link)
         text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
+        forwarding = Forwarding(self._config, self._pool)
+        admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(ForwardingAdminServicer(forwarding), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ForwardingModelServicer(forwarding), server)
+
+    def token_files(self) -> Mapping[str, TokenFile]:
+        """See serving.server.HasTokens."""
+        return token_files(self._config)
 
     async def start(self) -> None:
         """Return once tokenizer and a backend are ready. Raises StartupError for a file, --tokenizer or --backend."""
@@ -160,9 +180,11 @@ class RouterApp:
         """Lines about models, backends and the tokenizer."""
         lines = [f"tokenizer {', '.join(self._config.tokenizer)} ({self._link.fingerprint[:12]})"]
         for name, info in self._pool.models.items():
-            count = len(self._pool.ready(name))
+            ready = self._pool.ready(name)
+            count, out = len(ready), sum(self._pool.outliers.is_ejected(backend.key) for backend in ready)
             context = info.limits.max_context_tokens
-            lines.append(f"model {name}: {count} backend{'s' if count != 1 else ''}, context {context} tokens")
+            ejected = f" ({out} ejected)" if out else ""
+            lines.append(f"model {name}: {count} backend{'s' if count != 1 else ''}{ejected}, context {context} tokens")
         return lines
 
     def _states(self) -> str:

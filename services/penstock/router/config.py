@@ -54,6 +54,14 @@ class RouterConfig(ServerConfig, ChannelConfig):
         group=SERVICES,
         metavar="HOST:PORT,…",
     )
+    admin_token_file: str | None = option(
+        None,
+        "Callers of GenerationAdminService and ModelService, which are forwarded to a backend, must send one of the "
+        "bearer tokens in this file, and no other. Without it --auth-token-file holds for them on loopback, and other "
+        "addresses refuse them.",
+        group="TLS and authentication",
+        metavar="FILE",
+    )
     resolve_interval_seconds: float = option(
         5.0, "How often the names in --backend are looked up again.", group=SERVICES, minimum=0.05
     )
@@ -72,7 +80,16 @@ class RouterConfig(ServerConfig, ChannelConfig):
     max_waiting_requests: int = option(
         1024, "Requests waiting for a place; more are refused at once.", group=ADMISSION, minimum=0
     )
-    retry_after_seconds: float = option(1.0, "What a refused caller is told to wait.", group=ADMISSION, minimum=0.0)
+    tenant_share: float = option(
+        0.75,
+        "Share of --max-live-requests that one tenant may have, where --auth-token-file tells tenants apart.",
+        group=ADMISSION,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    retry_after_seconds: float = option(
+        1.0, "What a refused caller is told to wait at least.", group=ADMISSION, minimum=0.0
+    )
     max_request_id_chars: int = option(128, "Longest request_id.", group=ADMISSION, minimum=1)
     max_session_id_chars: int = option(256, "Longest session_id or cache_salt.", group=ADMISSION, minimum=1)
     max_options_bytes: int = option(
@@ -125,13 +142,75 @@ class RouterConfig(ServerConfig, ChannelConfig):
         5.0, "How long a lost request waits for another backend.", group=FAILURE, minimum=0.0
     )
     stall_timeout_seconds: float = option(
-        30.0, "A backend with work that says nothing for this long is lost.", group=FAILURE, minimum=0.05
+        30.0,
+        "A backend is lost when a session with requests is silent for this long, or calls wait without progress of its "
+        "engine. It tells of progress every --heartbeat-seconds, also amid a long step.",
+        group=FAILURE,
+        minimum=0.05,
     )
+    death_verdict_seconds: float = option(
+        2.0,
+        "A backend whose connection ended and that cannot be reached for this long counts as dead, which a request may "
+        "be to blame for.",
+        group=FAILURE,
+        minimum=0.01,
+    )
+    quarantine_wait_seconds: float = option(
+        30.0,
+        "How long a request waits to be tried apart from others that ran on the same dead backends.",
+        group=FAILURE,
+        minimum=0.0,
+    )
+    quarantine_tokens: int = option(
+        32, "Tokens after which such a trial is passed, if the backend lives.", group=FAILURE, minimum=1
+    )
+    eject_consecutive_failures: int = option(
+        5, "A backend that fails so often in a row is ejected; 0: none is for that.", group=FAILURE, minimum=0
+    )
+    eject_failure_share: float = option(
+        0.3,
+        "A backend whose share of failures is above that of its peers by this is ejected; 0: none is for that.",
+        group=FAILURE,
+        minimum=0.0,
+        maximum=1.0,
+    )
+    eject_min_requests: int = option(
+        10, "Attempts within the window before a share of failures counts.", group=FAILURE, minimum=1
+    )
+    eject_window_seconds: float = option(10.0, "Window in which failures are counted.", group=FAILURE, minimum=0.1)
+    eject_seconds: float = option(
+        5.0,
+        "Length of the first ejection, more or less a fifth; each further one is twice as long.",
+        group=FAILURE,
+        minimum=0.01,
+    )
+    eject_max_seconds: float = option(120.0, "Longest ejection.", group=FAILURE, minimum=0.01)
+    eject_max_share: float = option(
+        0.5,
+        "Share of a model's ready backends that may be ejected at once; one always may, the last never.",
+        group=FAILURE,
+        minimum=0.0,
+        maximum=1.0,
+    )
+    probe_timeout_seconds: float = option(
+        10.0,
+        "A request that is sent to an ejected backend as a probe must have begun by then.",
+        group=FAILURE,
+        minimum=0.01,
+    )
+    probes: int = option(3, "Probes, one at a time, that a backend must pass to come back.", group=FAILURE, minimum=1)
     tokenizer_wait_seconds: float = option(
-        10.0, "How long requests wait for a lost tokenizer.", group=FAILURE, minimum=0.0
+        10.0,
+        "How long requests wait for a lost tokenizer, the time that it was silent included.",
+        group=FAILURE,
+        minimum=0.0,
     )
     tokenizer_stall_seconds: float = option(
-        10.0, "A tokenizer that leaves a message unanswered for this long is lost.", group=FAILURE, minimum=0.05
+        5.0,
+        "A tokenizer that leaves a message of a stream unanswered for this long is lost; one with calls, when it does "
+        "not answer pings either. Keep it below --tokenizer-wait-seconds: the rest is for another one.",
+        group=FAILURE,
+        minimum=0.05,
     )
 
     max_buffered_bytes: int = option(

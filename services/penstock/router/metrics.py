@@ -56,7 +56,7 @@ class RouterMetrics:
         self.request_tokens = histogram("request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self.retries = counter("retries_total", "Requests tried again before their first token.")
         self.moves = counter("moves_total", "Streams moved to another backend after their first token.")
-        self.poisoned = counter("poisoned_requests_total", "Requests given up since every backend they ran on died.")
+        self.poisoned = counter("poisoned_requests_total", "Requests given up as the cause of backends' deaths.")
         self.stale_frames = counter("stale_frames_total", "Frames dropped: of an attempt that was given up.")
         self.coalesced = counter("coalesced_deltas_total", "Deltas merged since the reader was behind.")
         self.slow_readers = counter("slow_readers_total", "Streams cut off since the reader was too far behind.")
@@ -64,6 +64,13 @@ class RouterMetrics:
         self.tokenizer_up = gauge("tokenizer_up", "1 while the tokenizer answers.")
         self.backends_up = gauge("backend_up", "Ready backends of a configured target.", "backend")
         self.backend_requests = counters("backend_requests_total", "Attempts sent, by configured target.", "backend")
+        self.backend_failures = counters(
+            "backend_failures_total", "Attempts that failed there, by configured target and kind.", "backend", "kind"
+        )
+        self.ejections = counter(
+            "backend_ejections_total", "Backends ejected, by target and cause.", "backend", "cause"
+        )
+        self.backends_ejected = gauge("backend_ejected", "Backends kept out of use, by target.", "backend")
         self.backend_losses = counter("backend_losses_total", "Backends lost, by configured target.", "backend")
 
     def observe_timings(self, timings: common_pb2.StageTimings) -> None:

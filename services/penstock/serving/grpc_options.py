@@ -32,6 +32,8 @@ def server_options(config: ServerConfig, *, shares_port: bool = False) -> Option
         *_common(config, config.receive_limit_bytes),
         # Two unrelated servers on one port would each get half of the calls: a taken port must be an error.
         ("grpc.so_reuseport", int(shares_port)),
+        ("grpc.max_concurrent_streams", config.connection_rpcs),
+        ("grpc.server_handshake_timeout_ms", int(config.handshake_seconds * 1000)),
         # Least time between a client's pings; more often ends in GOAWAY too_many_pings. grpc's default is five minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_interval_seconds * 1000)),
     ]

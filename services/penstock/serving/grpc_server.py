@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import grpc
@@ -10,20 +12,22 @@ import grpc
 from penstock.common.addresses import join_address
 from penstock.common.config import ServerConfig
 from penstock.common.credentials import server_credentials
-from penstock.common.errors import CODE_BY_NUMBER
+from penstock.common.errors import CODE_BY_NUMBER, PenstockError
 from penstock.http2.metadata import Metadata
 from penstock.serving.grpc_options import server_options
-from penstock.serving.interceptors import Handler, Wrap, behavior_of, handler_like
+from penstock.serving.interceptors import Admit, Handler, Wrap, behavior_of, handler_like, refusal_trailers
 
 
 class GrpcServer:
     """Server of grpc.aio. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> None:
-        """Make it. More than `max_calls` at once are refused. `wrap` as in Http2Server."""
+    def __init__(
+        self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool, admit: Admit | None = None
+    ) -> None:
+        """Make it. More than `max_calls` at once are refused. `wrap` and `admit` as in Http2Server."""
         self._config = config
         self._inner = grpc.aio.server(
-            interceptors=(_Adapter(wrap),),
+            interceptors=(_Adapter(config, wrap, admit),),
             options=server_options(config, shares_port=shares_port),
             maximum_concurrent_rpcs=max_calls,
         )
@@ -85,6 +89,10 @@ class GrpcServerCall:
         self.set_details: Callable[[str], None] = context.set_details
         self.write: Callable[[Any], Awaitable[None]] = context.write
 
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the handler has ended, which a reset cancels."""
+        self._context.add_done_callback(lambda _: callback())  # type: ignore[arg-type]  # typed for its own context
+
     def code(self) -> grpc.StatusCode:
         """Return the status that the handler has set; OK when it has set none."""
         code: Any = self._context.code()
@@ -105,12 +113,21 @@ class GrpcServerCall:
 
 
 class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stub only
-    """Interceptor that wraps handlers and gives them a GrpcServerCall."""
+    """Interceptor that wraps handlers and gives them a GrpcServerCall.
 
-    def __init__(self, wrap: Wrap) -> None:
+    To grpc every method takes a stream of bytes: it would otherwise read and parse a request before any code of ours
+    has seen the call's token, and wait for it without end.
+    """
+
+    def __init__(self, config: ServerConfig, wrap: Wrap, admit: Admit | None) -> None:
+        self._config = config
         self._wrap = wrap
+        self._admit = admit
         # Wrapped handlers by method; only methods that exist.
         self._handlers: dict[str, Handler] = {}
+        # Calls that need no credentials: all, and by client.
+        self._num_probes = 0
+        self._probes: Counter[str] = Counter()
 
     async def intercept_service(
         self,
@@ -123,14 +140,51 @@ class _Adapter(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic
             inner: Handler | None = await continuation(handler_call_details)
             if inner is None:
                 return inner  # type: ignore[return-value]  # UNIMPLEMENTED
-            known = self._handlers[name] = _adapted(self._wrap(name, inner))
+            known = self._handlers[name] = self._adapted(name, self._wrap(name, inner))
         return known
 
+    def _adapted(self, name: str, handler: Handler) -> Handler:
+        behavior, parse = behavior_of(handler), handler.request_deserializer
+        is_stream = handler.request_streaming
 
-def _adapted(handler: Handler) -> Handler:
-    behavior = behavior_of(handler)
+        async def handle(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            call = GrpcServerCall(context)
+            metadata = call.invocation_metadata() or ()
+            try:
+                is_trusted = self._admit is None or self._admit(name, metadata)
+            except PenstockError as error:
+                await call.abort(error.code, error.message, refusal_trailers(error, metadata))
+            if is_trusted:
+                return await behavior(requests if is_stream else await self._request(requests, call, parse), call)
+            client = context.peer()
+            await self._begin_probe(client, call)
+            try:
+                return await behavior(requests if is_stream else await self._request(requests, call, parse), call)
+            finally:
+                self._num_probes -= 1
+                self._probes[client] -= 1
+                if not self._probes[client]:
+                    del self._probes[client]
 
-    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        return await behavior(request, GrpcServerCall(context))
+        return handler_like(handler, handle, parse if is_stream else None, takes_stream=True)
 
-    return handler_like(handler, handle, handler.request_deserializer)
+    async def _request(
+        self, requests: AsyncIterator[bytes], call: GrpcServerCall, parse: Callable[[bytes], Any] | None
+    ) -> Any:
+        """Return the only message of a unary request."""
+        most = self._config.request_seconds
+        try:
+            async with asyncio.timeout(most):
+                data = await anext(requests, None)
+        except TimeoutError:
+            await call.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not whole within {most:g} s")
+        if data is None:
+            await call.abort(grpc.StatusCode.INTERNAL, "a unary request is exactly one message")
+        return parse(data) if parse is not None else data
+
+    async def _begin_probe(self, client: str, call: GrpcServerCall) -> None:
+        config = self._config
+        if self._num_probes >= config.anonymous_rpcs or self._probes[client] >= config.anonymous_rpcs_each:
+            await call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without credentials")
+        self._num_probes += 1
+        self._probes[client] += 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
@@ -15,6 +15,48 @@ HEALTH_SERVICE = "grpc.health.v1.Health"
 REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 OVERALL = ""
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """Servicer of grpc.health.v1. A watcher that does not read holds up neither `set` nor other watchers.
+
+    grpcio's own holds a lock over every write, and its List is not there.
+    """
+
+    def __init__(self) -> None:
+        self._status: dict[str, health_pb2.HealthCheckResponse.ServingStatus] = {}
+        # Set, and replaced, at every change.
+        self._changed = asyncio.Event()
+
+    def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Set the status of a service; its watchers are told."""
+        if self._status.get(service) != status:
+            self._status[service] = status
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        status = self._status.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        answer = health_pb2.HealthListResponse()
+        for name, status in self._status.items():
+            answer.statuses[name].status = status
+        return answer
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        last = None
+        while True:
+            changed = self._changed
+            status = self._status.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last:
+                last = status
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+            else:
+                await changed.wait()
 
 
 class Health:
@@ -32,7 +74,7 @@ class Health:
 
     async def add_to(self, server: grpc.aio.Server) -> None:
         """Register the health service; everything is NOT_SERVING."""
-        await self._publish()
+        self._publish()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     @property
@@ -42,17 +84,17 @@ class Health:
     async def set_up(self, up: bool) -> None:
         """Set that the process is warm (True), or that it is starting, stopping or broken (False)."""
         self._up = up
-        await self._publish()
+        self._publish()
 
     async def set_wanted(self, wanted: bool) -> None:
         """Set that the service takes calls (True) or was drained (False). No effect while the process is not up."""
         self._wanted = wanted
-        await self._publish()
+        self._publish()
 
-    async def _publish(self) -> None:
+    def _publish(self) -> None:
         status = health_pb2.HealthCheckResponse
         for name in self._names:
-            await self._servicer.set(name, status.SERVING if self.is_serving else status.NOT_SERVING)
+            self._servicer.set(name, status.SERVING if self.is_serving else status.NOT_SERVING)
 
 
 def add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:

@@ -1,8 +1,9 @@
 """Handling around every call of every service: request id, authentication, admission, metrics, errors.
 
-It is one interceptor rather than a chain: each link of a chain costs a coroutine per call. Handlers raise
-`PenstockError`s; any other error becomes Internal with its traceback in the log. A handler that is an async generator
-is closed before its call ends, so its `finally` blocks run at once.
+`admit` looks at a call's token before any of its request is taken, `wrap` is around its handler. It is one interceptor
+rather than a chain: each link of a chain costs a coroutine per call. Handlers raise `PenstockError`s; any other error
+becomes Internal with its traceback in the log. A handler that is an async generator is closed before its call ends, so
+its `finally` blocks run at once.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -29,6 +31,8 @@ from penstock.common.errors import trailing_metadata as trailers_of
 from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics
 from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, current_request_id
+from penstock.http2.metadata import Metadata
+from penstock.serving.message_fields import bounded
 
 # A serving.transport.ServerCall; handlers of generated code take it for a grpc.aio.ServicerContext.
 Context = Any
@@ -36,6 +40,8 @@ Behavior = Callable[[Any, Context], Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
 # (method's name, its handler) -> the handler to use.
 Wrap = Callable[[str, Handler], Handler]
+# (method's name, metadata) -> see CallInterceptor.admit.
+Admit = Callable[[str, Metadata], bool]
 # Services that answer without credentials and under any load: a probe must tell "busy" from "broken".
 EXEMPT_SERVICES = frozenset({"grpc.health.v1.Health"})
 OVERLOAD_RETRY_SECONDS = 0.5
@@ -51,23 +57,41 @@ class _Method:
     started: Any
     handling: Any
     handled: Callable[[str], Any]
+    # Tokens that it takes; None: any call.
+    tokens: TokenFile | None
 
 
-class _Malformed:
-    """Placeholder for a request that could not be parsed, so that its error is raised where all errors are."""
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Place of a request that was not parsed, so that its error is raised where all errors are."""
 
-
-_MALFORMED = _Malformed()
+    error: Callable[[], Exception]
 
 
 class CallInterceptor:
     """Wraps the handlers of a server. Used on the server's event loop only."""
 
-    def __init__(self, metrics: GrpcServerMetrics, *, tokens: TokenFile | None, max_concurrent_rpcs: int) -> None:
+    def __init__(
+        self,
+        metrics: GrpcServerMetrics,
+        *,
+        tokens: TokenFile | None,
+        max_concurrent_rpcs: int,
+        max_message_fields: int,
+        service_tokens: Mapping[str, TokenFile] | None = None,
+    ) -> None:
+        """Make it. Bounds and what they are for: ServerConfig. `service_tokens`, by the service's name, are taken in
+        place of `tokens`."""
+        self._max_message_fields = max_message_fields
         self._metrics = metrics
         self._tokens = tokens
+        self._service_tokens = service_tokens or {}
         self._max_concurrent_rpcs = max_concurrent_rpcs
         self._in_flight = 0
+        # Methods that were used, by name.
+        self._methods: dict[str, _Method] = {}
+        # Calls of these that are not over: one that was reset holds no slot while its handler ends.
+        self._held = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -82,15 +106,33 @@ class CallInterceptor:
 
     def wrap(self, name: str, inner: Handler) -> Handler:
         """Wrap the handler of the method `name` ("/package.Service/Name"), of any kind, as a coroutine."""
-        method = self._method(name, inner)
+        method = self._methods[name] = self._method(name, inner)
         behavior = behavior_of(inner)
         run = _answer_stream if inner.response_streaming else _answer_once
 
         async def handle(request: Any, context: Context) -> Any:
             return await self._around(method, lambda: run(behavior, request, context), context)
 
-        deserializer = inner.request_deserializer if inner.request_streaming else _lenient(inner.request_deserializer)
-        return handler_like(inner, handle, deserializer)
+        deserializer = inner.request_deserializer
+        if deserializer is not None:
+            deserializer = bounded(deserializer, self._max_message_fields)
+        return handler_like(inner, handle, deserializer if inner.request_streaming else _lenient(deserializer))
+
+    def admit(self, name: str, metadata: Metadata) -> bool:
+        """Look at a call of a wrapped method before its request is taken.
+
+        Return True for a call that was admitted by its token (or where none is asked for), False for one that needs
+        none. Raises Unauthenticated; `refusal_trailers` has what goes with it.
+        """
+        method = self._methods[name]
+        if method.service in EXEMPT_SERVICES:
+            return False
+        if method.tokens is None or method.tokens.accepts(_last(metadata, "authorization")):
+            return True
+        method.started.inc()
+        method.handled(grpc.StatusCode.UNAUTHENTICATED.name).inc()
+        method.handling.observe(0.0)
+        raise Unauthenticated("a valid bearer token is required", reason="UNAUTHENTICATED")
 
     def _method(self, name: str, handler: Handler) -> _Method:
         kinds = ("unary", "client_stream", "server_stream", "bidi_stream")
@@ -104,7 +146,10 @@ class CallInterceptor:
                 counters[code] = self._metrics.handled.labels(*labels, code)
             return counters[code]
 
-        return _Method(service, self._metrics.started.labels(*labels), self._metrics.handling.labels(*labels), handled)
+        tokens = self._service_tokens.get(service, self._tokens)
+        return _Method(
+            service, self._metrics.started.labels(*labels), self._metrics.handling.labels(*labels), handled, tokens
+        )
 
     async def _around(self, method: _Method, run: Callable[[], Awaitable[Any]], context: Context) -> Any:
         begin = time.perf_counter()
@@ -115,10 +160,10 @@ class CallInterceptor:
         current_request_id.set(request_id)
         code = grpc.StatusCode.OK
         if counted:
-            self._enter()
+            self._enter(context)
         try:
             if counted:
-                self._admit(metadata)
+                self._check_room()
             context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
             answer = await run()
             code = context.code()
@@ -129,6 +174,10 @@ class CallInterceptor:
         except grpc.aio.AbortError:
             code = context.code()
             raise
+        except grpc.aio.InternalError:
+            # A write to a call that is over: nobody is left to be told, and a log line for each would have no end.
+            code = grpc.StatusCode.CANCELLED
+            raise asyncio.CancelledError from None
         except Exception as raised:
             error = _as_penstock_error(raised, request_id)
             code, message = error.code, error.message
@@ -142,19 +191,22 @@ class CallInterceptor:
             method.handled(code.name).inc()
             method.handling.observe(time.perf_counter() - begin)
 
-    def _enter(self) -> None:
+    def _enter(self, context: Context) -> None:
         self._in_flight += 1
+        self._held += 1
         self._idle.clear()
+        context.when_over(self._give_slot_back)
+
+    def _give_slot_back(self) -> None:
+        self._held -= 1
 
     def _leave(self) -> None:
         self._in_flight -= 1
         if self._in_flight == 0:
             self._idle.set()
 
-    def _admit(self, metadata: dict[str, str | bytes]) -> None:
-        if self._tokens is not None and not self._tokens.accepts(metadata.get("authorization")):
-            raise Unauthenticated("a valid bearer token is required", reason="UNAUTHENTICATED")
-        if self._in_flight > self._max_concurrent_rpcs:
+    def _check_room(self) -> None:
+        if self._held > self._max_concurrent_rpcs:
             raise ResourceExhausted(
                 "too many calls in flight", reason="TOO_MANY_RPCS", retry_after_seconds=OVERLOAD_RETRY_SECONDS
             )
@@ -166,16 +218,33 @@ def behavior_of(handler: Handler) -> Behavior:
     return cast("Behavior", next(kind for kind in kinds if kind is not None))
 
 
-def handler_like(handler: Handler, behavior: Behavior, deserializer: Callable[[bytes], Any] | None) -> Handler:
-    """Make a handler of the same kind, with the same serializer."""
+def handler_like(
+    handler: Handler,
+    behavior: Behavior,
+    deserializer: Callable[[bytes], Any] | None,
+    *,
+    takes_stream: bool | None = None,
+) -> Handler:
+    """Make a handler of the same kind (or one that takes a stream), with the same serializer."""
+    is_stream = bool(handler.request_streaming) if takes_stream is None else takes_stream
     make: Any = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
-    }[bool(handler.request_streaming), bool(handler.response_streaming)]
+    }[is_stream, bool(handler.response_streaming)]
     made: Handler = make(behavior, request_deserializer=deserializer, response_serializer=handler.response_serializer)
     return made
+
+
+def refusal_trailers(error: PenstockError, metadata: Metadata) -> Metadata:
+    """Return the trailers of a call that `admit` refused."""
+    request_id = _last(metadata, REQUEST_ID_KEY)
+    return (*trailers_of(error), (REQUEST_ID_KEY, accept_request_id(request_id)))
+
+
+def _last(metadata: Metadata, key: str) -> str | bytes | None:
+    return next((value for name, value in reversed(metadata) if name == key), None)
 
 
 def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -186,20 +255,23 @@ def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         try:
             return deserializer(data)
         except DecodeError:
-            return _MALFORMED
+            return _Refused(DecodeError)
+        except InvalidArgument as error:
+            # Made anew: its traceback has all of the request's bytes.
+            return _Refused(partial(InvalidArgument, error.field or "", error.description, reason=error.reason))
 
     return parse
 
 
 async def _answer_once(behavior: Behavior, request: Any, context: Context) -> Any:
-    if request is _MALFORMED:
-        raise DecodeError
+    if isinstance(request, _Refused):
+        raise request.error()
     return await behavior(request, context)
 
 
 async def _answer_stream(behavior: Behavior, request: Any, context: Context) -> None:
-    if request is _MALFORMED:
-        raise DecodeError
+    if isinstance(request, _Refused):
+        raise request.error()
     answer = behavior(request, context)
     if not isinstance(answer, AsyncIterator):
         await answer

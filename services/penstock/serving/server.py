@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import grpc
@@ -22,16 +22,16 @@ from penstock.common.config import ServerConfig
 from penstock.common.credentials import TokenFile
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
-from penstock.common.metrics import BoundMetrics, GrpcServerMetrics, add_process_metrics, start_metrics_server
+from penstock.common.metrics import GrpcServerMetrics, add_process_metrics
 from penstock.serving.health import Health, add_reflection
+from penstock.serving.health_socket import HealthSocket
 from penstock.serving.interceptors import CallInterceptor
+from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
 from penstock.serving.transport import make_transport
 
 # Seconds after the drain for last messages to leave. Then streams that never end by themselves (health watches,
 # sessions) are cancelled.
 STOP_GRACE_SECONDS = 0.5
-# Calls that the transport's own limit allows beyond max_concurrent_rpcs: it cannot tell health checks from work.
-PROBE_HEADROOM = 256
 # Address at which workers serve metrics to their parent.
 LOOPBACK = "127.0.0.1"
 
@@ -69,6 +69,14 @@ class ControlsHealth(Protocol):
         """Take `set_serving`; called once, before start(). It shows SERVING only once start() has returned."""
 
 
+@runtime_checkable
+class HasTokens(Protocol):
+    """A service some of whose gRPC services take other bearer tokens than those of --auth-token-file."""
+
+    def token_files(self) -> Mapping[str, TokenFile]:
+        """Read them, by the gRPC service's name; called once, before the server is made. Raises StartupError."""
+
+
 class RunningServer:
     """A service behind its server. `run_until_stopped` is for processes, `serve_in_process` for tests."""
 
@@ -92,15 +100,24 @@ class RunningServer:
         self.health = Health(service.grpc_services)
         tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
         self.calls = CallInterceptor(
-            GrpcServerMetrics(self.registry), tokens=tokens, max_concurrent_rpcs=config.max_concurrent_rpcs
+            GrpcServerMetrics(self.registry),
+            tokens=tokens,
+            service_tokens=service.token_files() if isinstance(service, HasTokens) else {},
+            max_concurrent_rpcs=config.max_concurrent_rpcs,
+            max_message_fields=config.max_message_fields,
         )
         self._server = make_transport(config).make_server(
             config,
-            max_calls=config.max_concurrent_rpcs + PROBE_HEADROOM,
+            # Beyond max_concurrent_rpcs calls are refused with pushback; health checks have places of their own.
+            max_calls=config.max_concurrent_rpcs + config.anonymous_rpcs,
             wrap=self.calls.wrap,
             shares_port=is_worker,
+            admit=self.calls.admit,
         )
         self._metrics: BoundMetrics | None = None
+        self._health_socket: HealthSocket | None = None
+        if config.health_socket and not is_worker:
+            self._health_socket = HealthSocket(config.health_socket, lambda: self.health.is_serving)
         self._addresses: BoundAddresses | None = None
 
     @property
@@ -136,10 +153,18 @@ class RunningServer:
             port = await self._server.open_port()
         except OSError as error:
             raise _bind_error(self.config) from error
-        host, tls = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
+        host, config = (LOOPBACK, None) if self._is_worker else (self.config.host, self.config)
         if self.config.metrics_port >= 0:
             add_process_metrics(self.registry)
-            self._metrics = start_metrics_server(self.registry, host, self.config.metrics_port, tls=tls)
+            self._metrics = start_metrics_server(
+                self.registry,
+                host,
+                self.config.metrics_port,
+                is_ready=lambda: self.health.is_serving,
+                config=config,
+            )
+        if self._health_socket is not None:
+            await self._health_socket.open()
         await self._server.start()
         metrics = join_address(host, self._metrics.port) if self._metrics else None
         self._addresses = BoundAddresses(join_address(self.config.host, port), metrics)
@@ -162,6 +187,8 @@ class RunningServer:
             await self._drain()
         await self._server.stop(STOP_GRACE_SECONDS)
         await self.service.close()
+        if self._health_socket is not None:
+            await self._health_socket.close()
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None

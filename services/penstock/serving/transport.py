@@ -17,13 +17,16 @@ from google.protobuf.message import Message
 
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.credentials import channel_tls_context, tls_context
+from penstock.common.errors import PenstockError
+from penstock.http2 import frames
 from penstock.http2.channel import Http2Channel
-from penstock.http2.limits import Limits
+from penstock.http2.limits import Limits, ServerLimits
 from penstock.http2.metadata import MAX_METADATA_BYTES, Metadata
 from penstock.http2.server import Http2Server
+from penstock.http2.server_call import Refused
 from penstock.serving.channels import decorator, open_channel
 from penstock.serving.grpc_server import GrpcServer
-from penstock.serving.interceptors import Wrap
+from penstock.serving.interceptors import Admit, Wrap, refusal_trailers
 
 ResponseT = TypeVar("ResponseT")
 ResponseT_co = TypeVar("ResponseT_co", covariant=True)
@@ -57,6 +60,9 @@ class ServerCall(Protocol):
     @property
     def set_trailing_metadata(self) -> Callable[[Metadata], None]:
         """Set metadata to send with the status."""
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the call is over: at its status or reset, or, with grpc.aio, when its handler ends."""
 
     def code(self) -> grpc.StatusCode:
         """Return the status that the handler has set; OK when it has set none."""
@@ -125,12 +131,18 @@ class Transport(ABC):
     """Makes servers and channels of one kind."""
 
     @abstractmethod
-    def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
+    def make_server(
+        self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool, admit: Admit | None = None
+    ) -> Server:
         """Make a server that refuses more than `max_calls` at once.
 
         `wrap` is called once for each method, with its name and handler. It returns the handler to use: a coroutine
         that takes the request (or an async iterator of requests) and a ServerCall. `shares_port`: other processes
         listen on the port, too.
+
+        `admit` is called with the method's name and the metadata of each call, before its request is taken. It returns
+        True for a call that was admitted by its credentials, False for one that needs none, and raises PenstockError
+        for any other. Without it every call is admitted.
         """
 
     @abstractmethod
@@ -151,8 +163,10 @@ def make_transport(config: ServerConfig) -> Transport:
 class GrpcTransport(Transport):
     """Transport by grpc.aio."""
 
-    def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
-        return GrpcServer(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port)
+    def make_server(
+        self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool, admit: Admit | None = None
+    ) -> Server:
+        return GrpcServer(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port, admit=admit)
 
     @contextlib.asynccontextmanager
     async def open_channel(
@@ -165,8 +179,10 @@ class GrpcTransport(Transport):
 class Http2Transport(Transport):
     """Transport by our own HTTP/2."""
 
-    def make_server(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> Server:
-        return _ConfiguredHttp2Server(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port)
+    def make_server(
+        self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool, admit: Admit | None = None
+    ) -> Server:
+        return _ConfiguredHttp2Server(config, max_calls=max_calls, wrap=wrap, shares_port=shares_port, admit=admit)
 
     @contextlib.asynccontextmanager
     async def open_channel(
@@ -189,14 +205,40 @@ class Http2Transport(Transport):
 class _ConfiguredHttp2Server(Http2Server):
     """Http2Server that takes its address from the configuration."""
 
-    def __init__(self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool) -> None:
-        super().__init__(http2_limits(config, max_streams=max_calls), max_calls=max_calls, wrap=wrap)
+    def __init__(
+        self, config: ServerConfig, *, max_calls: int, wrap: Wrap, shares_port: bool, admit: Admit | None
+    ) -> None:
+        server_limits = ServerLimits(
+            max_calls=max_calls,
+            max_probes=config.anonymous_rpcs,
+            request_bytes=max(config.request_buffer_bytes, _connection_bytes(config)),
+            max_strangers=config.anonymous_connections,
+            strangers_share=config.anonymous_cpu_share,
+        )
+        limits = http2_limits(config, max_streams=min(max_calls, config.connection_rpcs))
+        super().__init__(limits, server_limits, wrap=wrap, admit=_refusing(admit) if admit is not None else None)
         self._config = config
         self._shares_port = shares_port
 
     async def open_port(self) -> int:
         tls = tls_context(self._config) if self._config.is_tls else None
         return await self.listen(self._config.host, self._config.port, tls, shares_port=self._shares_port)
+
+
+def _refusing(admit: Admit) -> Admit:
+    """Return `admit` with errors that the library understands."""
+
+    def refuse(name: str, metadata: Metadata) -> bool:
+        try:
+            return admit(name, metadata)
+        except PenstockError as error:
+            raise Refused(error.code, error.message, refusal_trailers(error, metadata)) from None
+
+    return refuse
+
+
+def _connection_bytes(config: ServerConfig) -> int:
+    return max(config.connection_window_bytes, config.receive_limit_bytes + frames.DEFAULT_WINDOW)
 
 
 def http2_limits(config: ServerConfig, *, max_streams: int) -> Limits:
@@ -209,10 +251,13 @@ def http2_limits(config: ServerConfig, *, max_streams: int) -> Limits:
         keepalive_timeout_seconds=config.keepalive_timeout_seconds,
         min_ping_interval_seconds=config.min_ping_interval_seconds,
         stream_window_bytes=config.stream_window_bytes,
-        connection_window_bytes=config.connection_window_bytes,
+        connection_window_bytes=_connection_bytes(config),
+        handshake_seconds=config.handshake_seconds,
+        request_seconds=config.request_seconds,
         write_buffer_bytes=config.write_buffer_bytes,
         # A connection may cancel all of its live calls at once.
         idle_frames=max(config.idle_frames, max_streams),
         idle_frames_per_second=config.idle_frames_per_second,
         early_reset_seconds=config.early_reset_seconds,
+        max_probes=config.anonymous_rpcs_each,
     )

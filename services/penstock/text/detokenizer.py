@@ -2,6 +2,13 @@
 
 Two families of tokenizers decode token by token from a table: byte-level BPE (GPT-2, Llama 3, Qwen), and pieces with
 byte fallback (Llama 2, Mistral, Gemma).
+
+After `begin` the text is what the ids add to the text of a context, such as a prompt: with p the decoded context and w
+the decoded context and ids, the rest of w after p. Where w does not begin with p, the ids changed the context's end:
+
+* They complete its last character, of which p could only show U+FFFD: the text begins with that character.
+* They make its last run of bytes invalid, which byte fallback decodes as a whole: the context's characters stay what
+  they were, and each byte of the ids is U+FFFD.
 """
 
 from __future__ import annotations
@@ -19,6 +26,13 @@ TableKind = Literal["byte_level", "byte_fallback"]
 class Detokenizer(Protocol):
     """Decoding state of one sequence."""
 
+    def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
+        """Go on after `context`, before any other call. Return its text, without a character that it does not complete.
+
+        `is_cut`: it is the end of a longer context. `with_open_end`: that character is part of the text to come, also
+        where it is never completed. Raises IndexError as `push`.
+        """
+
     def push(self, ids: Sequence[int]) -> str:
         """Take ids and return the text that is certain. Raises IndexError for an id at or above the table's limit."""
 
@@ -29,12 +43,19 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """Detokenizer that joins the bytes of ids as UTF-8; invalid bytes become U+FFFD as in Rust's from_utf8_lossy."""
 
-    __slots__ = ("_pending", "_raw", "_text")
+    __slots__ = ("_is_known", "_pending", "_raw", "_text")
 
     def __init__(self, table: Table) -> None:
         self._text = table.text
         self._raw = table.raw
         self._pending = b""
+        # True while `_pending` begins in the context: if it stays incomplete, its U+FFFD is the context's.
+        self._is_known = False
+
+    def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
+        text = self.push(context)
+        self._is_known = bool(self._pending) and not with_open_end
+        return text
 
     def push(self, ids: Sequence[int]) -> str:
         texts, pending = self._text, self._pending
@@ -58,12 +79,16 @@ class ByteLevelDetokenizer:
             pending = pending[used:]
             out.append(text)
         self._pending = pending
-        return "".join(out)
+        return self._without_known("".join(out)) if self._is_known else "".join(out)
 
     def finish(self) -> str:
         text = self._pending.decode("utf-8", "replace")
         self._pending = b""
-        return text
+        return self._without_known(text) if self._is_known else text
+
+    def _without_known(self, text: str) -> str:
+        self._is_known = not text
+        return text.removeprefix(REPLACEMENT)
 
 
 class ByteFallbackDetokenizer:
@@ -73,15 +98,38 @@ class ByteFallbackDetokenizer:
     held back until a piece ends it: text that was sent could not be taken back.
     """
 
-    __slots__ = ("_raw", "_run", "_strip", "_strip_left", "_text")
+    __slots__ = ("_known", "_raw", "_run", "_strip", "_strip_left", "_text", "_whole")
 
     def __init__(self, table: Table, strip: str = "", strip_count: int = 0) -> None:
         """Make it. Up to `strip_count` of `strip` are dropped from the beginning of the whole text."""
         self._text = table.text
         self._raw = table.raw
         self._run = b""
+        # Bytes of `_run` that are the context's, and those of them in whole characters.
+        self._known = self._whole = 0
         self._strip = strip
         self._strip_left = strip_count
+
+    def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
+        if is_cut:
+            self._strip_left = 0
+        text = self.push(context)
+        if is_cut and not text:
+            # All of it is one run, which may begin inside a character.
+            self._run = self._run[_num_continuing(self._run[:3]) :]
+        self._known = len(self._run)
+        try:
+            whole, self._whole = codecs.utf_8_decode(self._run, "strict", False)
+        except UnicodeDecodeError:
+            # Whatever comes, every byte of this run is U+FFFD.
+            return text + self._stripped(REPLACEMENT * self._known)
+        text += self._stripped(whole)
+        if self._whole < self._known:
+            # The text goes on with a character or U+FFFD, neither of which is stripped.
+            self._strip_left = 0
+            if with_open_end:
+                self._known = self._whole
+        return text
 
     def push(self, ids: Sequence[int]) -> str:
         out: list[str] = []
@@ -101,10 +149,20 @@ class ByteFallbackDetokenizer:
 
     def _take_run(self) -> str:
         run, self._run = self._run, b""
+        if self._known:
+            return self._without_known(run)
         try:
             return run.decode()
         except UnicodeDecodeError:
             return REPLACEMENT * len(run)
+
+    def _without_known(self, run: bytes) -> str:
+        known, whole = self._known, self._whole
+        self._known = self._whole = 0
+        try:
+            return run[whole:].decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * (len(run) - known)
 
     def _stripped(self, text: str) -> str:
         while self._strip_left and text:
@@ -114,6 +172,11 @@ class ByteFallbackDetokenizer:
             text = text[1:]
             self._strip_left -= 1
         return text
+
+
+def _num_continuing(data: bytes) -> int:
+    """Count the bytes at the beginning of `data` that continue a character of UTF-8."""
+    return next((place for place, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data))
 
 
 class DecodeTable:
@@ -133,6 +196,17 @@ class DecodeTable:
         self.strip = strip
         self.strip_count = strip_count
         self._skipping = table.without(special_ids)
+
+    def context(self, ids: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
+        """Return the end of `ids` that a decoder's state depends on: from its last id of whole characters on."""
+        text = (self._skipping if skip_special_tokens else self.table).text
+        begin = len(ids)
+        while begin:
+            begin -= 1
+            # An id outside of the table is left in, for the decoder to refuse.
+            if ids[begin] >= len(text) or text[ids[begin]]:
+                break
+        return ids[begin:]
 
     def make(self, skip_special_tokens: bool) -> Detokenizer:
         """Make a detokenizer for one sequence."""

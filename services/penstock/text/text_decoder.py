@@ -21,9 +21,12 @@ class TextDecoder:
         # None for most sequences: their text passes as it is.
         self.stops = StopStrings(stop_strings, include_stop) if stop_strings else None
 
-    def replay(self, prefix: Sequence[int], resumed: Sequence[int]) -> None:
-        """Restore the state after `prefix` (context only) and `resumed` (its text was sent already)."""
-        self.push(prefix)
+    def replay(
+        self, prefix: Sequence[int], resumed: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False
+    ) -> None:
+        """Restore the state after `prefix`, a context as in Detokenizer.begin, and `resumed`, whose text was sent."""
+        if prefix:
+            self._detokenizer.begin(prefix, is_cut=is_cut, with_open_end=with_open_end)
         text = self.push(resumed)
         if self.stops is not None:
             self.stops.push(text)

@@ -13,21 +13,18 @@ import json
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_TOKEN_ID = 1 << 24
+_MAX_CHARACTER_BYTES = 4
 # A byte that no UTF-8 text holds; it stands for a U+FFFD of the decoded text.
 _NOT_TEXT = b"\xff"
 
@@ -148,6 +145,21 @@ class TextCursor:
         twin = TextCursor(self._table, skip_special=self._skip_special)
         twin._at_start, twin._partial, twin._invalid = self._at_start, self._partial, self._invalid
         return twin
+
+    def begin(self, context: Sequence[int]) -> bytes:
+        """Go on after `context`, before any other call. Return the bytes of a character that it does not complete.
+
+        The text of a context is that of all its ids. O(length of its last whole character).
+        """
+        table, begin, found = self._table, len(context), 0
+        # As far back as the state depends on: to a piece of text before the last run, or to a character of bytes.
+        while begin and found < _MAX_CHARACTER_BYTES:
+            begin -= 1
+            if context[begin] not in table.byte_tokens:
+                data = table.bytes_of(context[begin], skip_special=self._skip_special)
+                found += _MAX_CHARACTER_BYTES if data and table.byte_tokens else len(data)
+        end = b"".join([self.feed(token_id) for token_id in context[begin:]])[1 - _MAX_CHARACTER_BYTES :]
+        return end[codecs.utf_8_decode(end, "replace", False)[1] :]
 
     def feed(self, token_id: int) -> bytes:
         """Return the bytes that the token adds. O(length of the token)."""

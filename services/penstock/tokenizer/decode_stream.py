@@ -111,7 +111,12 @@ class DecodeSession:
         self._check_stops(options)
         skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
         sequence = TextDecoder(self._factory.make(skip), options.stop_strings, options.include_stop_string_in_output)
-        sequence.replay(options.prefix_token_ids, options.resumed_token_ids)
+        sequence.replay(
+            options.prefix_token_ids,
+            options.resumed_token_ids,
+            is_cut=options.prefix_is_cut,
+            with_open_end=options.return_open_end,
+        )
         self._sequences[stream_id] = sequence
         return sequence
 

@@ -26,7 +26,11 @@ class Plan:
         pieces = [b""] * limit
         lone: set[int] = set()
         contribution = byte_level_bytes if self.kind == "byte_level" else self._piece_bytes
-        for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
+        vocabulary = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+        for index in tokenizer.get_added_tokens_decoder():
+            # The decoder's text of it, which is normalized where the token is.
+            vocabulary[index] = tokenizer.id_to_token(index) or ""
+        for index, token in vocabulary.items():
             piece = contribution(token)
             if isinstance(piece, str):
                 pieces[index] = piece.encode()

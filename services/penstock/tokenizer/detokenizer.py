@@ -12,11 +12,16 @@ from tokenizers import Tokenizer
 from penstock.text.detokenizer import REPLACEMENT, DecodeTable, Detokenizer
 from penstock.tokenizer.decoder_plan import plan_of
 
+# Ids of a context that a window begins with: enough for the characters before it, which later text depends on.
+_MAX_CONTEXT_IDS = 64
+# Ids at the end of a context that may hold one character between them.
+_MAX_CHARACTER_IDS = 8
+
 
 class WindowDetokenizer:
     """Detokenizer that decodes a window of ids before and after each step; the difference is the new text."""
 
-    __slots__ = ("_decode", "_emitted", "_ids", "_limit", "_read", "_start")
+    __slots__ = ("_decode", "_emitted", "_ids", "_known", "_limit", "_read", "_settled", "_start")
 
     def __init__(self, decode: Callable[[list[int]], str], limit: int) -> None:
         self._decode = decode
@@ -26,6 +31,26 @@ class WindowDetokenizer:
         self._start = 0
         self._read = 0
         self._emitted = ""
+        # Set while the window is a context that ends inside a character: its text without that, and the text that the
+        # ids add to, if they do not complete it.
+        self._settled: str | None = None
+        self._known = ""
+
+    def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
+        for index in context:
+            if index >= self._limit:
+                raise IndexError(index)
+        self._ids = list(context[-_MAX_CONTEXT_IDS:])
+        self._read = len(self._ids)
+        self._emitted = self._decode(self._ids)
+        if not self._emitted.endswith(REPLACEMENT):
+            return self._decode(list(context))
+        for end in range(self._read - 1, max(0, self._read - _MAX_CHARACTER_IDS) - 1, -1):
+            settled = self._decode(self._ids[:end])
+            if not settled.endswith(REPLACEMENT):
+                self._settled, self._known = settled, settled if with_open_end else self._emitted
+                return self._decode(list(context[: len(context) - self._read + end]))
+        return self._decode(list(context))
 
     def push(self, ids: Sequence[int]) -> str:
         out: list[str] = []
@@ -33,21 +58,29 @@ class WindowDetokenizer:
             if index >= self._limit:
                 raise IndexError(index)
             self._ids.append(index)
-            before = self._decode(self._ids[self._start : self._read])
             after = self._decode(self._ids[self._start :])
-            if len(after) > len(before) and not after.endswith(REPLACEMENT):
-                out.append(after[len(before) :])
+            place = self._num_returned(after)
+            if len(after) > place and not after.endswith(REPLACEMENT):
+                out.append(after[place:])
                 self._start, self._read = self._read, len(self._ids)
+                if self._settled is not None:
+                    self._emitted, self._settled = after[:place], None
         text = "".join(out)
         self._emitted += text
         return text
 
     def finish(self) -> str:
         whole = self._decode(self._ids)
-        if whole.startswith(self._emitted):
+        if self._settled is None and whole.startswith(self._emitted):
             return whole[len(self._emitted) :]
-        before = self._decode(self._ids[self._start : self._read])
-        return self._decode(self._ids[self._start :])[len(before) :]
+        after = self._decode(self._ids[self._start :])
+        return after[self._num_returned(after) :]
+
+    def _num_returned(self, after: str) -> int:
+        """Number of characters of the window's text that were returned before, or are the context's."""
+        if self._settled is None:
+            return len(self._decode(self._ids[self._start : self._read]))
+        return len(self._known if after.startswith(self._known) else self._settled)
 
 
 class CleanedUpDetokenizer:
@@ -57,25 +90,53 @@ class CleanedUpDetokenizer:
     clean-up before any space that follows neither a space nor an apostrophe.
     """
 
-    __slots__ = ("_clean_up", "_inner", "_text")
+    __slots__ = ("_clean_up", "_inner", "_known", "_text")
 
     def __init__(self, inner: Detokenizer, clean_up: Callable[[str], str]) -> None:
         self._inner = inner
         self._clean_up = clean_up
         self._text = ""
+        # Characters of `_text` that are the context's.
+        self._known = 0
+
+    def begin(self, context: Sequence[int], *, is_cut: bool = False, with_open_end: bool = False) -> str:
+        text = self._inner.begin(context, is_cut=is_cut, with_open_end=with_open_end)
+        self._text = text[_last_cut(text) :]
+        self._known = len(self._text)
+        return self._clean_up(text)
 
     def push(self, ids: Sequence[int]) -> str:
         text = self._text + self._inner.push(ids)
-        place = text.rfind(" ")
-        while place > 0 and text[place - 1] in " '":
-            place = text.rfind(" ", 0, place)
-        place = max(place, 0)
+        place = _last_cut(text)
         self._text = text[place:]
-        return self._clean_up(text[:place])
+        return self._cleaned(text[:place])
 
     def finish(self) -> str:
         text, self._text = self._text + self._inner.finish(), ""
-        return self._clean_up(text)
+        return self._cleaned(text)
+
+    def _cleaned(self, text: str) -> str:
+        """Clean up, and leave out what is the context's. The clean-up removes spaces only."""
+        cleaned = self._clean_up(text)
+        if not self._known or not text:
+            return cleaned
+        known, self._known = self._clean_up(text[: self._known]), 0
+        spaces, place = len(known) - len(known.rstrip(" ")), 0
+        for _ in range(len(known) - known.count(" ")):
+            while cleaned[place] == " ":
+                place += 1
+            place += 1
+        while spaces and cleaned[place : place + 1] == " ":
+            place, spaces = place + 1, spaces - 1
+        return cleaned[place:]
+
+
+def _last_cut(text: str) -> int:
+    """Find the last place at which `text` can be cut for the clean-up; 0 without one."""
+    place = text.rfind(" ")
+    while place > 0 and text[place - 1] in " '":
+        place = text.rfind(" ", 0, place)
+    return max(place, 0)
 
 
 class DetokenizerFactory:

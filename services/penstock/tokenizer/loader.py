@@ -53,7 +53,8 @@ def _check_json(path: Path) -> None:
         return
     text = _check_text(path)
     value: object = None
-    with contextlib.suppress(ValueError):
+    # RecursionError: nested deeper than any tokenizer.
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
     if not isinstance(value, dict):
         raise StartupError(f"{path} is not a JSON object; check {MODEL_FLAG}", flag=MODEL_FLAG)

@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import Message
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable
+from penstock.text.detokenizer import REPLACEMENT
 from penstock.tokenizer import convert
 from penstock.tokenizer.chat_template import Rendered
 from penstock.tokenizer.decode_stream import DecodeSession
@@ -74,6 +75,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         def work(tokenizer: TextTokenizer) -> list[str]:
             begin = time.perf_counter()
             texts = tokenizer.decode(sequences, skip)
+            if request.without_open_end:
+                texts = [
+                    service.detokenizers.make(skip).begin(ids) if text.endswith(REPLACEMENT) else text
+                    for ids, text in zip(sequences, texts, strict=True)
+                ]
             self._metrics.detokenize_seconds.observe(time.perf_counter() - begin)
             return texts
 

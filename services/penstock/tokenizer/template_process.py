@@ -69,8 +69,6 @@ class Renderer:
         if found is None:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            from penstock.tokenizer.template_process import are_only_shown
-
             plain, marked = (
                 _compile_jinja_template(source).environment.parse(source) for source in self._templates[name]
             )
@@ -121,10 +119,6 @@ def main() -> None:
         limit_cpu(settings["cpu_seconds"])
         answers.write(child_io.pack(answer_to(renderer, request)))
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()
 
 
 # Place of a node: text written straight to the result, a part of an expression that is, or any other.
@@ -179,3 +173,7 @@ def _place_of(parent: nodes.Node, field: str, place: _Place) -> _Place:
     ):
         return "shown"
     return "used"
+
+
+if __name__ == "__main__":
+    main()

@@ -63,9 +63,14 @@ class Vocabulary:
 
     @property
     def special_ids(self) -> list[int]:
-        """All ids that skip_special_tokens skips, in order."""
+        """All ids that skip_special_tokens skips, in order.
+
+        tokenizers compares an id's text with the special tokens as they were added. The text of a token that is added
+        with normalized=True is normalized: where that changes it, the token is not skipped, nor by transformers.
+        """
         added = self.tokenizer.get_added_tokens_decoder()
-        return sorted(index for index, token in added.items() if token.special)
+        special = {token.content for token in added.values() if token.special}
+        return sorted(index for index in added if self.tokenizer.id_to_token(index) in special)
 
     def special_id(self, name: str) -> int | None:
         """Return the id of bos_token, pad_token and so on; None when the tokenizer has none."""

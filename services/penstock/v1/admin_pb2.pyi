@@ -37,6 +37,11 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROCESS_START_ID_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    STEP_OVERDUE_FIELD_NUMBER: _builtins.int
+    STEP_HUNG_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     running_sequences: _builtins.int
@@ -52,6 +57,16 @@ class Load(_message.Message):
     draining: _builtins.bool
     state: _common_pb2.ModelState.ValueType
     max_queued_requests: _builtins.int
+    process_start_id: _builtins.str
+    """Drawn when the process started: another one at the same address is another process."""
+    step_seconds: _builtins.float
+    """Seconds that the step in progress has run, if that is longer than a heartbeat; 0: none has. Absent: an older release."""
+    step_overdue: _builtins.bool
+    """It has run far longer than steps of its size do: the engine makes no progress now."""
+    step_hung: _builtins.bool
+    """So long that it counts as hung: health is NOT_SERVING until it ends."""
+    @_builtins.property
+    def pace(self) -> Global___Pace: ...
     def __init__(
         self,
         *,
@@ -67,14 +82,107 @@ class Load(_message.Message):
         draining: _builtins.bool = ...,
         state: _common_pb2.ModelState.ValueType = ...,
         max_queued_requests: _builtins.int = ...,
+        process_start_id: _builtins.str = ...,
+        step_seconds: _builtins.float | None = ...,
+        step_overdue: _builtins.bool = ...,
+        step_hung: _builtins.bool = ...,
+        pace: Global___Pace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "draining", b"draining", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
+    _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_seconds) -> _WhichOneofReturnType__step_seconds | None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    """Speed of an engine as it measures it, and what waits there: what a router needs to tell how long a request would take.
+    A token is one of a prompt or of an output.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    LEAST_STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    HEADROOM_FIELD_NUMBER: _builtins.int
+    IS_BUSY_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OUTPUT_SHARES_FIELD_NUMBER: _builtins.int
+    FULL_STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    tokens_per_second: _builtins.float
+    """Throughput while requests waited; 0: none ever did."""
+    step_seconds: _builtins.float
+    """Time of a step that draws, lately, and when there is little to do; 0: not known."""
+    least_step_seconds: _builtins.float
+    output_tokens: _builtins.float
+    """Mean output of a sequence."""
+    batch_tokens: _builtins.int
+    """Rows of one step."""
+    headroom: _builtins.float
+    """Forecasts are multiplied by this before they are held against a deadline."""
+    is_busy: _builtins.bool
+    """A newcomer waits for others."""
+    full_step_seconds: _builtins.float
+    """Time from one step in which every tenant takes part to the next."""
+    @_builtins.property
+    def waiting(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantWaiting]:
+        """The tenants with the most that waits, at most 64."""
+
+    @_builtins.property
+    def output_shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """By the bit length of a sequence's largest output: the share of it that outputs took; 0: not known."""
+
+    def __init__(
+        self,
+        *,
+        tokens_per_second: _builtins.float = ...,
+        step_seconds: _builtins.float = ...,
+        least_step_seconds: _builtins.float = ...,
+        output_tokens: _builtins.float = ...,
+        batch_tokens: _builtins.int = ...,
+        headroom: _builtins.float = ...,
+        is_busy: _builtins.bool = ...,
+        waiting: _abc.Iterable[Global___TenantWaiting] | None = ...,
+        output_shares: _abc.Iterable[_builtins.float] | None = ...,
+        full_step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pending_prompt_tokens", b"pending_prompt_tokens", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_tokens", b"batch_tokens", "full_step_seconds", b"full_step_seconds", "headroom", b"headroom", "is_busy", b"is_busy", "least_step_seconds", b"least_step_seconds", "output_shares", b"output_shares", "output_tokens", b"output_tokens", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Load: _TypeAlias = Load  # noqa: Y015
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
+
+@_typing.final
+class TenantWaiting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    fair_share_key: _builtins.str
+    """GenerateRequest.fair_share_key."""
+    tokens: _builtins.float
+    def __init__(
+        self,
+        *,
+        fair_share_key: _builtins.str = ...,
+        tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fair_share_key", b"fair_share_key", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantWaiting: _TypeAlias = TenantWaiting  # noqa: Y015
 
 @_typing.final
 class GetLoadRequest(_message.Message):
@@ -537,10 +645,11 @@ class StepState(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    """From 1; 0: no step, all work is done."""
     rows: _builtins.int
     rows_left: _builtins.int
     ended_by: _builtins.str
-    """The limit that it reached: nothing, budget, sequences, blocks."""
+    """The limit that kept something out of it: nothing, budget, sequences, blocks."""
     more_groups: _builtins.int
     admitted: _builtins.int
     preempted: _builtins.int

@@ -76,6 +76,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """Aborted by Abort, drain or the operator."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 9
     """This sequence failed; the stream's status has the reason."""
+    FINISH_REASON_STOP_CRITERIA: _FinishReason.ValueType  # 10
+    """One of GenerationConfig.stopping_criteria held."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """The reason for which a returned sequence ended."""
@@ -99,6 +101,8 @@ FINISH_REASON_ABORTED: FinishReason.ValueType  # 8
 """Aborted by Abort, drain or the operator."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 9
 """This sequence failed; the stream's status has the reason."""
+FINISH_REASON_STOP_CRITERIA: FinishReason.ValueType  # 10
+"""One of GenerationConfig.stopping_criteria held."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _GenerationMode:

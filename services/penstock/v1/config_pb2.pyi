@@ -214,8 +214,67 @@ class LayerIndices(_message.Message):
 Global___LayerIndices: _TypeAlias = LayerIndices  # noqa: Y015
 
 @_typing.final
+class SynthIDTextWatermarkingConfig(_message.Message):
+    """SynthID watermark (Dathathri et al. 2024), as transformers' SynthIDTextWatermarkingConfig."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NGRAM_LEN_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    CONTEXT_HISTORY_SIZE_FIELD_NUMBER: _builtins.int
+    SAMPLING_TABLE_SEED_FIELD_NUMBER: _builtins.int
+    SAMPLING_TABLE_SIZE_FIELD_NUMBER: _builtins.int
+    SKIP_FIRST_NGRAM_CALLS_FIELD_NUMBER: _builtins.int
+    ngram_len: _builtins.int
+    """Tokens that a score depends on, the drawn one included."""
+    context_history_size: _builtins.int
+    """Default 1024."""
+    sampling_table_seed: _builtins.int
+    """Default 0."""
+    sampling_table_size: _builtins.int
+    """Default 65536."""
+    skip_first_ngram_calls: _builtins.bool
+    """Leave the first ngram_len - 1 tokens unmarked."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per layer of the tournament."""
+
+    def __init__(
+        self,
+        *,
+        ngram_len: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.int] | None = ...,
+        context_history_size: _builtins.int | None = ...,
+        sampling_table_seed: _builtins.int | None = ...,
+        sampling_table_size: _builtins.int | None = ...,
+        skip_first_ngram_calls: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_history_size", b"_context_history_size", "_sampling_table_seed", b"_sampling_table_seed", "_sampling_table_size", b"_sampling_table_size", "_skip_first_ngram_calls", b"_skip_first_ngram_calls", "context_history_size", b"context_history_size", "sampling_table_seed", b"sampling_table_seed", "sampling_table_size", b"sampling_table_size", "skip_first_ngram_calls", b"skip_first_ngram_calls"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_history_size", b"_context_history_size", "_sampling_table_seed", b"_sampling_table_seed", "_sampling_table_size", b"_sampling_table_size", "_skip_first_ngram_calls", b"_skip_first_ngram_calls", "context_history_size", b"context_history_size", "keys", b"keys", "ngram_len", b"ngram_len", "sampling_table_seed", b"sampling_table_seed", "sampling_table_size", b"sampling_table_size", "skip_first_ngram_calls", b"skip_first_ngram_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__context_history_size: _TypeAlias = _typing.Literal["context_history_size"]  # noqa: Y015
+    _WhichOneofArgType__context_history_size: _TypeAlias = _typing.Literal["_context_history_size", b"_context_history_size"]  # noqa: Y015
+    _WhichOneofReturnType__sampling_table_seed: _TypeAlias = _typing.Literal["sampling_table_seed"]  # noqa: Y015
+    _WhichOneofArgType__sampling_table_seed: _TypeAlias = _typing.Literal["_sampling_table_seed", b"_sampling_table_seed"]  # noqa: Y015
+    _WhichOneofReturnType__sampling_table_size: _TypeAlias = _typing.Literal["sampling_table_size"]  # noqa: Y015
+    _WhichOneofArgType__sampling_table_size: _TypeAlias = _typing.Literal["_sampling_table_size", b"_sampling_table_size"]  # noqa: Y015
+    _WhichOneofReturnType__skip_first_ngram_calls: _TypeAlias = _typing.Literal["skip_first_ngram_calls"]  # noqa: Y015
+    _WhichOneofArgType__skip_first_ngram_calls: _TypeAlias = _typing.Literal["_skip_first_ngram_calls", b"_skip_first_ngram_calls"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__context_history_size) -> _WhichOneofReturnType__context_history_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_table_seed) -> _WhichOneofReturnType__sampling_table_seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_table_size) -> _WhichOneofReturnType__sampling_table_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_first_ngram_calls) -> _WhichOneofReturnType__skip_first_ngram_calls | None: ...
+
+Global___SynthIDTextWatermarkingConfig: _TypeAlias = SynthIDTextWatermarkingConfig  # noqa: Y015
+
+@_typing.final
 class WatermarkingConfig(_message.Message):
-    """Green-list watermark (Kirchenbauer et al. 2023)."""
+    """Green-list watermark (Kirchenbauer et al. 2023), or SynthID's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -224,12 +283,17 @@ class WatermarkingConfig(_message.Message):
     HASHING_KEY_FIELD_NUMBER: _builtins.int
     SEEDING_SCHEME_FIELD_NUMBER: _builtins.int
     CONTEXT_WIDTH_FIELD_NUMBER: _builtins.int
+    SYNTHID_FIELD_NUMBER: _builtins.int
     greenlist_ratio: _builtins.float
     bias: _builtins.float
     hashing_key: _builtins.int
     seeding_scheme: _builtins.str
     """"lefthash" or "selfhash"."""
     context_width: _builtins.int
+    @_builtins.property
+    def synthid(self) -> Global___SynthIDTextWatermarkingConfig:
+        """SynthID; the fields of green lists must then be unset."""
+
     def __init__(
         self,
         *,
@@ -238,10 +302,11 @@ class WatermarkingConfig(_message.Message):
         hashing_key: _builtins.int | None = ...,
         seeding_scheme: _builtins.str | None = ...,
         context_width: _builtins.int | None = ...,
+        synthid: Global___SynthIDTextWatermarkingConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bias", b"_bias", "_context_width", b"_context_width", "_greenlist_ratio", b"_greenlist_ratio", "_hashing_key", b"_hashing_key", "_seeding_scheme", b"_seeding_scheme", "bias", b"bias", "context_width", b"context_width", "greenlist_ratio", b"greenlist_ratio", "hashing_key", b"hashing_key", "seeding_scheme", b"seeding_scheme"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bias", b"_bias", "_context_width", b"_context_width", "_greenlist_ratio", b"_greenlist_ratio", "_hashing_key", b"_hashing_key", "_seeding_scheme", b"_seeding_scheme", "bias", b"bias", "context_width", b"context_width", "greenlist_ratio", b"greenlist_ratio", "hashing_key", b"hashing_key", "seeding_scheme", b"seeding_scheme", "synthid", b"synthid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bias", b"_bias", "_context_width", b"_context_width", "_greenlist_ratio", b"_greenlist_ratio", "_hashing_key", b"_hashing_key", "_seeding_scheme", b"_seeding_scheme", "bias", b"bias", "context_width", b"context_width", "greenlist_ratio", b"greenlist_ratio", "hashing_key", b"hashing_key", "seeding_scheme", b"seeding_scheme"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bias", b"_bias", "_context_width", b"_context_width", "_greenlist_ratio", b"_greenlist_ratio", "_hashing_key", b"_hashing_key", "_seeding_scheme", b"_seeding_scheme", "bias", b"bias", "context_width", b"context_width", "greenlist_ratio", b"greenlist_ratio", "hashing_key", b"hashing_key", "seeding_scheme", b"seeding_scheme", "synthid", b"synthid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bias: _TypeAlias = _typing.Literal["bias"]  # noqa: Y015
     _WhichOneofArgType__bias: _TypeAlias = _typing.Literal["_bias", b"_bias"]  # noqa: Y015
@@ -289,6 +354,31 @@ class AllowedTokenTrie(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AllowedTokenTrie: _TypeAlias = AllowedTokenTrie  # noqa: Y015
+
+@_typing.final
+class Plugin(_message.Message):
+    """A logits processor or stopping criterion that the server's owner has loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    parameters: _builtins.str
+    """Keyword arguments of its constructor: a JSON object. Empty: none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Plugin: _TypeAlias = Plugin  # noqa: Y015
 
 @_typing.final
 class GenerationConfig(_message.Message):
@@ -373,6 +463,11 @@ class GenerationConfig(_message.Message):
     ALLOWED_TOKEN_TRIE_FIELD_NUMBER: _builtins.int
     TOP_N_SIGMA_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PAD_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGITS_PROCESSOR_FIELD_NUMBER: _builtins.int
+    STOPPING_CRITERIA_FIELD_NUMBER: _builtins.int
     max_new_tokens: _builtins.int
     """Length."""
     min_new_tokens: _builtins.int
@@ -427,6 +522,9 @@ class GenerationConfig(_message.Message):
     """Top-nσ, as llama.cpp: logits more than so many standard deviations below the highest are dropped. 0 means off."""
     seed: _builtins.int
     """In [0, 2^63 - 1]. The router picks one when unset and reports it in Started."""
+    pad_token_id: _builtins.int
+    bos_token_id: _builtins.int
+    """An empty prompt begins with it."""
     @_builtins.property
     def dola_layers(self) -> Global___DolaLayers: ...
     @_builtins.property
@@ -459,6 +557,18 @@ class GenerationConfig(_message.Message):
 
     @_builtins.property
     def allowed_token_trie(self) -> Global___AllowedTokenTrie: ...
+    @_builtins.property
+    def eos_token_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Special ids, in place of the model's own.
+        Ids that end a sequence. GenerateRequest.eos_token_ids goes before it.
+        """
+
+    @_builtins.property
+    def logits_processor(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plugin]:
+        """generate()'s arguments of these names; the generation service's flags of these names load them."""
+
+    @_builtins.property
+    def stopping_criteria(self) -> _containers.RepeatedCompositeFieldContainer[Global___Plugin]: ...
     def __init__(
         self,
         *,
@@ -517,10 +627,15 @@ class GenerationConfig(_message.Message):
         allowed_token_trie: Global___AllowedTokenTrie | None = ...,
         top_n_sigma: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
+        eos_token_id: _abc.Iterable[_builtins.int] | None = ...,
+        pad_token_id: _builtins.int | None = ...,
+        bos_token_id: _builtins.int | None = ...,
+        logits_processor: _abc.Iterable[Global___Plugin] | None = ...,
+        stopping_criteria: _abc.Iterable[Global___Plugin] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_trie", b"_allowed_token_trie", "_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_assistant_model", b"_assistant_model", "_diversity_penalty", b"_diversity_penalty", "_do_sample", b"_do_sample", "_dola_layers", b"_dola_layers", "_early_stopping", b"_early_stopping", "_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size", "_encoder_repetition_penalty", b"_encoder_repetition_penalty", "_epsilon_cutoff", b"_epsilon_cutoff", "_eta_cutoff", b"_eta_cutoff", "_exponential_decay_length_penalty", b"_exponential_decay_length_penalty", "_forced_bos_token_id", b"_forced_bos_token_id", "_frequency_penalty", b"_frequency_penalty", "_guidance_scale", b"_guidance_scale", "_length_penalty", b"_length_penalty", "_max_length", b"_max_length", "_max_matching_ngram_size", b"_max_matching_ngram_size", "_max_new_tokens", b"_max_new_tokens", "_max_time", b"_max_time", "_min_length", b"_min_length", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_assistant_tokens", b"_num_assistant_tokens", "_num_assistant_tokens_schedule", b"_num_assistant_tokens_schedule", "_num_beam_groups", b"_num_beam_groups", "_num_beams", b"_num_beams", "_num_return_sequences", b"_num_return_sequences", "_penalty_alpha", b"_penalty_alpha", "_presence_penalty", b"_presence_penalty", "_prompt_lookup_num_tokens", b"_prompt_lookup_num_tokens", "_remove_invalid_values", b"_remove_invalid_values", "_renormalize_logits", b"_renormalize_logits", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_healing", b"_token_healing", "_top_h", b"_top_h", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_watermarking_config", b"_watermarking_config", "allowed_token_trie", b"allowed_token_trie", "assistant_confidence_threshold", b"assistant_confidence_threshold", "assistant_model", b"assistant_model", "diversity_penalty", b"diversity_penalty", "do_sample", b"do_sample", "dola_layers", b"dola_layers", "early_stopping", b"early_stopping", "encoder_no_repeat_ngram_size", b"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", b"encoder_repetition_penalty", "epsilon_cutoff", b"epsilon_cutoff", "eta_cutoff", b"eta_cutoff", "exponential_decay_length_penalty", b"exponential_decay_length_penalty", "forced_bos_token_id", b"forced_bos_token_id", "frequency_penalty", b"frequency_penalty", "guidance_scale", b"guidance_scale", "length_penalty", b"length_penalty", "max_length", b"max_length", "max_matching_ngram_size", b"max_matching_ngram_size", "max_new_tokens", b"max_new_tokens", "max_time", b"max_time", "min_length", b"min_length", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "negative_prompt", b"negative_prompt", "negative_prompt_ids", b"negative_prompt_ids", "negative_prompt_text", b"negative_prompt_text", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_assistant_tokens", b"num_assistant_tokens", "num_assistant_tokens_schedule", b"num_assistant_tokens_schedule", "num_beam_groups", b"num_beam_groups", "num_beams", b"num_beams", "num_return_sequences", b"num_return_sequences", "penalty_alpha", b"penalty_alpha", "presence_penalty", b"presence_penalty", "prompt_lookup_num_tokens", b"prompt_lookup_num_tokens", "remove_invalid_values", b"remove_invalid_values", "renormalize_logits", b"renormalize_logits", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "token_healing", b"token_healing", "top_h", b"top_h", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "watermarking_config", b"watermarking_config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_trie", b"_allowed_token_trie", "_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_assistant_model", b"_assistant_model", "_bos_token_id", b"_bos_token_id", "_diversity_penalty", b"_diversity_penalty", "_do_sample", b"_do_sample", "_dola_layers", b"_dola_layers", "_early_stopping", b"_early_stopping", "_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size", "_encoder_repetition_penalty", b"_encoder_repetition_penalty", "_epsilon_cutoff", b"_epsilon_cutoff", "_eta_cutoff", b"_eta_cutoff", "_exponential_decay_length_penalty", b"_exponential_decay_length_penalty", "_forced_bos_token_id", b"_forced_bos_token_id", "_frequency_penalty", b"_frequency_penalty", "_guidance_scale", b"_guidance_scale", "_length_penalty", b"_length_penalty", "_max_length", b"_max_length", "_max_matching_ngram_size", b"_max_matching_ngram_size", "_max_new_tokens", b"_max_new_tokens", "_max_time", b"_max_time", "_min_length", b"_min_length", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_assistant_tokens", b"_num_assistant_tokens", "_num_assistant_tokens_schedule", b"_num_assistant_tokens_schedule", "_num_beam_groups", b"_num_beam_groups", "_num_beams", b"_num_beams", "_num_return_sequences", b"_num_return_sequences", "_pad_token_id", b"_pad_token_id", "_penalty_alpha", b"_penalty_alpha", "_presence_penalty", b"_presence_penalty", "_prompt_lookup_num_tokens", b"_prompt_lookup_num_tokens", "_remove_invalid_values", b"_remove_invalid_values", "_renormalize_logits", b"_renormalize_logits", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_healing", b"_token_healing", "_top_h", b"_top_h", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_watermarking_config", b"_watermarking_config", "allowed_token_trie", b"allowed_token_trie", "assistant_confidence_threshold", b"assistant_confidence_threshold", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "diversity_penalty", b"diversity_penalty", "do_sample", b"do_sample", "dola_layers", b"dola_layers", "early_stopping", b"early_stopping", "encoder_no_repeat_ngram_size", b"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", b"encoder_repetition_penalty", "epsilon_cutoff", b"epsilon_cutoff", "eta_cutoff", b"eta_cutoff", "exponential_decay_length_penalty", b"exponential_decay_length_penalty", "forced_bos_token_id", b"forced_bos_token_id", "frequency_penalty", b"frequency_penalty", "guidance_scale", b"guidance_scale", "length_penalty", b"length_penalty", "max_length", b"max_length", "max_matching_ngram_size", b"max_matching_ngram_size", "max_new_tokens", b"max_new_tokens", "max_time", b"max_time", "min_length", b"min_length", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "negative_prompt", b"negative_prompt", "negative_prompt_ids", b"negative_prompt_ids", "negative_prompt_text", b"negative_prompt_text", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_assistant_tokens", b"num_assistant_tokens", "num_assistant_tokens_schedule", b"num_assistant_tokens_schedule", "num_beam_groups", b"num_beam_groups", "num_beams", b"num_beams", "num_return_sequences", b"num_return_sequences", "pad_token_id", b"pad_token_id", "penalty_alpha", b"penalty_alpha", "presence_penalty", b"presence_penalty", "prompt_lookup_num_tokens", b"prompt_lookup_num_tokens", "remove_invalid_values", b"remove_invalid_values", "renormalize_logits", b"renormalize_logits", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "token_healing", b"token_healing", "top_h", b"top_h", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "watermarking_config", b"watermarking_config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_trie", b"_allowed_token_trie", "_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_assistant_model", b"_assistant_model", "_diversity_penalty", b"_diversity_penalty", "_do_sample", b"_do_sample", "_dola_layers", b"_dola_layers", "_early_stopping", b"_early_stopping", "_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size", "_encoder_repetition_penalty", b"_encoder_repetition_penalty", "_epsilon_cutoff", b"_epsilon_cutoff", "_eta_cutoff", b"_eta_cutoff", "_exponential_decay_length_penalty", b"_exponential_decay_length_penalty", "_forced_bos_token_id", b"_forced_bos_token_id", "_frequency_penalty", b"_frequency_penalty", "_guidance_scale", b"_guidance_scale", "_length_penalty", b"_length_penalty", "_max_length", b"_max_length", "_max_matching_ngram_size", b"_max_matching_ngram_size", "_max_new_tokens", b"_max_new_tokens", "_max_time", b"_max_time", "_min_length", b"_min_length", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_assistant_tokens", b"_num_assistant_tokens", "_num_assistant_tokens_schedule", b"_num_assistant_tokens_schedule", "_num_beam_groups", b"_num_beam_groups", "_num_beams", b"_num_beams", "_num_return_sequences", b"_num_return_sequences", "_penalty_alpha", b"_penalty_alpha", "_presence_penalty", b"_presence_penalty", "_prompt_lookup_num_tokens", b"_prompt_lookup_num_tokens", "_remove_invalid_values", b"_remove_invalid_values", "_renormalize_logits", b"_renormalize_logits", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_healing", b"_token_healing", "_top_h", b"_top_h", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_watermarking_config", b"_watermarking_config", "allowed_token_ids", b"allowed_token_ids", "allowed_token_trie", b"allowed_token_trie", "assistant_confidence_threshold", b"assistant_confidence_threshold", "assistant_model", b"assistant_model", "bad_words_ids", b"bad_words_ids", "begin_suppress_tokens", b"begin_suppress_tokens", "constraints", b"constraints", "diversity_penalty", b"diversity_penalty", "do_sample", b"do_sample", "dola_layers", b"dola_layers", "early_stopping", b"early_stopping", "encoder_no_repeat_ngram_size", b"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", b"encoder_repetition_penalty", "epsilon_cutoff", b"epsilon_cutoff", "eta_cutoff", b"eta_cutoff", "exponential_decay_length_penalty", b"exponential_decay_length_penalty", "force_words_ids", b"force_words_ids", "forced_bos_token_id", b"forced_bos_token_id", "forced_eos_token_id", b"forced_eos_token_id", "frequency_penalty", b"frequency_penalty", "guidance_scale", b"guidance_scale", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "max_length", b"max_length", "max_matching_ngram_size", b"max_matching_ngram_size", "max_new_tokens", b"max_new_tokens", "max_time", b"max_time", "min_length", b"min_length", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "negative_prompt", b"negative_prompt", "negative_prompt_ids", b"negative_prompt_ids", "negative_prompt_text", b"negative_prompt_text", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_assistant_tokens", b"num_assistant_tokens", "num_assistant_tokens_schedule", b"num_assistant_tokens_schedule", "num_beam_groups", b"num_beam_groups", "num_beams", b"num_beams", "num_return_sequences", b"num_return_sequences", "penalty_alpha", b"penalty_alpha", "presence_penalty", b"presence_penalty", "prompt_lookup_num_tokens", b"prompt_lookup_num_tokens", "remove_invalid_values", b"remove_invalid_values", "renormalize_logits", b"renormalize_logits", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "sequence_bias", b"sequence_bias", "suppress_tokens", b"suppress_tokens", "temperature", b"temperature", "token_healing", b"token_healing", "top_h", b"top_h", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "watermarking_config", b"watermarking_config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_trie", b"_allowed_token_trie", "_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_assistant_model", b"_assistant_model", "_bos_token_id", b"_bos_token_id", "_diversity_penalty", b"_diversity_penalty", "_do_sample", b"_do_sample", "_dola_layers", b"_dola_layers", "_early_stopping", b"_early_stopping", "_encoder_no_repeat_ngram_size", b"_encoder_no_repeat_ngram_size", "_encoder_repetition_penalty", b"_encoder_repetition_penalty", "_epsilon_cutoff", b"_epsilon_cutoff", "_eta_cutoff", b"_eta_cutoff", "_exponential_decay_length_penalty", b"_exponential_decay_length_penalty", "_forced_bos_token_id", b"_forced_bos_token_id", "_frequency_penalty", b"_frequency_penalty", "_guidance_scale", b"_guidance_scale", "_length_penalty", b"_length_penalty", "_max_length", b"_max_length", "_max_matching_ngram_size", b"_max_matching_ngram_size", "_max_new_tokens", b"_max_new_tokens", "_max_time", b"_max_time", "_min_length", b"_min_length", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_assistant_tokens", b"_num_assistant_tokens", "_num_assistant_tokens_schedule", b"_num_assistant_tokens_schedule", "_num_beam_groups", b"_num_beam_groups", "_num_beams", b"_num_beams", "_num_return_sequences", b"_num_return_sequences", "_pad_token_id", b"_pad_token_id", "_penalty_alpha", b"_penalty_alpha", "_presence_penalty", b"_presence_penalty", "_prompt_lookup_num_tokens", b"_prompt_lookup_num_tokens", "_remove_invalid_values", b"_remove_invalid_values", "_renormalize_logits", b"_renormalize_logits", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_token_healing", b"_token_healing", "_top_h", b"_top_h", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "_watermarking_config", b"_watermarking_config", "allowed_token_ids", b"allowed_token_ids", "allowed_token_trie", b"allowed_token_trie", "assistant_confidence_threshold", b"assistant_confidence_threshold", "assistant_model", b"assistant_model", "bad_words_ids", b"bad_words_ids", "begin_suppress_tokens", b"begin_suppress_tokens", "bos_token_id", b"bos_token_id", "constraints", b"constraints", "diversity_penalty", b"diversity_penalty", "do_sample", b"do_sample", "dola_layers", b"dola_layers", "early_stopping", b"early_stopping", "encoder_no_repeat_ngram_size", b"encoder_no_repeat_ngram_size", "encoder_repetition_penalty", b"encoder_repetition_penalty", "eos_token_id", b"eos_token_id", "epsilon_cutoff", b"epsilon_cutoff", "eta_cutoff", b"eta_cutoff", "exponential_decay_length_penalty", b"exponential_decay_length_penalty", "force_words_ids", b"force_words_ids", "forced_bos_token_id", b"forced_bos_token_id", "forced_eos_token_id", b"forced_eos_token_id", "frequency_penalty", b"frequency_penalty", "guidance_scale", b"guidance_scale", "length_penalty", b"length_penalty", "logit_bias", b"logit_bias", "logits_processor", b"logits_processor", "max_length", b"max_length", "max_matching_ngram_size", b"max_matching_ngram_size", "max_new_tokens", b"max_new_tokens", "max_time", b"max_time", "min_length", b"min_length", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "negative_prompt", b"negative_prompt", "negative_prompt_ids", b"negative_prompt_ids", "negative_prompt_text", b"negative_prompt_text", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_assistant_tokens", b"num_assistant_tokens", "num_assistant_tokens_schedule", b"num_assistant_tokens_schedule", "num_beam_groups", b"num_beam_groups", "num_beams", b"num_beams", "num_return_sequences", b"num_return_sequences", "pad_token_id", b"pad_token_id", "penalty_alpha", b"penalty_alpha", "presence_penalty", b"presence_penalty", "prompt_lookup_num_tokens", b"prompt_lookup_num_tokens", "remove_invalid_values", b"remove_invalid_values", "renormalize_logits", b"renormalize_logits", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "sequence_bias", b"sequence_bias", "stopping_criteria", b"stopping_criteria", "suppress_tokens", b"suppress_tokens", "temperature", b"temperature", "token_healing", b"token_healing", "top_h", b"top_h", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p", "typical_p", b"typical_p", "watermarking_config", b"watermarking_config"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allowed_token_trie: _TypeAlias = _typing.Literal["allowed_token_trie"]  # noqa: Y015
     _WhichOneofArgType__allowed_token_trie: _TypeAlias = _typing.Literal["_allowed_token_trie", b"_allowed_token_trie"]  # noqa: Y015
@@ -528,6 +643,8 @@ class GenerationConfig(_message.Message):
     _WhichOneofArgType__assistant_confidence_threshold: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold"]  # noqa: Y015
     _WhichOneofReturnType__assistant_model: _TypeAlias = _typing.Literal["assistant_model"]  # noqa: Y015
     _WhichOneofArgType__assistant_model: _TypeAlias = _typing.Literal["_assistant_model", b"_assistant_model"]  # noqa: Y015
+    _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
+    _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
     _WhichOneofReturnType__diversity_penalty: _TypeAlias = _typing.Literal["diversity_penalty"]  # noqa: Y015
     _WhichOneofArgType__diversity_penalty: _TypeAlias = _typing.Literal["_diversity_penalty", b"_diversity_penalty"]  # noqa: Y015
     _WhichOneofReturnType__do_sample: _TypeAlias = _typing.Literal["do_sample"]  # noqa: Y015
@@ -580,6 +697,8 @@ class GenerationConfig(_message.Message):
     _WhichOneofArgType__num_beams: _TypeAlias = _typing.Literal["_num_beams", b"_num_beams"]  # noqa: Y015
     _WhichOneofReturnType__num_return_sequences: _TypeAlias = _typing.Literal["num_return_sequences"]  # noqa: Y015
     _WhichOneofArgType__num_return_sequences: _TypeAlias = _typing.Literal["_num_return_sequences", b"_num_return_sequences"]  # noqa: Y015
+    _WhichOneofReturnType__pad_token_id: _TypeAlias = _typing.Literal["pad_token_id"]  # noqa: Y015
+    _WhichOneofArgType__pad_token_id: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id"]  # noqa: Y015
     _WhichOneofReturnType__penalty_alpha: _TypeAlias = _typing.Literal["penalty_alpha"]  # noqa: Y015
     _WhichOneofArgType__penalty_alpha: _TypeAlias = _typing.Literal["_penalty_alpha", b"_penalty_alpha"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
@@ -618,6 +737,8 @@ class GenerationConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__assistant_confidence_threshold) -> _WhichOneofReturnType__assistant_confidence_threshold | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__assistant_model) -> _WhichOneofReturnType__assistant_model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__diversity_penalty) -> _WhichOneofReturnType__diversity_penalty | None: ...
     @_typing.overload
@@ -670,6 +791,8 @@ class GenerationConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_beams) -> _WhichOneofReturnType__num_beams | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_return_sequences) -> _WhichOneofReturnType__num_return_sequences | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pad_token_id) -> _WhichOneofReturnType__pad_token_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__penalty_alpha) -> _WhichOneofReturnType__penalty_alpha | None: ...
     @_typing.overload

@@ -40,6 +40,8 @@ class GenerateRequest(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
+    BEGINS_TEXT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among live requests of the process; chosen by the caller. Empty: the server makes one."""
     attempt_epoch: _builtins.int
@@ -59,8 +61,16 @@ class GenerateRequest(_message.Message):
     """Seconds left of the caller's deadline when this was sent; work that is older is ended DEADLINE_EXCEEDED and never
     prefilled. Unset: the call's own deadline, if it is not a Session.
     """
+    fair_share_key: _builtins.str
+    """Stands for the tenant that the request is from: waiting requests are served fairly between these. A derived id that
+    says nothing about the tenant. Empty: all such callers are one tenant.
+    """
+    begins_text: _builtins.bool
+    """The text of the answer begins anew, as in a chat, and not after the prompt's: stop strings are matched in that."""
     @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty: the beginning-of-sequence id, as generate() without an input."""
+
     @_builtins.property
     def resumed_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]:
         """Emitted by an earlier attempt, per returned sequence; generation goes on after them."""
@@ -96,10 +106,12 @@ class GenerateRequest(_message.Message):
         tokenizer_fingerprint: _builtins.str = ...,
         model: _builtins.str = ...,
         timeout_seconds: _builtins.float | None = ...,
+        fair_share_key: _builtins.str = ...,
+        begins_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "config", b"config", "constraint", b"constraint", "output", b"output", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -345,14 +357,19 @@ Global___SessionAbort: _TypeAlias = SessionAbort  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """All output of one engine step for this session."""
+    """All output of one engine step for this session. A session with live requests that has had no message for a heartbeat
+    gets one without events while the engine makes progress, also amid a long step; none comes while a step is overdue.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine steps so far."""
+    heartbeat: _builtins.bool
+    """Such a message: a sign of life alone."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]: ...
     def __init__(
@@ -360,10 +377,11 @@ class SessionResponse(_message.Message):
         *,
         events: _abc.Iterable[Global___SessionEvent] | None = ...,
         step: _builtins.int = ...,
+        heartbeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "heartbeat", b"heartbeat", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -488,10 +506,13 @@ class ScoreRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     cache_salt: _builtins.str
     top_logprobs: _builtins.int
     """Alternatives per position, 0 to 20."""
+    fair_share_key: _builtins.str
+    """As GenerateRequest.fair_share_key."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]: ...
     def __init__(
@@ -501,10 +522,11 @@ class ScoreRequest(_message.Message):
         items: _abc.Iterable[Global___ScoreItem] | None = ...,
         cache_salt: _builtins.str = ...,
         top_logprobs: _builtins.int | None = ...,
+        fair_share_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "items", b"items", "model", b"model", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "fair_share_key", b"fair_share_key", "items", b"items", "model", b"model", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -598,10 +620,13 @@ class EmbedRequest(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     normalize: _builtins.bool
     """Divide by the Euclidean norm."""
     cache_salt: _builtins.str
+    fair_share_key: _builtins.str
+    """As GenerateRequest.fair_share_key."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]: ...
     def __init__(
@@ -611,10 +636,11 @@ class EmbedRequest(_message.Message):
         inputs: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         normalize: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        fair_share_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "inputs", b"inputs", "model", b"model", "normalize", b"normalize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fair_share_key", b"fair_share_key", "inputs", b"inputs", "model", b"model", "normalize", b"normalize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,6 +750,7 @@ class WatermarkEvidence(_message.Message):
     num_tokens_scored: _builtins.int
     num_green_tokens: _builtins.int
     green_fraction: _builtins.float
+    """SynthID: the mean g value, which is 1/2 without the watermark. A token is green there when most of its values are 1."""
     z_score: _builtins.float
     """Standard deviations between the number of green tokens and what text without the watermark has on average."""
     p_value: _builtins.float

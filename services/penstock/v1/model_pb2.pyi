@@ -155,6 +155,7 @@ class GetModelInfoResponse(_message.Message):
     DEFAULT_CONFIG_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ASSISTANT_MODEL_FIELD_NUMBER: _builtins.int
+    DEFAULT_STOP_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     """As in config.json, e.g. Qwen2ForCausalLM."""
@@ -190,6 +191,10 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def default_stop(self) -> _config_pb2.StopConfig:
+        """Ends from generation_config.json besides eos_token_ids: they hold for requests that name none."""
+
     def __init__(
         self,
         *,
@@ -215,10 +220,11 @@ class GetModelInfoResponse(_message.Message):
         default_config: _config_pb2.GenerationConfig | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         assistant_model: _builtins.str = ...,
+        default_stop: _config_pb2.StopConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

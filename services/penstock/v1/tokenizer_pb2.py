@@ -26,7 +26,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/tokenizer.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18penstock/v1/common.proto\"\x8d\x03\n\rEncodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ntruncation\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmax_length\x18\x05 \x01(\rH\x02\x88\x01\x01\x12*\n\x0ftruncation_side\x18\x06 \x01(\x0e\x32\x11.penstock.v1.Side\x12-\n\x07padding\x18\x07 \x01(\x0e\x32\x1c.penstock.v1.PaddingStrategy\x12\'\n\x0cpadding_side\x18\x08 \x01(\x0e\x32\x11.penstock.v1.Side\x12\x16\n\x0ereturn_offsets\x18\t \x01(\x08\x12!\n\x14parse_special_tokens\x18\n \x01(\x08H\x03\x88\x01\x01\x42\x15\n\x13_add_special_tokensB\r\n\x0b_truncationB\r\n\x0b_max_lengthB\x17\n\x15_parse_special_tokens\"$\n\x06Offset\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"U\n\x08\x45ncoding\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x16\n\x0e\x61ttention_mask\x18\x02 \x03(\r\x12$\n\x07offsets\x18\x03 \x03(\x0b\x32\x13.penstock.v1.Offset\":\n\x0e\x45ncodeResponse\x12(\n\tencodings\x18\x01 \x03(\x0b\x32\x15.penstock.v1.Encoding\"\x82\x01\n\rDecodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\tsequences\x18\x02 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\x1f\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x92\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\'\n\x08\x44ocument\x12\r\n\x05title\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xe9\x02\n\x18\x41pplyChatTemplateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.penstock.v1.Message\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12(\n\tdocuments\x18\x04 \x03(\x0b\x32\x15.penstock.v1.Document\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\rtemplate_name\x18\x08 \x01(\tB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"p\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x18\n\x10template_seconds\x18\x03 \x01(\x01\x12\x18\n\x10tokenize_seconds\x18\x04 \x01(\x01\"C\n\x13\x44\x65\x63odeStreamRequest\x12,\n\x05items\x18\x01 \x03(\x0b\x32\x1d.penstock.v1.DecodeStreamItem\"\xbd\x01\n\x10\x44\x65\x63odeStreamItem\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12+\n\x04open\x18\x02 \x01(\x0b\x32\x1d.penstock.v1.DecodeStreamOpen\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06\x66inish\x18\x04 \x01(\x08\x12\x0c\n\x04\x64rop\x18\x05 \x01(\x08\x12 \n\x13matched_stop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x42\x16\n\x14_matched_stop_string\"\xcd\x01\n\x10\x44\x65\x63odeStreamOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12%\n\x1dinclude_stop_string_in_output\x18\x04 \x01(\x08\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\r\x12\x19\n\x11resumed_token_ids\x18\x06 \x03(\rB\x16\n\x14_skip_special_tokens\"d\n\x14\x44\x65\x63odeStreamResponse\x12\x30\n\x07results\x18\x01 \x03(\x0b\x32\x1f.penstock.v1.DecodeStreamResult\x12\x1a\n\x12\x64\x65tokenize_seconds\x18\x02 \x01(\x01\"\x8d\x01\n\x12\x44\x65\x63odeStreamResult\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05\x65rror\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x16\n\x14_matched_stop_stringB\x08\n\x06_error\"&\n\x15GetDecodeTableRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xaa\x01\n\x16GetDecodeTableResponse\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.penstock.v1.DecodeTableKind\x12\r\n\x05strip\x18\x02 \x01(\t\x12\x13\n\x0bstrip_count\x18\x03 \x01(\r\x12\x19\n\x11special_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06pieces\x18\x05 \x03(\x0c\x12\x15\n\rlone_byte_ids\x18\x06 \x03(\r\"$\n\x13GetTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x86\x03\n\x14GetTokenizerResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cpad_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x0cunk_token_id\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x19\n\x11special_token_ids\x18\x07 \x03(\r\x12\x15\n\rchat_template\x18\x08 \x01(\t\x12\x16\n\x0etemplate_names\x18\t \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x0b \x01(\t\x12\x1d\n\x10model_max_length\x18\x0c \x01(\rH\x03\x88\x01\x01\x42\x0f\n\r_bos_token_idB\x0f\n\r_pad_token_idB\x0f\n\r_unk_token_idB\x13\n\x11_model_max_length*;\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\r\n\tSIDE_LEFT\x10\x01\x12\x0e\n\nSIDE_RIGHT\x10\x02*r\n\x0fPaddingStrategy\x12 \n\x1cPADDING_STRATEGY_UNSPECIFIED\x10\x00\x12\x1c\n\x18PADDING_STRATEGY_LONGEST\x10\x01\x12\x1f\n\x1bPADDING_STRATEGY_MAX_LENGTH\x10\x02*{\n\x0f\x44\x65\x63odeTableKind\x12!\n\x1d\x44\x45\x43ODE_TABLE_KIND_UNSPECIFIED\x10\x00\x12 \n\x1c\x44\x45\x43ODE_TABLE_KIND_BYTE_LEVEL\x10\x01\x12#\n\x1f\x44\x45\x43ODE_TABLE_KIND_BYTE_FALLBACK\x10\x02\x32\x87\x04\n\x10TokenizerService\x12\x41\n\x06\x45ncode\x12\x1a.penstock.v1.EncodeRequest\x1a\x1b.penstock.v1.EncodeResponse\x12\x41\n\x06\x44\x65\x63ode\x12\x1a.penstock.v1.DecodeRequest\x1a\x1b.penstock.v1.DecodeResponse\x12\x62\n\x11\x41pplyChatTemplate\x12%.penstock.v1.ApplyChatTemplateRequest\x1a&.penstock.v1.ApplyChatTemplateResponse\x12W\n\x0c\x44\x65\x63odeStream\x12 .penstock.v1.DecodeStreamRequest\x1a!.penstock.v1.DecodeStreamResponse(\x01\x30\x01\x12[\n\x0eGetDecodeTable\x12\".penstock.v1.GetDecodeTableRequest\x1a#.penstock.v1.GetDecodeTableResponse0\x01\x12S\n\x0cGetTokenizer\x12 .penstock.v1.GetTokenizerRequest\x1a!.penstock.v1.GetTokenizerResponseB^\n\x0eio.penstock.v1B\x0eTokenizerProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/tokenizer.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18penstock/v1/common.proto\"\x8d\x03\n\rEncodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\ntruncation\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmax_length\x18\x05 \x01(\rH\x02\x88\x01\x01\x12*\n\x0ftruncation_side\x18\x06 \x01(\x0e\x32\x11.penstock.v1.Side\x12-\n\x07padding\x18\x07 \x01(\x0e\x32\x1c.penstock.v1.PaddingStrategy\x12\'\n\x0cpadding_side\x18\x08 \x01(\x0e\x32\x11.penstock.v1.Side\x12\x16\n\x0ereturn_offsets\x18\t \x01(\x08\x12!\n\x14parse_special_tokens\x18\n \x01(\x08H\x03\x88\x01\x01\x42\x15\n\x13_add_special_tokensB\r\n\x0b_truncationB\r\n\x0b_max_lengthB\x17\n\x15_parse_special_tokens\"$\n\x06Offset\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"U\n\x08\x45ncoding\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x16\n\x0e\x61ttention_mask\x18\x02 \x03(\r\x12$\n\x07offsets\x18\x03 \x03(\x0b\x32\x13.penstock.v1.Offset\":\n\x0e\x45ncodeResponse\x12(\n\tencodings\x18\x01 \x03(\x0b\x32\x15.penstock.v1.Encoding\"\x9c\x01\n\rDecodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\tsequences\x18\x02 \x03(\x0b\x32\x15.penstock.v1.TokenIds\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10without_open_end\x18\x04 \x01(\x08\x42\x16\n\x14_skip_special_tokens\"\x1f\n\x0e\x44\x65\x63odeResponse\x12\r\n\x05texts\x18\x01 \x03(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x92\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\'\n\x08\x44ocument\x12\r\n\x05title\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xe9\x02\n\x18\x41pplyChatTemplateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.penstock.v1.Message\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12(\n\tdocuments\x18\x04 \x03(\x0b\x32\x15.penstock.v1.Document\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x15\n\rtemplate_name\x18\x08 \x01(\tB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"p\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x18\n\x10template_seconds\x18\x03 \x01(\x01\x12\x18\n\x10tokenize_seconds\x18\x04 \x01(\x01\"C\n\x13\x44\x65\x63odeStreamRequest\x12,\n\x05items\x18\x01 \x03(\x0b\x32\x1d.penstock.v1.DecodeStreamItem\"\xbd\x01\n\x10\x44\x65\x63odeStreamItem\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12+\n\x04open\x18\x02 \x01(\x0b\x32\x1d.penstock.v1.DecodeStreamOpen\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0e\n\x06\x66inish\x18\x04 \x01(\x08\x12\x0c\n\x04\x64rop\x18\x05 \x01(\x08\x12 \n\x13matched_stop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x42\x16\n\x14_matched_stop_string\"\xfd\x01\n\x10\x44\x65\x63odeStreamOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12%\n\x1dinclude_stop_string_in_output\x18\x04 \x01(\x08\x12\x18\n\x10prefix_token_ids\x18\x05 \x03(\r\x12\x19\n\x11resumed_token_ids\x18\x06 \x03(\r\x12\x15\n\rprefix_is_cut\x18\x07 \x01(\x08\x12\x17\n\x0freturn_open_end\x18\x08 \x01(\x08\x42\x16\n\x14_skip_special_tokens\"d\n\x14\x44\x65\x63odeStreamResponse\x12\x30\n\x07results\x18\x01 \x03(\x0b\x32\x1f.penstock.v1.DecodeStreamResult\x12\x1a\n\x12\x64\x65tokenize_seconds\x18\x02 \x01(\x01\"\x8d\x01\n\x12\x44\x65\x63odeStreamResult\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x13matched_stop_string\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05\x65rror\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x16\n\x14_matched_stop_stringB\x08\n\x06_error\"&\n\x15GetDecodeTableRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xaa\x01\n\x16GetDecodeTableResponse\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.penstock.v1.DecodeTableKind\x12\r\n\x05strip\x18\x02 \x01(\t\x12\x13\n\x0bstrip_count\x18\x03 \x01(\r\x12\x19\n\x11special_token_ids\x18\x04 \x03(\r\x12\x0e\n\x06pieces\x18\x05 \x03(\x0c\x12\x15\n\rlone_byte_ids\x18\x06 \x03(\r\"$\n\x13GetTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x86\x03\n\x14GetTokenizerResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cpad_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x0cunk_token_id\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x19\n\x11special_token_ids\x18\x07 \x03(\r\x12\x15\n\rchat_template\x18\x08 \x01(\t\x12\x16\n\x0etemplate_names\x18\t \x03(\t\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x0b \x01(\t\x12\x1d\n\x10model_max_length\x18\x0c \x01(\rH\x03\x88\x01\x01\x42\x0f\n\r_bos_token_idB\x0f\n\r_pad_token_idB\x0f\n\r_unk_token_idB\x13\n\x11_model_max_length*;\n\x04Side\x12\x14\n\x10SIDE_UNSPECIFIED\x10\x00\x12\r\n\tSIDE_LEFT\x10\x01\x12\x0e\n\nSIDE_RIGHT\x10\x02*r\n\x0fPaddingStrategy\x12 \n\x1cPADDING_STRATEGY_UNSPECIFIED\x10\x00\x12\x1c\n\x18PADDING_STRATEGY_LONGEST\x10\x01\x12\x1f\n\x1bPADDING_STRATEGY_MAX_LENGTH\x10\x02*{\n\x0f\x44\x65\x63odeTableKind\x12!\n\x1d\x44\x45\x43ODE_TABLE_KIND_UNSPECIFIED\x10\x00\x12 \n\x1c\x44\x45\x43ODE_TABLE_KIND_BYTE_LEVEL\x10\x01\x12#\n\x1f\x44\x45\x43ODE_TABLE_KIND_BYTE_FALLBACK\x10\x02\x32\x87\x04\n\x10TokenizerService\x12\x41\n\x06\x45ncode\x12\x1a.penstock.v1.EncodeRequest\x1a\x1b.penstock.v1.EncodeResponse\x12\x41\n\x06\x44\x65\x63ode\x12\x1a.penstock.v1.DecodeRequest\x1a\x1b.penstock.v1.DecodeResponse\x12\x62\n\x11\x41pplyChatTemplate\x12%.penstock.v1.ApplyChatTemplateRequest\x1a&.penstock.v1.ApplyChatTemplateResponse\x12W\n\x0c\x44\x65\x63odeStream\x12 .penstock.v1.DecodeStreamRequest\x1a!.penstock.v1.DecodeStreamResponse(\x01\x30\x01\x12[\n\x0eGetDecodeTable\x12\".penstock.v1.GetDecodeTableRequest\x1a#.penstock.v1.GetDecodeTableResponse0\x01\x12S\n\x0cGetTokenizer\x12 .penstock.v1.GetTokenizerRequest\x1a!.penstock.v1.GetTokenizerResponseB^\n\x0eio.penstock.v1B\x0eTokenizerProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.tokenizer_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\016TokenizerProtoP\001Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1'
-  _globals['_SIDE']._serialized_start=3023
-  _globals['_SIDE']._serialized_end=3082
-  _globals['_PADDINGSTRATEGY']._serialized_start=3084
-  _globals['_PADDINGSTRATEGY']._serialized_end=3198
-  _globals['_DECODETABLEKIND']._serialized_start=3200
-  _globals['_DECODETABLEKIND']._serialized_end=3323
+  _globals['_SIDE']._serialized_start=3097
+  _globals['_SIDE']._serialized_end=3156
+  _globals['_PADDINGSTRATEGY']._serialized_start=3158
+  _globals['_PADDINGSTRATEGY']._serialized_end=3272
+  _globals['_DECODETABLEKIND']._serialized_start=3274
+  _globals['_DECODETABLEKIND']._serialized_end=3397
   _globals['_ENCODEREQUEST']._serialized_start=101
   _globals['_ENCODEREQUEST']._serialized_end=498
   _globals['_OFFSET']._serialized_start=500
@@ -49,39 +49,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODERESPONSE']._serialized_start=625
   _globals['_ENCODERESPONSE']._serialized_end=683
   _globals['_DECODEREQUEST']._serialized_start=686
-  _globals['_DECODEREQUEST']._serialized_end=816
-  _globals['_DECODERESPONSE']._serialized_start=818
-  _globals['_DECODERESPONSE']._serialized_end=849
-  _globals['_TOOLCALL']._serialized_start=851
-  _globals['_TOOLCALL']._serialized_end=906
-  _globals['_MESSAGE']._serialized_start=909
-  _globals['_MESSAGE']._serialized_end=1055
-  _globals['_TOOL']._serialized_start=1057
-  _globals['_TOOL']._serialized_end=1143
-  _globals['_DOCUMENT']._serialized_start=1145
-  _globals['_DOCUMENT']._serialized_end=1184
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=1187
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=1548
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=1550
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=1662
-  _globals['_DECODESTREAMREQUEST']._serialized_start=1664
-  _globals['_DECODESTREAMREQUEST']._serialized_end=1731
-  _globals['_DECODESTREAMITEM']._serialized_start=1734
-  _globals['_DECODESTREAMITEM']._serialized_end=1923
-  _globals['_DECODESTREAMOPEN']._serialized_start=1926
-  _globals['_DECODESTREAMOPEN']._serialized_end=2131
-  _globals['_DECODESTREAMRESPONSE']._serialized_start=2133
-  _globals['_DECODESTREAMRESPONSE']._serialized_end=2233
-  _globals['_DECODESTREAMRESULT']._serialized_start=2236
-  _globals['_DECODESTREAMRESULT']._serialized_end=2377
-  _globals['_GETDECODETABLEREQUEST']._serialized_start=2379
-  _globals['_GETDECODETABLEREQUEST']._serialized_end=2417
-  _globals['_GETDECODETABLERESPONSE']._serialized_start=2420
-  _globals['_GETDECODETABLERESPONSE']._serialized_end=2590
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=2592
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=2628
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2631
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=3021
-  _globals['_TOKENIZERSERVICE']._serialized_start=3326
-  _globals['_TOKENIZERSERVICE']._serialized_end=3845
+  _globals['_DECODEREQUEST']._serialized_end=842
+  _globals['_DECODERESPONSE']._serialized_start=844
+  _globals['_DECODERESPONSE']._serialized_end=875
+  _globals['_TOOLCALL']._serialized_start=877
+  _globals['_TOOLCALL']._serialized_end=932
+  _globals['_MESSAGE']._serialized_start=935
+  _globals['_MESSAGE']._serialized_end=1081
+  _globals['_TOOL']._serialized_start=1083
+  _globals['_TOOL']._serialized_end=1169
+  _globals['_DOCUMENT']._serialized_start=1171
+  _globals['_DOCUMENT']._serialized_end=1210
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=1213
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=1574
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=1576
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=1688
+  _globals['_DECODESTREAMREQUEST']._serialized_start=1690
+  _globals['_DECODESTREAMREQUEST']._serialized_end=1757
+  _globals['_DECODESTREAMITEM']._serialized_start=1760
+  _globals['_DECODESTREAMITEM']._serialized_end=1949
+  _globals['_DECODESTREAMOPEN']._serialized_start=1952
+  _globals['_DECODESTREAMOPEN']._serialized_end=2205
+  _globals['_DECODESTREAMRESPONSE']._serialized_start=2207
+  _globals['_DECODESTREAMRESPONSE']._serialized_end=2307
+  _globals['_DECODESTREAMRESULT']._serialized_start=2310
+  _globals['_DECODESTREAMRESULT']._serialized_end=2451
+  _globals['_GETDECODETABLEREQUEST']._serialized_start=2453
+  _globals['_GETDECODETABLEREQUEST']._serialized_end=2491
+  _globals['_GETDECODETABLERESPONSE']._serialized_start=2494
+  _globals['_GETDECODETABLERESPONSE']._serialized_end=2664
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2666
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2702
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2705
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=3095
+  _globals['_TOKENIZERSERVICE']._serialized_start=3400
+  _globals['_TOKENIZERSERVICE']._serialized_end=3919
 # @@protoc_insertion_point(module_scope)

@@ -236,9 +236,12 @@ class DecodeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    WITHOUT_OPEN_END_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     skip_special_tokens: _builtins.bool
     """Default true."""
+    without_open_end: _builtins.bool
+    """Leave out a character that a sequence begins at its end and does not complete; else it is U+FFFD."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]: ...
     def __init__(
@@ -247,10 +250,11 @@ class DecodeRequest(_message.Message):
         model: _builtins.str = ...,
         sequences: _abc.Iterable[_common_pb2.TokenIds] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        without_open_end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "model", b"model", "sequences", b"sequences", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "model", b"model", "sequences", b"sequences", "skip_special_tokens", b"skip_special_tokens", "without_open_end", b"without_open_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -566,17 +570,25 @@ class DecodeStreamOpen(_message.Message):
     INCLUDE_STOP_STRING_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     PREFIX_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PREFIX_IS_CUT_FIELD_NUMBER: _builtins.int
+    RETURN_OPEN_END_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     skip_special_tokens: _builtins.bool
     """Default true."""
     include_stop_string_in_output: _builtins.bool
+    prefix_is_cut: _builtins.bool
+    """prefix_token_ids are the end of a longer context, and may begin inside a character."""
+    return_open_end: _builtins.bool
+    """A character that prefix_token_ids begin at their end and do not complete is part of the text, also as U+FFFD. Else
+    it is only where token_ids complete it.
+    """
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text that may be the beginning of one of these is held back."""
 
     @_builtins.property
     def prefix_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids just before the first token_ids: context for the decoder, not returned as text."""
+        """Ids just before the first token_ids, such as a prompt: the text is what token_ids add to theirs."""
 
     @_builtins.property
     def resumed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -591,10 +603,12 @@ class DecodeStreamOpen(_message.Message):
         include_stop_string_in_output: _builtins.bool = ...,
         prefix_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         resumed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_is_cut: _builtins.bool = ...,
+        return_open_end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "model", b"model", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop_string_in_output", b"include_stop_string_in_output", "model", b"model", "prefix_is_cut", b"prefix_is_cut", "prefix_token_ids", b"prefix_token_ids", "resumed_token_ids", b"resumed_token_ids", "return_open_end", b"return_open_end", "skip_special_tokens", b"skip_special_tokens", "stop_strings", b"stop_strings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015

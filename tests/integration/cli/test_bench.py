@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.generation import generation_service, text_checkpoint
-from factories.stack import Stack
+from factories.servers.generation import generation_service, text_checkpoint
+from factories.servers.stack import Stack
 
 
 async def bench(*arguments: str) -> tuple[int | None, dict[str, Any], str]:

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from factories import stack
-from factories.emitting_backend import EmittingBackend, count_up
-from factories.router import Answer, backend, collect, generate, tokenizer_address
+from factories.servers import stack
+from factories.servers.emitting_backend import EmittingBackend, count_up
+from factories.servers.router import Answer, backend, collect, generate, tokenizer_address
 from penstock.v1 import common_pb2, config_pb2, text_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import psutil
 import pytest
@@ -85,6 +86,24 @@ async def test_a_tree_is_ready_serves_and_lets_streams_finish_when_stopped() -> 
         assert await gone(members)
 
 
+async def test_a_tree_tells_the_state_of_its_engine_by_signal_and_by_command() -> None:
+    async with serve() as tree:
+        await tree.ready()
+        tree.role("generation").send_signal(signal.SIGUSR1)
+        assert tree.process.stderr is not None
+        async for line in tree.process.stderr:
+            if b"engine state" in line:
+                break
+        else:
+            raise AssertionError("no state was logged")
+        address = next(line.split()[3] for line in tree.lines if line.startswith("generation: ready on "))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "penstock.cli.main", "debug", "state", "--json", "--address", address), stdout=PIPE
+        )
+        stdout, _ = await process.communicate()
+        assert json.loads(stdout)["running"] == []
+
+
 async def test_a_tree_whose_child_dies_ends_with_its_exit_code() -> None:
     async with serve() as tree:
         await tree.ready()
@@ -147,18 +166,45 @@ async def test_the_demo_answers_shows_its_timings_and_leaves_nothing() -> None:
             await asyncio.open_connection(*address.split(":"))
 
 
-@pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
-def test_a_service_that_is_stopped_while_it_imports_exits_0(role: str) -> None:
-    """SIGTERM as soon as Python runs our code, long before the service could drain."""
+@contextlib.contextmanager
+def importing(role: str) -> Iterator[subprocess.Popen[str]]:
+    """A service as soon as Python runs our code, long before it could drain."""
     hook = "import signal, sys\nfrom penstock.cli import main\nrun = main._run\n"
     hook += "main._run = lambda debug: (print('begun', flush=True), run(debug))[1]\nmain.main()"
     command = [sys.executable, "-c", hook, "serve", role, "--port", "0", "--metrics-port", "-1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stdout.readline() == "begun\n"
+        yield process
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
+def test_a_service_that_is_stopped_while_it_imports_exits_0(role: str) -> None:
+    with importing(role) as process:
         process.terminate()
+        assert process.stderr is not None
         assert process.wait() == 0, process.stderr.read()
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
+def test_a_service_that_is_asked_for_its_state_while_it_imports_goes_on(role: str) -> None:
+    with importing(role) as process:
+        process.send_signal(signal.SIGUSR1)
+        process.terminate()
+        assert process.wait() == 0
+
+
+def test_a_handler_of_sigusr1_that_is_there_stays() -> None:
+    script = """
+import signal, sys
+from penstock.cli import main
+seen = lambda *_: None
+signal.signal(signal.SIGUSR1, seen)
+sys.argv = ["penstock", "serve"]
+main._run = lambda debug: 0 if signal.getsignal(signal.SIGUSR1) is seen else 3
+main.main()
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
 def test_a_stop_that_falls_into_a_callback_of_the_interpreter_is_not_lost() -> None:

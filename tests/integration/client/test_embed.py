@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.generation import Client, generation_service, token_ids
-from factories.router import running_router
-from factories.step_gate import held_after
+from factories.engine.step_gate import held_after
+from factories.servers.generation import Client, generation_service, token_ids
+from factories.servers.router import running_router
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import generation_pb2, text_pb2

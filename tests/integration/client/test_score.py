@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
-from factories import stack
-from factories.generation import Client, generation_service, request
-from factories.router import Router, running_router, until
-from factories.step_gate import held_after
+from factories.engine.step_gate import held_after
+from factories.servers import stack
+from factories.servers.generation import Client, generation_service, request
+from factories.servers.router import Router, running_router, until
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import InvalidArgument, NotFound, PenstockError, ResourceExhausted, from_rpc_error
 from penstock.v1 import admin_pb2, generation_pb2, text_pb2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from factories.generation import TEXT_VOCAB_SIZE, Client, Outcome, generation_service, request, text_checkpoint
+from factories.servers.generation import TEXT_VOCAB_SIZE, Client, Outcome, generation_service, request, text_checkpoint
 from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder
 from penstock.common.errors import NotFound, StartupError
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, model_pb2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.generation import generation_service
-from factories.router import collect, generate, running_router
+from factories.servers.generation import generation_service
+from factories.servers.router import collect, generate, running_router
 from penstock.common.checkpoint import demo_folder
 from penstock.v1 import common_pb2, config_pb2
 

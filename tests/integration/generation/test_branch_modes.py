@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from factories.generation import Client, generation_service, request
-from factories.router import Answer, Router, collect, generate, running_router
+from factories.servers.generation import Client, generation_service, request
+from factories.servers.router import Answer, Router, collect, generate, running_router
 from penstock.common.checkpoint import demo_folder
 from penstock.v1 import common_pb2, config_pb2
 

@@ -10,15 +10,16 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from factories.generation import PATIENCE_SECONDS, Client, generation_service, request, text_checkpoint
-from factories.sessions import Session
-from factories.step_gate import held_after
+from factories.engine.step_gate import held_after
+from factories.servers.generation import PATIENCE_SECONDS, Client, generation_service, request, text_checkpoint
+from factories.servers.sessions import Session
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import (
     Aborted,
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
+    InvalidArgument,
     ResourceExhausted,
     Unavailable,
     from_rpc_error,
@@ -53,7 +54,7 @@ async def started(client: Client, **fields: Any) -> Any:
 
 
 async def rest(call: Any) -> list[Any]:
-    """What a call that was begun by `started` still brings. Raises its status."""
+    """Remaining messages of a call begun by `started`. Raises its status."""
     events = []
     # grpc.aio.EOF is falsy, and no event of ours is.
     while event := await call.read():
@@ -75,6 +76,14 @@ async def test_cancelling_frees_the_blocks(client: Client) -> None:
     call.cancel()
     ended = await client.until_idle()
     assert ended.step - begun.step < MANY_STEPS // 2, "it ended long before its own end"
+
+
+async def test_a_process_tells_itself_from_another(client: Client, folder: Path) -> None:
+    own = (await client.load()).process_start_id
+    assert len(own) == 16
+    assert (await client.until_idle()).process_start_id == own
+    async with generation_service(folder) as another:
+        assert (await another.load()).process_start_id not in ("", own)
 
 
 async def test_a_client_whose_connection_is_gone_frees_its_blocks(client: Client) -> None:
@@ -247,6 +256,18 @@ async def test_the_cache_can_be_cleared(client: Client) -> None:
     stats = await client.admin.GetPoolStats(admin_pb2.GetPoolStatsRequest())
     assert stats.prefix_lookups_tokens > 0
     assert stats.load.kv_blocks_total == stats.load.kv_blocks_free + stats.load.kv_blocks_evictable
+
+
+async def test_a_caller_that_names_what_to_clear_does_not_lose_the_whole_cache(client: Client) -> None:
+    """The field that named requests is gone; what an old caller sends in it is no field any more."""
+    prompt = range(300, 360)
+    await client.generate(request(prompt))
+    with pytest.raises(grpc.RpcError) as refused:
+        await client.admin.ClearCache(admin_pb2.ClearCacheRequest.FromString(b"\x0a\x04that"))
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidArgument)
+    assert error.field == "request_ids"
+    assert (await client.generate(request(prompt))).started.cached_tokens > 0
 
 
 async def test_warming_up_needs_an_idle_engine(client: Client) -> None:

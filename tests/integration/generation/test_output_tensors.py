@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from factories.checkpoints import reference_model
-from factories.generation import Client, generation_service, request, text_checkpoint
-from factories.router import Router, chat, collect, generate, running_router
-from factories.step_gate import held_after
+from factories.engine.step_gate import held_after
+from factories.models.checkpoints import reference_model
+from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from factories.servers.router import Router, chat, collect, generate, running_router
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 from penstock_client import AsyncClient

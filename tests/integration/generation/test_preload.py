@@ -37,8 +37,8 @@ SERVE = """
 from itertools import product
 from pathlib import Path
 from random import Random
-from factories.mixed import _PROCESSORS, MODES, drafted, structured, textual
-from factories.modes import generate, load_service
+from factories.engine.mixed import _PROCESSORS, MODES, drafted, structured, textual
+from factories.engine.modes import generate, load_service
 from penstock.common.checkpoint import demo_folder
 loaded = load_service(demo_folder(), assistant_model=str(demo_folder()), assistant_kv_memory="4MiB")
 name = loaded.served.assistant_model

@@ -12,20 +12,20 @@ from typing import Any
 
 import grpc
 import pytest
-from factories import stack
-from factories.generation import (
+from factories.engine.step_gate import held_after
+from factories.servers import stack
+from factories.servers.generation import (
     Client,
     generation_service,
     request,
     text_checkpoint,
 )
-from factories.step_gate import held_after
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.engine.dump import request_key
 from penstock.generation.engine.status_log import StatusLog
-from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.rpc.admin import AdminServicer
 from penstock.v1 import admin_pb2, generation_pb2_grpc
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
@@ -118,24 +118,25 @@ async def test_a_bad_wait_is_refused_and_an_address_without_a_server_is_named(fo
             assert error.field == "wait_seconds"
     code, _, err = await penstock("debug", "state", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "100ms")
     assert (code, "--address" in err, len(err.splitlines())) == (2, True, 1)
+    assert "generation: ready on" in err
 
 
-async def test_a_step_that_breaks_is_logged_with_the_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with capture_logs() as logs:
-        async with generation_service(folder) as client:
+@pytest.mark.parametrize(("flags", "seconds"), [((), 70.0), (("--wait-seconds", "20"), 30.0)])
+async def test_the_command_does_not_wait_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], seconds: float
+) -> None:
+    answer, remaining = AdminServicer.DumpState, []
 
-            def broken(*_: object) -> None:
-                raise RuntimeError("the device is gone")
+    async def noted(servicer: AdminServicer, asked: admin_pb2.DumpStateRequest, context: Any) -> Any:
+        remaining.append(context.time_remaining())
+        return await answer(servicer, asked, context)
 
-            monkeypatch.setattr(ModelRunner, "execute", broken)
-            outcome = await client.generate(request([CANARY] * 20, request_id="canary"))
-            assert outcome.error is not None
-            await client.running.service.failed
-    (record,) = (log for log in logs if log["event"] == "engine step failed")
-    assert record["state"]["last_step"]["groups"] == (
-        {"request": request_key("canary"), "sequences": 1, "prompt_rows": 20, "decode_rows": 0, "draft_rows": 0},
-    )
-    assert str(CANARY) not in json.dumps(record["state"])
+    monkeypatch.setattr(AdminServicer, "DumpState", noted)
+    async with generation_service(folder) as client:
+        code, _, err = await penstock("debug", "state", "--address", client.running.address, *flags)
+    assert (code, err) == (0, "")
+    # gRPC rounds deadlines up.
+    assert seconds / 2 < remaining[0] < seconds + 1
 
 
 class Ticks:

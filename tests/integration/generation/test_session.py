@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from factories.generation import Client, generation_service, request, text_checkpoint
-from factories.sessions import Session
-from factories.step_gate import held_after
+from factories.engine.step_gate import held_after
+from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from factories.servers.sessions import Session
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument, from_status
 from penstock.v1 import common_pb2, generation_pb2

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from factories.generation import Client, generation_service, request, text_checkpoint
+from factories.servers.generation import Client, generation_service, request, text_checkpoint
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError, Unavailable
 from penstock.generation.app import GenerationApp
@@ -64,6 +65,34 @@ async def test_truncated_weights(folder: Path) -> None:
     error = await refusal(folder)
     assert error.flag == "MODEL"
     assert "model.safetensors" in error.message
+
+
+class _Planted:
+    """Object whose unpickling makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (self._mark,)
+
+
+async def test_pickled_weights_are_no_weights_and_are_not_read(folder: Path) -> None:
+    mark = folder / "unpickled"
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Planted(mark)))
+    error = await refusal(folder)
+    assert error.flag == "MODEL"
+    assert "safetensors" in error.message
+    assert not mark.exists()
+
+
+async def test_code_that_a_folder_brings_is_not_run(folder: Path) -> None:
+    mark = folder / "ran"
+    (folder / "planted.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Config: pass\nclass Model: pass\n")
+    edit(folder / "config.json", auto_map={"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"})
+    async with generation_service(folder):
+        assert not mark.exists()
 
 
 async def test_weights_of_another_shape_name_the_tensor(folder: Path) -> None:
@@ -218,11 +247,19 @@ async def test_int8_keys_and_values_are_told_and_hold_more_tokens(checkpoint: Pa
 
 
 async def test_the_models_own_defaults_are_told_and_used(folder: Path) -> None:
-    edit(folder / "generation_config.json", do_sample=True, temperature=0.7, top_k=20, eos_token_id=[3, 4])
+    edit(
+        folder / "generation_config.json",
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        eos_token_id=[3, 4],
+        stop_strings=["zz"],
+    )
     async with generation_service(folder) as client:
         info = await client.model.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert (info.default_config.do_sample, info.default_config.top_k) == (True, 20)
         assert list(info.eos_token_ids) == [3, 4]
+        assert list(info.default_stop.stop_strings) == ["zz"]
         outcome = await client.generate(request())
         assert outcome.started.generation_mode == common_pb2.GENERATION_MODE_SAMPLE
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from factories.checkpoints import reference_model
-from factories.generation import Client, Outcome, generation_service, request, text_checkpoint, token_ids
+from factories.models.checkpoints import reference_model
+from factories.servers.generation import Client, Outcome, generation_service, request, text_checkpoint, token_ids
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.v1 import common_pb2
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 
 def transformers_greedy(folder: Path, prompt: list[int], new_tokens: int) -> list[int]:
-    """What transformers generates after `prompt`, over end-of-sequence ids."""
+    """Tokens that transformers generates after `prompt`, past end-of-sequence ids."""
     model: Any = reference_model(folder)
     ids = torch.tensor([prompt])
     output = model.generate(

@@ -9,9 +9,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import pytest_asyncio
-from factories.generation import Client, generation_service, request, text_checkpoint
-from factories.grammars import EOS, ids_of, text_tokenizer
-from factories.schemas import SCHEMAS
+from factories.engine.grammars import EOS, ids_of, text_tokenizer
+from factories.engine.schemas import SCHEMAS
+from factories.servers.generation import Client, generation_service, request, text_checkpoint
 from penstock.common.checkpoint import demo_folder
 from penstock.v1 import common_pb2, config_pb2
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from factories.generation import Client, Outcome, generation_service, request, text_checkpoint
-from factories.grammars import EOS, ids_of, text_tokenizer
-from factories.sessions import Session
+from factories.engine.grammars import EOS, ids_of, text_tokenizer
+from factories.servers.generation import Client, Outcome, generation_service, request, text_checkpoint
+from factories.servers.sessions import Session
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument
 from penstock.v1 import common_pb2, config_pb2, generation_pb2

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from factories.checkpoints import tiny_checkpoint
-from factories.generation import Client, generation_service, request
-from factories.refusals import bias, ids, phrase, trie, word
+from factories.engine.refusals import bias, ids, phrase, trie, word
+from factories.models.checkpoints import tiny_checkpoint
+from factories.servers.generation import Client, generation_service, request
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.v1 import config_pb2
 
@@ -34,8 +34,20 @@ BOUNDS = {
     "max_trie_sequences": 2,
     "max_trie_tokens": 4,
     "max_watermark_context": 2,
+    "max_watermark_keys": 2,
+    "max_watermark_table": 100,
+    "max_watermark_history": 10,
+    "max_plugins": 1,
+    "max_plugin_bytes": 10,
     "max_tensor_steps": 1,
 }
+
+
+def synthid(**fields: Any) -> config_pb2.WatermarkingConfig:
+    marks = {"ngram_len": 2, "keys": [1], "context_history_size": 9, "sampling_table_size": 99, **fields}
+    return config_pb2.WatermarkingConfig(synthid=config_pb2.SynthIDTextWatermarkingConfig(**marks))
+
+
 # Flag -> what is just too much for it.
 TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
     ("max_return_sequences", {"num_return_sequences": 3, "do_sample": True}),
@@ -61,6 +73,13 @@ TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
     ("max_trie_sequences", {"allowed_token_trie": trie(ids(1), ids(2), ids(3))}),
     ("max_trie_tokens", {"allowed_token_trie": trie(ids(1, 2, 3), ids(1, 2))}),
     ("max_watermark_context", {"watermarking_config": config_pb2.WatermarkingConfig(context_width=3)}),
+    ("max_watermark_context", {"watermarking_config": synthid(ngram_len=3)}),
+    ("max_plugins", {"logits_processor": [config_pb2.Plugin(name="a")] * 2}),
+    ("max_plugins", {"stopping_criteria": [config_pb2.Plugin(name="a")] * 2}),
+    ("max_plugin_bytes", {"logits_processor": [config_pb2.Plugin(name="a", parameters='{"a": 1000}')]}),
+    ("max_watermark_keys", {"watermarking_config": synthid(keys=[1, 2, 3])}),
+    ("max_watermark_table", {"watermarking_config": synthid(sampling_table_size=101)}),
+    ("max_watermark_history", {"watermarking_config": synthid(context_history_size=11)}),
 ]
 
 

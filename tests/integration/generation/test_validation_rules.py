@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from factories.generation import Client, generation_service
-from factories.refusals import ALWAYS_POSSIBLE, OUTSIDE, REFUSALS, Refusal, ids
-from factories.router import Answer, Router, collect, running_router
+from factories.engine.refusals import ALWAYS_POSSIBLE, OUTSIDE, REFUSALS, Refusal, ids
+from factories.servers.generation import Client, generation_service
+from factories.servers.router import Answer, Router, collect, running_router
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import InvalidArgument, NotFound, PenstockError, from_rpc_error
 from penstock.v1 import config_pb2, generation_pb2, text_pb2, tokenizer_pb2
@@ -58,7 +58,7 @@ def messages(row: Refusal) -> dict[str, Any]:
 
 
 async def refusal(call: Any) -> PenstockError:
-    """What a stream ends with, of which nothing was sent."""
+    """Terminal of a stream that sent no tokens."""
     with pytest.raises(grpc.RpcError) as refused:
         await collect(call)
     return from_rpc_error(refused.value)

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.checkpoints import tiny_checkpoint
-from factories.generation import PATIENCE_SECONDS, request
-from factories.packed import packed, use_packing
-from factories.stack import Process, start
+from factories.models.checkpoints import tiny_checkpoint
+from factories.models.packed import packed, use_packing
+from factories.servers.generation import PATIENCE_SECONDS, request
+from factories.servers.stack import Process, start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.errors import Internal, from_rpc_error
 from penstock.generation.weights.files import PACKED_FILE, SINGLE_FILE

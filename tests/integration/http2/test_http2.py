@@ -1,7 +1,4 @@
-"""The gRPC server on asyncio: what grpc.aio's clients see, and peers that do not keep to HTTP/2.
-
-`PENSTOCK_TEST_TRANSPORT=asyncio` runs the tests of every server and of the router on it.
-"""
+"""The gRPC server on asyncio: what grpc.aio's clients see, and peers that do not keep to HTTP/2."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import factories.tiny_service
+import factories.servers.tiny_service
 import grpc
 import pytest
-from factories.tiny_service import SERVING, AsyncioConfig, health_of, tiny
+from factories.servers.tiny_service import SERVING, AsyncioConfig, health_of, tiny
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from penstock.common.config import ChannelConfig
-from penstock.common.errors import StartupError, from_rpc_error
+from penstock.common.errors import StartupError
 from penstock.http2 import frames
 from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 from penstock.v1 import tokenizer_pb2_grpc
 
-FILES = Path(factories.tiny_service.__file__).parent / "tls"
+FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 CA, CERT, KEY = str(FILES / "ca.pem"), str(FILES / "server.pem"), str(FILES / "server.key")
 LARGE = 3_000_000
 
@@ -50,16 +47,6 @@ async def test_streams_in_both_directions_at_once() -> None:
 
         answers = await asyncio.gather(*(one(number) for number in range(20)))
         assert answers == [[number + count % 3 for count in range(50)] for number in range(20)]
-
-
-async def test_errors_carry_their_details() -> None:
-    async with tiny(AsyncioConfig()) as (_, _, stub):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetTokenizer(pb.GetTokenizerRequest(model="refuse"))
-        assert from_rpc_error(caught.value).field == "model"  # type: ignore[attr-defined]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.GetTokenizer(pb.GetTokenizerRequest(model="break"))
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
 async def test_cancelling_and_deadlines_end_the_handler() -> None:
@@ -101,17 +88,6 @@ async def test_tls_and_a_client_certificate() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stranger.GetTokenizer(pb.GetTokenizerRequest(), timeout=10)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_taken_port_is_named() -> None:
-    async with tiny(AsyncioConfig()) as (service, running, _):
-        from penstock.serving.server import RunningServer
-
-        port = int(running.address.rpartition(":")[2])
-        second = RunningServer(service, AsyncioConfig(port=port))
-        with pytest.raises(StartupError) as caught:
-            await second.listen()
-        assert caught.value.flag == "--port"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
-import factories.tiny_service
+import factories.servers.tiny_service
 import grpc
 import pytest
-from factories.tiny_service import FixedConfig, tiny
+from factories.servers.tiny_service import FixedConfig, tiny
 from penstock.common.config import ChannelConfig
-from penstock.common.errors import StartupError, from_rpc_error
+from penstock.common.errors import StartupError
 from penstock.http2.client_stream import StreamCall
 from penstock.serving.transport import Http2Transport
 from penstock.v1.tokenizer_pb2 import DecodeStreamItem, DecodeStreamRequest, DecodeStreamResponse
 
-FILES = Path(factories.tiny_service.__file__).parent / "tls"
+FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 CA, CERT, KEY = str(FILES / "ca.pem"), str(FILES / "server.pem"), str(FILES / "server.key")
 CLIENT = {"channel_tls_cert": str(FILES / "client.pem"), "channel_tls_key": str(FILES / "client.key")}
 TRANSPORTS: Any = pytest.mark.parametrize("transport", ["grpc", "asyncio"])
@@ -47,7 +46,7 @@ async def count(call: Any) -> float:
 
 @TRANSPORTS
 async def test_messages_of_every_size_go_there_and_back_in_order(transport: Any) -> None:
-    async with tiny(FixedConfig(transport=transport)) as (_, running, _):
+    async with tiny(FixedConfig(transport=transport, max_message_fields=1 << 22)) as (_, running, _):
         call = await dial(running.address)
         sizes = [0, 1, 4090, 4096, 100_000, 3, 700_000, *range(50)]
 
@@ -64,18 +63,6 @@ async def test_messages_of_every_size_go_there_and_back_in_order(transport: Any)
 
 
 @TRANSPORTS
-async def test_a_status_comes_with_its_details(transport: Any) -> None:
-    async with tiny(FixedConfig(transport=transport)) as (service, running, _):
-        call = await dial(running.address)
-        await call.write(items(1, stream_id=13))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        failure = from_rpc_error(caught.value)
-        assert (failure.reason, failure.retry_after_seconds) == ("SLOW_READER", 0.25)
-        await service.servicer.closed.wait()
-
-
-@TRANSPORTS
 async def test_cancelling_ends_the_handler(transport: Any) -> None:
     async with tiny(FixedConfig(transport=transport)) as (service, running, _):
         call = await dial(running.address)
@@ -86,27 +73,14 @@ async def test_cancelling_ends_the_handler(transport: Any) -> None:
 
 
 @TRANSPORTS
-async def test_a_server_that_stops_ends_the_call(transport: Any) -> None:
-    async with tiny(FixedConfig(transport=transport)) as (_, running, _):
-        call = await dial(running.address)
-        await call.write(items(2))
-        assert await count(call) == 2
-        reading = asyncio.ensure_future(call.read())
-        await running.stop(drain=False)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await reading
-        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-@TRANSPORTS
 async def test_mutual_tls_and_a_token(transport: Any, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     token = str(tmp_path / "token")
     config = FixedConfig(transport=transport, tls_cert=CERT, tls_key=KEY, tls_client_ca=CA, auth_token_file=token)
     async with tiny(config, ChannelConfig(channel_tls_ca=CA, **CLIENT)) as (_, running, _):
         call = await dial(running.address, ChannelConfig(channel_tls_ca=CA, channel_token_file=token, **CLIENT))
-        await call.write(items(300_000))
-        assert await count(call) == 300_000
+        await call.write(items(30_000))
+        assert await count(call) == 30_000
         call.cancel()
         call = await dial(running.address, ChannelConfig(channel_tls_ca=CA, **CLIENT))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -121,14 +95,6 @@ async def test_a_server_that_cannot_be_trusted_or_read_is_unavailable(transport:
     async with tiny(config, ChannelConfig(channel_tls_ca=CA)) as (_, running, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await (await dial(running.address, channel)).read()
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_an_address_without_a_server_is_unavailable() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await dial(f"127.0.0.1:{taken.getsockname()[1]}")
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -167,12 +133,3 @@ async def test_files_that_are_not_there_are_named(field: str) -> None:
     with pytest.raises(StartupError) as caught:
         await dial("127.0.0.1:1", ChannelConfig(**{field: "/no/such/file"}))
     assert caught.value.flag == f"--{field.replace('_', '-')}"
-
-
-@TRANSPORTS
-async def test_an_unknown_method_is_unimplemented(transport: Any) -> None:
-    async with tiny(FixedConfig(transport=transport)) as (_, running, _):
-        call = await dial(running.address, method="/nobody/knows")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

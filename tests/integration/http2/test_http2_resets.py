@@ -7,9 +7,11 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.router import until
-from factories.tiny_service import AsyncioConfig, tiny
+from factories.servers.router import until
+from factories.servers.tiny_service import AsyncioConfig, tiny
+from hpack import Encoder
 from penstock.common.config import ChannelConfig
+from penstock.http2 import frames
 from penstock.http2.channel import Http2Channel
 from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
@@ -70,3 +72,37 @@ async def test_a_client_that_resets_without_end_is_cut_off_with_a_reason(kind: s
         closing = channel.close()
         if closing is not None:
             await closing
+
+
+def frames_of(call: int, path: str, *, reset: bool, encoder: Encoder) -> bytes:
+    """A call with an empty message, and perhaps its reset."""
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
+    block = encoder.encode([*headers, ("te", "trailers"), ("content-type", "application/grpc")])
+    body = frames.frame(frames.DATA, frames.END_STREAM, call, bytes(frames.MESSAGE_HEAD))
+    sent = frames.header_frames(call, block, end=False, limit=frames.DEFAULT_FRAME_SIZE) + body
+    return sent + (frames.reset(call, frames.CANCEL) if reset else b"")
+
+
+async def test_calls_that_were_reset_hold_no_slot_of_others() -> None:
+    """More of them than there are slots come in one read, and a call behind them is served."""
+    path = "/penstock.v1.TokenizerService/GetTokenizer"
+    many = 2 * AsyncioConfig().anonymous_rpcs
+    config = AsyncioConfig(max_concurrent_rpcs=4, idle_frames=4 * many)
+    async with tiny(config) as (_, running, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.addresses.grpc.rpartition(":")[2])
+        encoder = Encoder()
+        sent = frames.PREFACE + frames.settings(())
+        for call in range(1, 2 * many, 2):
+            sent += frames_of(call, path, reset=True, encoder=encoder)
+        writer.write(sent + frames_of(2 * many + 1, path, reset=False, encoder=encoder))
+        kinds: list[int] = []
+        ended = False
+        while not ended:
+            head = await reader.readexactly(frames.FRAME_HEAD)
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if int.from_bytes(head[5:], "big") == 2 * many + 1:
+                kinds.append(head[3])
+                ended = bool(head[4] & frames.END_STREAM)
+        # A refusal would have no message.
+        assert frames.DATA in kinds
+        writer.close()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import factories.tiny_service
+import factories.servers.tiny_service
 import pytest
-from factories.router import backend, collect, generate, running_router, tokenizer_address, until
-from factories.tcp_proxy import TcpProxy
+from factories.servers.router import backend, collect, generate, running_router, tokenizer_address, until
+from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import channel_tls_context
 from penstock.common.errors import StartupError
 from penstock.serving.channels import open_channel
 from structlog.testing import capture_logs
 
-CA = Path(factories.tiny_service.__file__).parent / "tls" / "ca.pem"
+CA = Path(factories.servers.tiny_service.__file__).parent / "tls" / "ca.pem"
 
 
 @pytest.mark.parametrize("begun", [None, ""], ids=["gone", "empty"])

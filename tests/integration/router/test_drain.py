@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
-from factories import stack
-from factories.emitting_backend import count_up
-from factories.generation import generation_service
-from factories.held_backend import WANT_IDS, held, status_of
-from factories.router import Answer, backend, generate, running_router, tokenizer_address, until
-from factories.step_gate import held_after
+from factories.engine.step_gate import held_after
+from factories.servers import stack
+from factories.servers.emitting_backend import count_up
+from factories.servers.generation import generation_service
+from factories.servers.held_backend import WANT_IDS, held, status_of
+from factories.servers.router import Answer, backend, generate, running_router, tokenizer_address, until
 from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import from_rpc_error
 from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc

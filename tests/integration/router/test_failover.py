@@ -6,12 +6,12 @@ import asyncio
 
 import grpc
 import pytest
-from factories.emitting_backend import EmittingBackend
-from factories.held_backend import IDS, TOKENS, WANT_IDS, held, status_of, stop_after
-from factories.router import Answer, collect, generate, running_router
-from factories.tcp_proxy import TcpProxy
+from factories.servers.emitting_backend import EmittingBackend
+from factories.servers.held_backend import IDS, TOKENS, WANT_IDS, held, status_of, stop_after
+from factories.servers.router import Answer, collect, generate, running_router
+from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import from_rpc_error
-from penstock.v1 import config_pb2, generation_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 
 def owner(*backends: EmittingBackend) -> EmittingBackend:
@@ -318,4 +318,5 @@ def end_second_sequence_after_three(message: generation_pb2.SessionResponse) -> 
         if event.HasField("delta") and event.delta.index == 1 and list(event.delta.token_ids) == [IDS[2]]:
             event.delta.finished.index = 1
             event.delta.finished.token_count = 3
+            event.delta.finished.finish_reason = common_pb2.FINISH_REASON_STOP_EOS
     return message

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.emitting_backend import EmittingBackend, count_up
-from factories.router import (
+from factories.servers.emitting_backend import EmittingBackend, count_up
+from factories.servers.router import (
     PATIENCE_SECONDS,
     Answer,
     backend,
@@ -164,7 +164,7 @@ async def test_models_are_listed() -> None:
     async with backend() as one, running_router(one) as router:
         (model,) = (await router.stub.ListModels(text_pb2.ListModelsRequest())).models
         assert (model.name, model.state, model.backends) == ("penstock-demo", common_pb2.MODEL_STATE_READY, 1)
-        assert model.max_context_tokens == 4096
+        assert model.max_context_tokens == one.max_context
         answer = await router.stub.GetModel(text_pb2.GetModelRequest(name="penstock-demo"))
         assert answer.model == model
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -8,13 +8,14 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.emitting_backend import count_up
-from factories.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
+from factories.servers.emitting_backend import count_up
+from factories.servers.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
 from google.protobuf import struct_pb2
 from penstock.common.errors import InvalidArgument, from_rpc_error
-from penstock.v1 import common_pb2, config_pb2, text_pb2, text_pb2_grpc
+from penstock.v1 import admin_pb2, common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
 CONFIG, OUTPUT = config_pb2.GenerationConfig, config_pb2.OutputConfig
+WATERMARKING = config_pb2.WatermarkingConfig
 
 
 async def failure(call: Any) -> tuple[grpc.StatusCode, Any]:
@@ -45,18 +46,45 @@ async def failure(call: Any) -> tuple[grpc.StatusCode, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_bad_field_is_named(request_message: Any, field: str) -> None:
-    async with backend() as one, running_router(one) as router:
+    async with backend(max_context=4096) as one, running_router(one) as router:
         method = router.stub.Chat if isinstance(request_message, text_pb2.ChatRequest) else router.stub.Generate
         code, error = await failure(method(request_message))
         assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
         assert not one.submitted
 
 
+# A field of number 999, of a release to come.
+UNKNOWN = b"\xba\x3e\x01x"
+
+
+@pytest.mark.parametrize(
+    ("request_message", "field"),
+    [
+        (generate(config=CONFIG.FromString(UNKNOWN)), "config"),
+        (generate(config=CONFIG(watermarking_config=WATERMARKING.FromString(UNKNOWN))), "config.watermarking_config"),
+        (chat(output=OUTPUT.FromString(UNKNOWN)), "output"),
+        (generate(stop=config_pb2.StopConfig.FromString(UNKNOWN)), "stop"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_an_option_of_another_release_is_refused_not_ignored(request_message: Any, field: str) -> None:
+    async with backend() as one, running_router(one) as router:
+        method = router.stub.Chat if isinstance(request_message, text_pb2.ChatRequest) else router.stub.Generate
+        code, error = await failure(method(request_message))
+        assert (code, error.field, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, field, "UNKNOWN_FIELD")
+        assert "999" in error.message
+        # Beside the options it is not: releases understand one another.
+        known = text_pb2.GenerateTextRequest.FromString(generate().SerializeToString() + UNKNOWN)
+        call = asyncio.create_task(collect(router.stub.Generate(known)))
+        await until(lambda: bool(one.submitted))
+        call.cancel()
+
+
 async def test_backends_complaint_names_the_field_that_the_client_set() -> None:
     async with backend() as one, running_router(one) as router:
-        one.refuse = InvalidArgument("config.negative_prompt_ids", "is not available", reason="UNSUPPORTED_FIELD")
+        one.refuse = InvalidArgument("config.negative_prompt_ids", "is not available")
         _, error = await failure(router.stub.Generate(generate(config=CONFIG(negative_prompt_text="no"))))
-        assert error.field == "config.negative_prompt_text"
+        assert (error.field, error.reason) == ("config.negative_prompt_text", "INVALID_FIELD")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +306,11 @@ async def test_tenants_are_told_apart_by_their_tokens(tmp_path: Path) -> None:
             await collect(router.stub.Generate(generate(), metadata=(("authorization", f"Bearer {token}"),)))
         salts = [request.cache_salt for request in one.submitted]
         assert salts[0] == salts[1] != salts[2]
+        keys = [request.fair_share_key for request in one.submitted]
+        assert keys[0] == keys[1] != keys[2]
+        # It says nothing about the tenant, and is not what admission and cache know it by.
+        assert not set(keys) & set(salts)
+        assert all(len(key) == 16 for key in keys)
         code, _ = await failure(router.stub.Generate(generate()))
         assert code is grpc.StatusCode.UNAUTHENTICATED
 
@@ -300,3 +333,32 @@ async def test_clients_messages_have_a_bound_of_their_own(
         assert found is code
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             assert "larger than max" in error.message
+
+
+async def test_what_would_come_too_late_is_refused_before_any_work_with_a_pushback() -> None:
+    """Ten seconds of work wait at the only backend: a deadline of five cannot be met, and one of sixty can."""
+    pace = admin_pb2.Pace(
+        tokens_per_second=100.0,
+        step_seconds=0.001,
+        full_step_seconds=0.001,
+        least_step_seconds=0.001,
+        output_tokens=8.0,
+        batch_tokens=512,
+        headroom=1.0,
+        is_busy=True,
+        waiting=[admin_pb2.TenantWaiting(fair_share_key="", tokens=1000.0)],
+    )
+    async with backend(pace=pace) as one, running_router(one) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(generate(), timeout=5.0))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = from_rpc_error(caught.value)
+        assert error.reason == "OVERLOADED"
+        assert error.retry_after_seconds is not None
+        assert 5.0 <= error.retry_after_seconds < 6.5
+        trailers = dict(caught.value.trailing_metadata() or ())
+        assert int(trailers["grpc-retry-pushback-ms"]) == int(error.retry_after_seconds * 1000)
+        assert not one.submitted
+        await collect(router.stub.Generate(generate(), timeout=60.0))
+        await collect(router.stub.Generate(generate()))
+        assert len(one.submitted) == 2

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.held_backend import IDS, WANT_IDS, held, status_of, stop_after
-from factories.router import Answer, collect, generate, running_router, tokenizer_address, until
-from factories.tcp_proxy import TcpProxy
+from factories.servers.held_backend import IDS, WANT_IDS, held, status_of, stop_after
+from factories.servers.router import Answer, collect, generate, running_router, tokenizer_address, until
+from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import InvalidArgument, ResourceExhausted, Unavailable, from_rpc_error
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.emitting_backend import count_up
-from factories.router import Answer, backend, chat, collect, generate, running_router, until
+from factories.servers.emitting_backend import count_up
+from factories.servers.router import Answer, backend, chat, collect, generate, running_router, until
 from penstock.common.errors import InvalidArgument
 from penstock.router.requests.request_state import RequestState
 from penstock.v1 import common_pb2, config_pb2, text_pb2, tokenizer_pb2
@@ -37,6 +37,7 @@ async def test_chat_streams_the_answer_to_the_rendered_prompt() -> None:
         assert answer.text() == await router.decode(IDS)
         rendered = await router.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
         assert list(one.submitted[0].prompt_token_ids)[-len(rendered) :] == rendered
+        assert one.submitted[0].begins_text
 
 
 async def test_unset_seed_is_chosen_and_reported() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.tiny_service import SERVING, health_of, tiny
+from factories.servers.tiny_service import SERVING, health_of, tiny
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb

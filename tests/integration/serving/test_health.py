@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from factories.tiny_service import NAME, NOT_SERVING, SERVING, TinyService, health_of, tiny
+from factories.servers.tiny_service import NAME, NOT_SERVING, SERVING, TinyService, health_of, tiny
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.config import ServerConfig
 from penstock.serving.channels import open_channel

@@ -8,7 +8,7 @@ import urllib.request
 
 import grpc
 import pytest
-from factories.tiny_service import NAME, SERVING, TinyService, health_of, tiny
+from factories.servers.tiny_service import NAME, SERVING, TinyService, health_of, tiny
 from penstock.common.config import ServerConfig
 from penstock.common.errors import (
     InvalidArgument,

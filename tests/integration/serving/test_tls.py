@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ssl
 import urllib.request
 from pathlib import Path
 
-import factories.tiny_service
+import factories.servers.tiny_service
 import grpc
 import pytest
-from factories.tiny_service import SERVING, health_of, tiny
+from factories.servers.tiny_service import SERVING, health_of, tiny
+from penstock.cli.health import run_health
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import StartupError
 from penstock.serving.channels import open_channel
 from penstock.v1 import tokenizer_pb2 as pb
 
-FILES = Path(factories.tiny_service.__file__).parent / "tls"
+FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
 CA, CERT, KEY = str(FILES / "ca.pem"), str(FILES / "server.pem"), str(FILES / "server.key")
 TLS = ServerConfig(tls_cert=CERT, tls_key=KEY)
 MUTUAL = ServerConfig(tls_cert=CERT, tls_key=KEY, tls_client_ca=CA)
@@ -87,3 +89,22 @@ async def test_an_unreadable_file_of_a_channel_names_its_flag(field: str) -> Non
     with pytest.raises(StartupError) as caught:
         open_channel("127.0.0.1:1", ChannelConfig(**{field: "/no/such/file"}))  # type: ignore[arg-type]
     assert caught.value.flag == "--" + field.replace("_", "-")
+
+
+@pytest.mark.parametrize("mutual", [False, True], ids=["TLS", "mTLS"])
+async def test_penstock_health_asks_over_tls(mutual: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("abc\n")
+    config = dataclasses.replace(MUTUAL if mutual else TLS, auth_token_file=str(token))
+    cert, key = (str(FILES / name) if mutual else None for name in ("client.pem", "client.key"))
+    async with tiny(config) as (_, running, _):
+        assert await asyncio.to_thread(run_health, [running.address], 10.0, False, CA, cert, key) == 0
+        assert capsys.readouterr().out.endswith(f"{running.address} SERVING\n")
+        assert await asyncio.to_thread(run_health, [running.address], 10.0, False, None, None, None) == 1
+        assert "--tls-ca" in capsys.readouterr().out
+
+
+def test_penstock_health_names_its_own_flags() -> None:
+    with pytest.raises(StartupError, match="--client-cert and --client-key") as caught:
+        run_health(["127.0.0.1:1"], 1.0, False, CA, CERT, CERT)
+    assert caught.value.flag == "--client-cert"

@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.router import until
-from factories.transports import Setting, same
+from factories.servers.router import until
+from factories.servers.transports import Setting, same
 from grpc_health.v1 import health_pb2
 from penstock.common.config import ChannelConfig, ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
@@ -313,6 +313,8 @@ async def test_an_address_without_a_server_is_unavailable(transport: Any) -> Non
             await call.run(lambda _: None)
 
         assert (await failure_of(run())).code() is grpc.StatusCode.UNAVAILABLE
+        stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel.for_stubs)
+        assert (await failure_of(stub.GetTokenizer(ask()))).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_port_that_is_taken_is_an_os_error(setting: Setting) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from factories.tokenizer_folders import byte_fallback_tokenizer, write_folder
+from factories.models.tokenizer_folders import byte_fallback_tokenizer, write_folder
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.common.checkpoint import demo_folder
 from penstock.common.child_io import Child

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories.alternate import WITH_ALTERNATE, AlternateOptions
-from factories.checkpoints import tiny_checkpoint
-from factories.engine import engine_config, make_engine, ranking, request, run
-from factories.model_engine import answer_alone, check_company, load_tiny, model_engine
+from factories.engine.alternate import WITH_ALTERNATE, AlternateOptions
+from factories.engine.fake_engine import engine_config, make_engine, ranking, request, run
+from factories.engine.model_engine import answer_alone, check_company, load_tiny, model_engine
+from factories.models.checkpoints import tiny_checkpoint
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.request import Request
 from penstock.generation.engine.decoding.assisted import AssistanceOptions

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.assisted import assisted_engine, noised_checkpoint
-from factories.checkpoints import reference_model, tiny_checkpoint
-from factories.engine import engine_config, request, run
-from factories.model_engine import load_tiny
+from factories.engine.assisted import assisted_engine, noised_checkpoint
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.model_engine import load_tiny
+from factories.models.checkpoints import reference_model, tiny_checkpoint
 from penstock.generation.core.modes import PLAIN, DecodingMode
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.engine.decoding.assisted import AssistanceOptions

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import reference_model, tiny_checkpoint
-from factories.engine import Answer, engine_config, request, run
-from factories.model_engine import answer_alone, check_company, load_tiny, model_engine
+from factories.engine.fake_engine import Answer, engine_config, request, run
+from factories.engine.model_engine import answer_alone, check_company, load_tiny, model_engine
+from factories.models.checkpoints import reference_model, tiny_checkpoint
 from penstock.generation.core.modes import EarlyStopping
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -211,3 +211,37 @@ def test_whether_any_beam_can_go_on_is_decided_by_all_of_them_even_after_a_preem
         assert run(engine, first, second)[second.request_id].ids == alone
         preemptions += engine.stats.preemptions
     assert preemptions
+
+
+# Beams that have used up the only tokens that may be drawn, each once.
+_FEW = (40, 41, 42)
+_USED_UP: dict[str, Any] = {
+    "suppress_tokens": tuple(set(range(320)) - set(_FEW)),
+    "no_repeat_ngram_size": 1,
+    "max_new_tokens": 10,
+}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        BeamOptions(2),
+        BeamOptions(4, num_beam_groups=2, diversity_penalty=0.5),
+        BeamOptions(2, constraints=(((40,),),)),
+        BeamOptions(2, constraints=(((50, 51),),)),
+    ],
+    ids=["beams", "groups", "word that came", "word that never came"],
+)
+def test_beams_without_a_token_left_ran_out_of_room(model: CausalLM, mode: BeamOptions) -> None:
+    answer = answer_alone(model, request(PROMPT, mode=mode, **_USED_UP))
+    assert sorted(answer.ids[0]) == list(_FEW)
+    assert answer.finished is not None
+    assert {finish.reason for finish in answer.finished.sequences} == {FinishReason.LENGTH}
+
+
+def test_beams_at_the_end_of_their_trie_are_done(model: CausalLM) -> None:
+    trie = ((40, 41), (40, 41, 42))
+    answer = answer_alone(model, request(PROMPT, mode=BeamOptions(2), allowed_token_trie=trie, max_new_tokens=10))
+    assert answer.ids[0] == [40, 41, 42]
+    assert answer.finished is not None
+    assert {finish.reason for finish in answer.finished.sequences} == {FinishReason.CONSTRAINT_DONE}

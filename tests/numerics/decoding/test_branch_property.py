@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from factories.checkpoints import tiny_checkpoint
-from factories.engine import Answer, collect, engine_config, request, run
-from factories.model_engine import answer_alone, load_tiny, model_engine
+from factories.engine.fake_engine import Answer, collect, engine_config, request, run
+from factories.engine.model_engine import answer_alone, load_tiny, model_engine
+from factories.models.checkpoints import tiny_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import NO_GUIDANCE, PLAIN, GuidanceOptions

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import reference_model, tiny_checkpoint
-from factories.engine import engine_config, request, run
-from factories.golden_models import EOS, golden_checkpoint
-from factories.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
+from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.models.golden_models import EOS, golden_checkpoint
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import FinishReason, Request
 from penstock.generation.engine.config import EngineConfig

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from factories.checkpoints import reference_model, tiny_checkpoint
-from factories.engine import engine_config, request
-from factories.golden_models import EOS, GOLDEN_MODELS, golden_checkpoint
-from factories.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
+from factories.engine.fake_engine import engine_config, request
+from factories.engine.model_engine import answer_alone, check_company, golden_cases, load_tiny, model_engine
+from factories.models.checkpoints import reference_model, tiny_checkpoint
+from factories.models.golden_models import EOS, GOLDEN_MODELS, golden_checkpoint
 from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Request
 from penstock.generation.engine.config import EngineConfig
@@ -22,7 +22,8 @@ from penstock.generation.models.capture import HiddenCapture
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.options.modes import candidate_layers
 from penstock.generation.runner.dola import contrasted
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, SuppressTokensLogitsProcessor
 
 CASES = golden_cases("dola", {"dola_layers", "max_new_tokens", "repetition_penalty"})
 PROMPT = [17, 203, 44, 9, 118, 60, 7]
@@ -209,3 +210,45 @@ def test_guidance_leaves_out_what_the_filter_leaves_out(model: CausalLM, scale: 
     assert answer.finished is not None
     assert answer.finished.error is None
     assert len(answer.ids[0]) == 5
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5, "top_logprobs": 2}], ids=["greedy", "sampled"])
+def test_where_the_processors_leave_nothing_of_the_contrast_it_goes_on_with_id_0_as_transformers(
+    model: CausalLM, reference: PreTrainedModel, sampling: dict[str, Any]
+) -> None:
+    layers, length = (0, 2, 4), 8
+    left = expected_scores(reference, PROMPT, layers)[-1].isfinite().nonzero()[:, 0].tolist()
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1), SuppressTokensLogitsProcessor(left)])
+    ids = list(PROMPT)
+    nothing = []
+    for place in range(length):
+        scores = processors(torch.tensor([ids]), expected_scores(reference, ids, layers)[-1:])
+        nothing += [place] * bool(scores.isinf().all())
+        ids.append(int(scores.argmax(-1)))
+    item = request(
+        PROMPT, mode=DolaOptions(layers), max_new_tokens=length, no_repeat_ngram_size=1, suppress_tokens=tuple(left),
+        **sampling,
+    )  # fmt: skip
+    answer = answer_alone(model, item)
+    assert answer.finished is not None
+    assert answer.finished.error is None
+    assert len(answer.ids[0]) == length
+    assert answer.ids[0][0] == 0
+    assert nothing[0] == 0
+    if sampling:
+        entry = next(entry for delta in answer.deltas for entry in delta.logprobs)
+        assert entry.chosen is not None
+        assert (entry.chosen.token_id, entry.chosen.logprob, entry.top) == (0, -math.inf, ())
+    else:
+        assert answer.ids[0] == ids[len(PROMPT) :]
+
+
+def test_what_may_be_drawn_is_never_left_for_id_0(model: CausalLM) -> None:
+    item = request(
+        PROMPT, mode=DolaOptions((0, 2)), max_new_tokens=4, allowed_token_trie=((40, 41),), suppress_tokens=(41,),
+        eos_token_ids=(EOS,),
+    )  # fmt: skip
+    answer = answer_alone(model, item)
+    assert answer.finished is not None
+    assert answer.finished.error is not None
+    assert answer.finished.error.reason == "NO_TOKEN_LEFT"

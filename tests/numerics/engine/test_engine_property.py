@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.engine import Answer, collect, engine_config, request, run
-from factories.run_kernels import cpu_device, new_runner
+from factories.engine.fake_engine import Answer, collect, engine_config, request, run
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.run_kernels import cpu_device, new_runner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.kv_cache import KVCachePool
@@ -79,7 +79,7 @@ tight = st.builds(
 
 @dataclass
 class Coverage:
-    """What the examples went through: the property says nothing if nobody was preempted or shared a prefix."""
+    """Events of the examples: the property says nothing if no request was preempted or shared a prefix."""
 
     seen: Counter[str] = field(default_factory=Counter)
 

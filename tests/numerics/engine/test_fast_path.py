@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.engine import engine_config, request, run
-from factories.native import INSTRUCTION_SETS, use_instruction_set
-from factories.pools import unwritten_pool
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.pools import unwritten_pool
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.devices.cpu import CPUDevice

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from factories import mode_cases
-from factories.checkpoints import reference_model
-from factories.golden_models import GOLDEN_MODELS, fingerprint, golden_checkpoint
-from factories.mode_cases import DEMO, DEMO_PROMPTS, RANDOM_PROMPTS, Case
-from factories.modes import Row, generate, load_service
-from factories.placeholders import fill_ids
-from factories.run_kernels import KERNELS
-from factories.transformers_reference import ReferenceScores, reference_answer, reference_logits
+from factories.engine import mode_cases
+from factories.engine.mode_cases import DEMO, DEMO_PROMPTS, RANDOM_PROMPTS, Case
+from factories.engine.modes import Row, generate, load_service
+from factories.engine.placeholders import fill_ids
+from factories.models.checkpoints import reference_model
+from factories.models.golden_models import GOLDEN_MODELS, fingerprint, golden_checkpoint
+from factories.models.run_kernels import KERNELS
+from factories.models.transformers_reference import ReferenceScores, reference_answer, reference_logits
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.startup.load import LoadedModel
 from transformers import AutoTokenizer, PreTrainedModel
@@ -86,7 +86,7 @@ class Models:
         return RANDOM_PROMPTS[case.prompt]
 
     def extra(self, case: Case) -> dict[str, Any]:
-        """What transformers needs beside the arguments."""
+        """Objects that transformers needs beside the arguments."""
         extra = {"tokenizer": self.tokenizer} if "stop_strings" in case.arguments else {}
         draft = case.arguments.get("assistant_model")
         return extra if draft is None else {**extra, "assistant_model": self.reference(draft)}
@@ -126,6 +126,12 @@ def check_ids(models: Models, case: Case) -> None:
 @matrix(mode_cases.greedy)
 def test_greedy_search_gives_the_ids_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
+
+
+def test_without_an_input_it_begins_as_transformers_does(models: Models) -> None:
+    arguments = {"bos_token_id": 11, "max_new_tokens": 16}
+    expected = models.reference("golden-qwen2").generate(do_sample=False, pad_token_id=0, **arguments)
+    assert generate(models.ours("golden-qwen2"), [], arguments).ids == [expected[0, 1:].tolist()]
 
 
 @matrix(mode_cases.beam)

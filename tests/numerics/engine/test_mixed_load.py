@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from factories.engine import Answer, collect, engine_config, run
-from factories.golden_models import golden_checkpoint
-from factories.mixed import Draw, drafted, mixed_request, structured, textual
-from factories.modes import ROOMY, load_service, new_engine, prepare, to_message
+from factories.engine.fake_engine import Answer, collect, engine_config, run
+from factories.engine.mixed import Draw, drafted, mixed_request, structured, textual
+from factories.engine.modes import ROOMY, load_service, new_engine, prepare, to_message
+from factories.models.golden_models import golden_checkpoint
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder
@@ -77,7 +77,7 @@ def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Alone:
-    """What each request gives on an engine of its own."""
+    """Output of each request on an engine of its own."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded

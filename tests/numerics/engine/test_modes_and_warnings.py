@@ -55,7 +55,7 @@ def message(options: dict[str, Any]) -> config_pb2.GenerationConfig:
 
 
 def resolved(options: dict[str, Any]) -> Resolved:
-    """What a request with `options` becomes. Raises InvalidArgument."""
+    """Parameters of a request with `options`. Raises InvalidArgument."""
     asked: RequestOptions = to_options(message(options))
     command = GenerateOptions(prompt_token_ids=[1, 2, 3], options=asked)
     validate(command, MODEL, LIMITS)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.native import INSTRUCTION_SETS, use_instruction_set
-from factories.pools import unwritten_pool
-from factories.sequences import params, sequence
+from factories.engine.pools import unwritten_pool
+from factories.engine.sequences import params, sequence
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.kv_cache import KVCachePool

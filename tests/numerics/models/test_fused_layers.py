@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.native import INSTRUCTION_SETS, use_instruction_set
-from factories.paged import PagedDriver, PagedSequence
-from factories.sequences import params
-from factories.sequences import sequence as new_sequence
+from factories.engine.sequences import params
+from factories.engine.sequences import sequence as new_sequence
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.paged import PagedDriver, PagedSequence
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.attention.kv_cache import KVCachePool

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import tiny_checkpoint
-from factories.engine import engine_config, request, run
-from factories.kernels import Layer, Shape, contexts
-from factories.model_engine import ROOMY, load_tiny, model_engine
-from factories.modes import generate, load_service
-from factories.native import use_native
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.model_engine import ROOMY, load_tiny, model_engine
+from factories.engine.modes import generate, load_service
+from factories.models.checkpoints import tiny_checkpoint
+from factories.models.kernels import Layer, Shape, contexts
+from factories.models.native import use_native
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.attention.capture import AttentionCapture, CapturedRow
 from penstock.generation.attention.sdpa import SDPAAttention

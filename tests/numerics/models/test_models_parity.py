@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from factories.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.paged import PagedDriver, PagedSequence
-from factories.run_kernels import cpu_device
+from factories.models.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.paged import PagedDriver, PagedSequence
+from factories.models.run_kernels import cpu_device
 from penstock.generation.models.registry import load_model
 
 TOLERANCE = 1e-4

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.packed import load, packed, use_packing
-from factories.paged import PagedDriver, PagedSequence
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.packed import load, packed, use_packing
+from factories.models.paged import PagedDriver, PagedSequence
 from penstock.generation.models.decoder import CausalLM
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.native import use_native
-from factories.paged import PagedDriver, PagedSequence
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.native import use_native
+from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import StartupError
 from penstock.generation.devices.cpu import CPUDevice

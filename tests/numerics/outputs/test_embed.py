@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.generation import Client, generation_service, token_ids
+from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.servers.generation import Client, generation_service, token_ids
 from penstock.v1 import generation_pb2
 from transformers import PreTrainedModel
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.generation import Client, generation_service, request
+from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.servers.generation import Client, generation_service, request
 from penstock.v1 import generation_pb2
 from transformers import PreTrainedModel
 

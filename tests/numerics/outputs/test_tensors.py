@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.engine import Answer, engine_config, request, run
-from factories.model_engine import load_tiny, model_engine
+from factories.engine.fake_engine import Answer, engine_config, request, run
+from factories.engine.model_engine import load_tiny, model_engine
+from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from penstock.generation.core.modes import GuidanceOptions, TensorOutputs
 from penstock.generation.core.request import Request
 from penstock.generation.core.tensors import StepTensors, TensorData

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from factories.run_kernels import new_sampler
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
+from factories.models.run_kernels import new_sampler
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.modes import SynthIdOptions, WatermarkOptions
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.engine.decoding.beam_options import BeamOptions
@@ -50,6 +50,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"eta_cutoff": 0.01},
     {"top_n_sigma": 1.5},
     {"watermark": WatermarkOptions()},
+    {"watermark": SynthIdOptions(3, (4, 5, 6))},
+    {"watermark": SynthIdOptions(3, (4, 5, 6)), "top_k": 20},
     {"watermark": WatermarkOptions(seeding_scheme="selfhash"), "top_k": 50},
     {"renormalize_logits": True, "min_p": 0.02},
     {"repetition_penalty": 1.4, "bad_words_ids": ((5, 3), (9,)), "sequence_bias": {(4, 5, 7): 2.0}, "top_p": 0.95},

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.run_kernels import cpu_device, new_runner
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
+from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.run_kernels import cpu_device, new_runner
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import PositionLogprobs
 from penstock.generation.core.sampling_params import derive_seed

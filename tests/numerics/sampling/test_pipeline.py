@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
-from factories.run_kernels import new_sampler
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
+from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
+from factories.models.run_kernels import new_sampler
 from transformers import PreTrainedModel
 
 EOS = (1, 7)

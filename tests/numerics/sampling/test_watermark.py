@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 
 import pytest
 import torch
-from factories.run_kernels import new_sampler
-from factories.sequences import params, sequence
-from penstock.generation.core.modes import WatermarkOptions
+from factories.engine.sequences import params, sequence
+from factories.models.run_kernels import new_sampler
+from penstock.generation.core.modes import AnyWatermark, SynthIdOptions, WatermarkOptions
 from penstock.generation.sampling.ops.green_lists import green_bits, is_green
-from penstock.generation.sampling.watermark_detector import WatermarkDetector
+from penstock.generation.sampling.watermark_detector import SynthIdDetector, TooFewTokens, WatermarkDetector
 from transformers import LlamaConfig, WatermarkingConfig
 from transformers import WatermarkDetector as ReferenceDetector
-from transformers.generation.logits_process import WatermarkLogitsProcessor
+from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, WatermarkLogitsProcessor
 
 CPU = torch.device("cpu")
 VOCAB = 1009
@@ -32,7 +34,7 @@ def reference_config(options: WatermarkOptions) -> WatermarkingConfig:
     )
 
 
-def generate(options: WatermarkOptions | None, seed: int, length: int) -> list[int]:
+def generate(options: AnyWatermark | None, seed: int, length: int) -> list[int]:
     """Output of a model of random logits."""
     one = sequence([5, 6, 7], params(do_sample=True, top_k=60, seed=seed, watermark=options))
     sampler = new_sampler()
@@ -95,3 +97,38 @@ def test_too_few_tokens_are_an_error() -> None:
     detector = WatermarkDetector(WatermarkOptions(context_width=2), VOCAB, bos_token_id=1)
     with pytest.raises(ValueError, match="too few"):
         detector.detect([1, 5, 6])
+
+
+SYNTHIDS = [
+    SynthIdOptions(5, (654, 400, 836, 123, 340, 443, 597, 160, 57)),
+    SynthIdOptions(2, tuple(range(1, 25)), context_history_size=4, sampling_table_seed=3, sampling_table_size=999),
+]
+
+
+def synthid_reference(options: SynthIdOptions) -> SynthIDTextWatermarkLogitsProcessor:
+    fields = dataclasses.asdict(options)
+    return SynthIDTextWatermarkLogitsProcessor(**{**fields, "keys": list(options.keys)}, device=CPU)
+
+
+@pytest.mark.parametrize("options", SYNTHIDS, ids=str)
+def test_synthids_mean_score_is_that_of_transformers_g_values(options: SynthIdOptions) -> None:
+    reference = synthid_reference(options)
+    detector = SynthIdDetector(options, bos_token_id=1)
+    for text in (generate(options, 1, 60), generate(None, 2, 60), [8, 9] * 20):
+        ids = torch.tensor([text])
+        is_scored = reference.compute_context_repetition_mask(ids)[0]
+        values = reference.compute_g_values(ids)[0][is_scored].float()
+        for found in (detector.detect(text), detector.detect([1, *text])):
+            assert found.num_tokens_scored == int(is_scored.sum())
+            assert found.green_fraction == pytest.approx(float(values.mean()))
+            assert found.num_green_tokens == len(found.green_positions) == int((values.mean(1) > 0.5).sum())
+            assert found.z_score == pytest.approx(float((2 * values - 1).sum()) / math.sqrt(values.numel()), abs=1e-5)
+
+
+@pytest.mark.parametrize("options", SYNTHIDS, ids=str)
+def test_synthid_is_found_where_it_is_and_not_elsewhere(options: SynthIdOptions) -> None:
+    detector = SynthIdDetector(options)
+    assert detector.detect(generate(options, 5, 150)).prediction
+    assert not detector.detect(generate(None, 5, 150)).prediction
+    with pytest.raises(TooFewTokens, match="too few"):
+        detector.detect([5] * (options.ngram_len - 1))

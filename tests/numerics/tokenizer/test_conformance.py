@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.tokenizer_folders import bundle_of, conformance_data, detokenizers_of
+from factories.models.tokenizer_folders import bundle_of, conformance_data, detokenizers_of
 from penstock.common.errors import InvalidArgument
 from penstock.router.tokenizer.tokenizer_link import fetch_decode_table
 from penstock.tokenizer import convert

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,10 +12,21 @@ from pathlib import Path
 import pytest
 from penstock import __version__
 from penstock.cli import app
+from penstock.cli.bench.config import BenchConfig
+from penstock.cli.client import watermark
+from penstock.cli.client.connection import ConnectionConfig
+from penstock.cli.client.sampling import SamplingConfig
+from penstock.cli.client.watermark import WatermarkConfig
+from penstock.cli.debug import DebugConfig
+from penstock.cli.kernels import BuildProgress
+from penstock.cli.pack_config import PackConfig
 from penstock.cli.reference import configuration_markdown
 from penstock.cli.serve import commands as serve_commands
+from penstock.cli.serve.reports import Reporter
 from penstock.cli.serve.service_process import ROLES
-from penstock.cli.serve.tree import role_arguments, tree_options
+from penstock.cli.serve.tree import Tree, TreeConfig, front_variables, role_arguments, tree_options
+from penstock.common.config import ServerConfig, from_env_and_flags
+from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +40,7 @@ def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.C
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", **variables},
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
     )
 
 
@@ -52,8 +65,9 @@ def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
     epilogs = (
         *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
-        serve_commands.EPILOG,
+        *(app.DEBUG_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
     )
+    assert {id(text) for name, text in vars(app).items() if name.endswith("EPILOG")} <= set(map(id, epilogs))
     lines = [line for epilog in epilogs for line in epilog.splitlines()]
     commands = [line.strip() for line in lines if line.startswith("  ")]
     assert len(commands) > 12
@@ -96,10 +110,10 @@ def test_help_of_serve_groups_the_options() -> None:
 
 
 @pytest.mark.parametrize("role", ["tokenizer", "generation", "router"])
-def test_help_of_a_service_has_all_of_its_options(role: str) -> None:
+def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> None:
     shown = penstock("serve", role, "--help").stdout
     for bound in options_of(ROLES[role].config_class()):
-        assert bound.flag[:25] in shown
+        assert (bound.flag[:25] in shown) is not bound.settings.hidden
 
 
 @pytest.mark.parametrize(
@@ -128,6 +142,9 @@ def test_help_of_a_service_has_all_of_its_options(role: str) -> None:
         (("bench", "--json", "/no/such/folder/x.json"), "--json"),
         (("bench", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "100ms"), "--address"),
         (("health", "127.0.0.1:1", "--tls-ca", "/no/such.pem"), " --tls-ca"),
+        (("serve", "/no/such/folder"), "MODEL /no/such/folder: no such folder"),
+        (("serve", "generation", "--model", "/no/such"), "MODEL /no/such: no such folder"),
+        (("serve", "generation", "--assistant-model", "/no/such"), "--assistant-model"),
     ],
 )
 def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str, ...], names: str) -> None:
@@ -193,6 +210,64 @@ def test_the_tree_hands_each_service_its_own_flags() -> None:
     assert not {"--model", "--kv-memory"} & set(router)
 
 
+def tree(given: dict[str, object]) -> Tree:
+    front = from_env_and_flags(ServerConfig, given)
+    return Tree(given, TreeConfig(), front, "m", Reporter(None))
+
+
+def test_a_tree_is_quiet_and_readable_unless_level_or_format_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_LOG_LEVEL", raising=False)
+    monkeypatch.delenv("PENSTOCK_LOG_FORMAT", raising=False)
+    assert tree({})._inner("generation")[-4:] == ["--log-level", "warning", "--log-format", "console"]
+    told = tree({"log_level": "info", "log_format": "json"})._inner("generation")
+    assert [told.count(flag) for flag in ("--log-level", "--log-format")] == [1, 1]
+    assert told[told.index("--log-level") + 1] == "info"
+    assert told[told.index("--log-format") + 1] == "json"
+    monkeypatch.setenv("PENSTOCK_LOG_LEVEL", "info")
+    monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "json")
+    assert not {"--log-level", "--log-format"} & set(tree({})._inner("generation"))
+    assert "PENSTOCK_LOG_LEVEL" not in front_variables()
+
+
+def test_a_variable_has_one_meaning() -> None:
+    """The same variable of two commands is read as the same type, with the same bounds or words."""
+    configs = [role.config_class() for role in ROLES.values()]
+    configs += [TreeConfig, SamplingConfig, ConnectionConfig, WatermarkConfig, BenchConfig, DebugConfig, PackConfig]
+    found: dict[str, set[object]] = {}
+    for bound in {bound for config in configs for bound in options_of(config)}:
+        found.setdefault(bound.env, set()).add((bound.inner_type, bound.is_list, bound.choices))
+    assert {env: types for env, types in found.items() if len(types) > 1} == {}
+
+
+def test_every_page_that_a_text_of_ours_names_exists() -> None:
+    named = {
+        (path.relative_to(ROOT).as_posix(), page)
+        for path in (ROOT / "services").rglob("*.py")
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())
+    }
+    assert len(named) > 10
+    assert not {(path, page) for path, page in named if not (ROOT / page).is_file()}
+
+
+@pytest.mark.parametrize("ids", ["9" * 5000, "1 4294967296", "1 -2", "1 ²"])
+def test_ids_that_are_none_are_refused(ids: str) -> None:
+    with pytest.raises(StartupError, match="--token-ids"):
+        watermark._ids(ids)
+
+
 def test_the_documented_configuration_is_the_real_one() -> None:
     """Run `make docs` when this fails."""
     assert (ROOT / "docs" / "reference" / "configuration.md").read_text() == configuration_markdown()
+
+
+def test_progress_of_a_build_is_lines_where_no_terminal_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 0.0, 4.0, 11.0, 15.0, 18.0])
+    monkeypatch.setattr("penstock.cli.kernels.time.monotonic", lambda: next(now))
+    show = BuildProgress()
+    for done in range(5):
+        show(done, 4)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "4 files" in first
+    assert lines == ["  2 of 4 files after 11 s", "  4 of 4 files after 18 s"]

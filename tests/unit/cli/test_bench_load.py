@@ -9,7 +9,7 @@ import pytest
 from penstock.cli.bench.config import BenchConfig, lengths
 from penstock.cli.bench.load import NOT_SENT, Loop, Run
 from penstock.cli.bench.report import distribution, summary
-from penstock.cli.bench.target import Prompt, Prompts, Sample
+from penstock.cli.bench.target import BenchPrompt, Prompts, Sample
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
 
@@ -23,10 +23,10 @@ class Server:
         self.seconds = seconds
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.prompts: list[Prompt] = []
+        self.prompts: list[BenchPrompt] = []
         self.open = self.most_open = 0
 
-    async def run(self, prompt: Prompt, due: float) -> Sample:
+    async def run(self, prompt: BenchPrompt, due: float) -> Sample:
         self.prompts.append(prompt)
         self.open += 1
         self.most_open = max(self.most_open, self.open)

@@ -94,3 +94,20 @@ def test_a_service_that_is_started_plainly_imports_no_typer() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["2", "[]"]
     assert "--port" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["/no/such"], ["generation", "--model", "/no/such"], ["tokenizer", "/no/such"]])
+def test_a_missing_folder_is_told_before_anything_heavy_is_imported(words: list[str]) -> None:
+    code = "\n".join(
+        [
+            "import sys",
+            f"sys.argv = {['penstock', 'serve', *words]!r}",
+            "from penstock.cli.main import main",
+            "try: main()",
+            "except SystemExit as ended: print(ended.code)",
+            "print([name for name in ('torch', 'tokenizers') if name in sys.modules])",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2", "[]"]
+    assert "MODEL /no/such: no such folder" in done.stderr

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 from google.protobuf import json_format
-from penstock.v1 import config_pb2, text_pb2
-from penstock_client import GenerationOptions
+from penstock.v1 import common_pb2, config_pb2, text_pb2
+from penstock_client import GenerationOptions, InvalidArgument, Timings, Usage
 from penstock_client._options import chat_request, check_options, generate_request
-from transformers import WatermarkingConfig
+from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 
 def request_of(**options: Any) -> text_pb2.GenerateTextRequest:
@@ -85,6 +86,30 @@ CONFIG: list[tuple[dict[str, Any], dict[str, Any]]] = [
                 "context_width": 1,
             }
         },
+    ),
+    (
+        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=5, keys=[7, -8])},
+        {
+            "watermarking_config": {
+                "synthid": {
+                    "ngram_len": 5,
+                    "keys": ["7", "-8"],
+                    "context_history_size": 1024,
+                    "sampling_table_seed": "0",
+                    "sampling_table_size": 65536,
+                    "skip_first_ngram_calls": False,
+                }
+            }
+        },
+    ),
+    ({"logits_processor": "one"}, {"logits_processor": [{"name": "one"}]}),
+    (
+        {"stopping_criteria": ["one", ("two", {"of": 3})]},
+        {"stopping_criteria": [{"name": "one"}, {"name": "two", "parameters": '{"of": 3}'}]},
+    ),
+    (
+        {"logits_processor": {"one": {}, "two": {"of": 3}}},
+        {"logits_processor": [{"name": "one"}, {"name": "two", "parameters": '{"of": 3}'}]},
     ),
     ({"logit_bias": {3: -1.5}}, {"logit_bias": {"3": -1.5}}),
     ({"allowed_token_ids": range(3)}, {"allowed_token_ids": [0, 1, 2]}),
@@ -167,6 +192,10 @@ def test_two_kinds_of_structured_output_do_not_go_together() -> None:
         (TypeError, "bad_words_ids", [1]),
         (TypeError, "suppress_tokens", ["x"]),
         (ValueError, "watermarking_config", {"ngram_len": 5}),
+        (TypeError, "logits_processor", [1]),
+        (TypeError, "logits_processor", {"one": 5}),
+        (ValueError, "stopping_criteria", {"one": {"of": float("nan")}}),
+        (ValueError, "watermarking_config", {"ngram_len": 5, "keys": [1], "debug_mode": True}),
         (TypeError, "choice", "yes"),
         (TypeError, "num_beeps", 3),
     ],
@@ -242,3 +271,58 @@ def test_numpys_numbers_are_ids() -> None:
     assert [list(entry.ids) for entry in config.force_words_ids[0].alternatives] == [[5]]
     assert list(config.forced_eos_token_id) == [5]
     assert request_of(stop_token_ids=[five]) == request_of(stop_token_ids=five) == request_of(stop_token_ids=[5])
+
+
+def chat_with(content: Any) -> text_pb2.ChatRequest:
+    return chat_request([{"role": "system", "content": "Hi"}, {"role": "user", "content": content}], (), (), None, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "What is "}, {"type": "text", "text": "Penstock?"}], "What is Penstock?"),
+        (({"type": "input_text", "text": "a"}, "b"), "ab"),
+        ([], ""),
+        (None, ""),
+        ("plain", "plain"),
+    ],
+)
+def test_parts_of_a_content_are_joined(content: Any, text: str) -> None:
+    assert chat_with(content).messages[1].content == text
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "words"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}], "content[1]", "image_url parts"),
+        ([{"type": "input_audio", "input_audio": {}}], "content[0]", "input_audio parts are not supported"),
+        ([{"type": "secret words"}], "content[0]", "the type of a part is unknown"),
+        ([{"type": "text"}], "content[0].text", "must be a text"),
+        ([7], "content[0]", "must be a text or a mapping"),
+        (7, "content", "a list of parts"),
+        ({"type": "text", "text": "a"}, "content", "a list of parts"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_its_place(content: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat_with(content)
+    assert caught.value.field == f"messages[1].{field}"
+    assert words in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_usage_and_timings_read_as_lines() -> None:
+    usage = Usage.of(common_pb2.Usage(prompt_tokens=12, completion_tokens=30, cached_tokens=4, accepted_draft_tokens=0))
+    assert str(usage) == "12 prompt tokens (4 cached), 30 completion tokens"
+    assert usage.total_tokens == 42
+    assert repr(usage).startswith("Usage(prompt_tokens=12, completion_tokens=30, cached_tokens=4,")
+    assert "proto" not in repr(usage)
+    timings = Timings.of(common_pb2.StageTimings(queue_seconds=0.0123, total_seconds=1.25))
+    assert str(timings) == "queue 12.3 ms, total 1.25 s"
+    assert (timings.queue_seconds, timings.prefill_seconds) == (0.0123, None)
+    assert timings.proto.HasField("queue_seconds")
+
+
+def test_every_field_of_usage_and_timings_has_its_place() -> None:
+    for kind, message in ((Usage, common_pb2.Usage), (Timings, common_pb2.StageTimings)):
+        assert [each.name for each in fields(kind)] == [*message.DESCRIPTOR.fields_by_name, "proto"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from penstock.common.checkpoint import DEMO_MODEL_NAME, demo_folder, model_name, resolve_model, source_name
+from penstock.common.checkpoint import DEMO_MODEL_NAME, check_model, demo_folder, model_name, resolve_model, source_name
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 
@@ -55,6 +58,33 @@ def test_a_missing_folder_is_named(model: str) -> None:
 def test_a_name_is_not_looked_up_when_the_hub_is_off() -> None:
     with pytest.raises(StartupError, match="the hub is off"):
         resolve_model("owner/name", allow_hub=False)
+
+
+def test_a_start_looks_for_the_folder_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    check_model(None)
+    check_model("owner/name")
+    with pytest.raises(StartupError, match="no such folder"):
+        check_model("/no/such/folder")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(StartupError, match="HF_HUB_OFFLINE keeps the hub from being asked"):
+        check_model("owner/name")
+    (tmp_path / "models--owner--name").mkdir()
+    check_model("owner/name")
+
+
+def test_a_hub_out_of_reach_is_told_with_the_flag_and_the_variables(tmp_path: Path) -> None:
+    # A process of its own, since huggingface_hub reads its variables as it is imported. Port 9 of loopback is closed.
+    code = "from penstock.common.checkpoint import resolve_model; resolve_model('owner/name@main')"
+    found = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | found, capture_output=True, text=True, timeout=60, check=False
+    )
+    told = next(line for line in run.stderr.splitlines() if "StartupError:" in line)
+    assert "the hub cannot be reached" in told
+    assert all(name in told for name in ("MODEL owner/name@main", "--model", "HF_HOME", "HF_HUB_OFFLINE"))
+    assert "EntryNotFound" not in told
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,8 @@ from penstock.common.logging import configure_logging, get_logger
 def _restore() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    yield
+    with warnings.catch_warnings():
+        yield
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
@@ -48,6 +50,22 @@ def test_an_exception_is_its_type_and_frames_without_its_text(capsys: pytest.Cap
     assert "ValueError" in line["exception"]
     assert "fail" in line["exception"]
     assert "prompt" not in json.dumps(line)
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 0)])
+def test_a_warning_of_a_library_is_a_line_of_the_log_without_its_text(
+    capsys: pytest.CaptureFixture[str], level: str, lines: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        configure_logging("generation", log_format="json", level=level)
+        warnings.warn("the user's prompt", RuntimeWarning, stacklevel=1)
+    written = capsys.readouterr().err.splitlines()
+    assert len(written) == lines
+    for line in map(json.loads, written):
+        assert (line["level"], line["category"]) == ("info", "RuntimeWarning")
+        assert "test_logging.py:" in line["where"]
+        assert "prompt" not in json.dumps(line)
 
 
 def test_debug_shows_the_text_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,5 +59,26 @@ def test_a_formatted_size_reads_back_within_its_rounding(size: int) -> None:
     assert parse_size(format_size(size)) == pytest.approx(size, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (10, "10 B"),
+        (2048, "2 KiB"),
+        (3 << 20, "3 MiB"),
+        (1 << 31, "2 GiB"),
+        (1023 << 10, "1 MiB"),
+        (1020 << 20, "1 GiB"),
+        (999 << 20, "999 MiB"),
+        (int(12.34 * 2**30), "12.3 GiB"),
+        (int(8.01 * 2**20), "8.01 MiB"),
+        (1 << 50, "1024 TiB"),
+        (-3 << 20, "-3 MiB"),
+    ],
+)
+def test_a_size_is_shown_in_the_unit_that_fits(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
 def test_durations_are_shown_in_the_unit_that_fits() -> None:
     assert [format_duration(seconds) for seconds in (0.00085, 0.0123, 1.25)] == ["850 µs", "12.3 ms", "1.25 s"]

@@ -10,5 +10,5 @@ FACTORIES = ROOT / "tests" / "factories"
 
 
 def test_the_index_is_whole() -> None:
-    listed = re.findall(r"^\| `(\w+\.py)` \|", (FACTORIES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in FACTORIES.glob("*.py"))
+    listed = re.findall(r"^\| `([\w/]+\.py)` \|", (FACTORIES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.relative_to(FACTORIES).as_posix() for path in FACTORIES.rglob("*.py"))

@@ -28,6 +28,8 @@ _FILE = re.compile(r"`([\w-]+\.py)`")
 _FUNCTION = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.py):([\w.]+)`")
 # `tests/unit/generation/*/test_native_*.py`
 _PATTERN = re.compile(r"`([\w.-][\w./*-]*/[\w.-]*\*[\w./*-]*\.py)`")
+# `test_stream.py`, `tests/integration/http2/test_*`, `test_a_row_is_the_same`: files or functions of tests.
+_TEST = re.compile(r"`((?:[\w.-]+/)*test_[\w*]+(?:\.py)?)`")
 _MERGE_MARKER = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 _PREFIXES = ("", "services/penstock/", "services/penstock/generation/", "services/")
 # Trees that pages name files of.
@@ -40,6 +42,9 @@ PAGES = [ROOT / name for name in _tracked if (ROOT / name).is_file()] or [
     *ROOT.glob("docs/**/*.md"),
 ]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
+# Of what is told of the past the names are those of then.
+_PAST = (ROOT / "CHANGELOG.md", ROOT / "dev")
+PRESENT = [page for page in PAGES if not any(page.is_relative_to(past) for past in _PAST)]
 # Functions that the tour must name at least: it traces a request through every service's rooms.
 LEAST_FUNCTIONS = 40
 
@@ -114,6 +119,29 @@ def test_pages_of_the_site_name_files_that_exist(page: Path) -> None:
     assert not {name for name in named if find(name) is None}
     patterns = set(_PATTERN.findall(text))
     assert not {one for one in patterns if not fnmatch.filter(tree(), f"*/{one}")}
+
+
+@cache
+def functions_of_tests() -> frozenset[str]:
+    """List the functions of the tests, each with a slash at its beginning, as files have it."""
+    paths = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "benchmarks").rglob("test_*.py")]
+    return frozenset(f"/{name}" for path in paths for name in definitions(path) if name.startswith("test_"))
+
+
+def is_test(name: str) -> bool:
+    """True for a file, a pattern of files or a function of the tests."""
+    file = name if name.endswith((".py", "*")) else f"{name}.py"
+    return bool(fnmatch.filter(tree(), f"*/{file}")) or f"/{name}" in functions_of_tests()
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_pages_name_exist(page: Path) -> None:
+    assert not {name for name in _TEST.findall(page.read_text(encoding="utf-8")) if not is_test(name)}
+
+
+@pytest.mark.parametrize("name", ["tests/unit/test_http2_*", "test_router_*", "test_demo_command.py", "test_no_such"])
+def test_a_test_that_is_gone_would_be_seen(name: str) -> None:
+    assert not is_test(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

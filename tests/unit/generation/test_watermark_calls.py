@@ -42,7 +42,7 @@ async def wait(event: threading.Event) -> None:
 
 
 async def test_the_next_call_waits_for_the_one_before() -> None:
-    calls, first, second = WatermarkCalls(2), Held(), Held()
+    calls, first, second = WatermarkCalls(2, 2.5), Held(), Held()
     one, two = run(calls, first), run(calls, second)
     await wait(first.began)
     assert not second.began.is_set()
@@ -52,12 +52,12 @@ async def test_the_next_call_waits_for_the_one_before() -> None:
 
 
 async def test_more_calls_than_the_bound_are_refused_and_leave_no_trace() -> None:
-    calls, held = WatermarkCalls(1), Held()
+    calls, held = WatermarkCalls(1, 2.5), Held()
     one = run(calls, held)
     await wait(held.began)
     with pytest.raises(ResourceExhausted) as refused:
         await run(calls, Held())
-    assert refused.value.retry_after_seconds
+    assert refused.value.retry_after_seconds == 2.5
     held.let_go.set()
     assert await one == "evidence"
     another = Held()
@@ -66,14 +66,14 @@ async def test_more_calls_than_the_bound_are_refused_and_leave_no_trace() -> Non
 
 
 async def test_a_deadline_stops_the_work() -> None:
-    calls, held = WatermarkCalls(1), Held()
+    calls, held = WatermarkCalls(1, 2.5), Held()
     with pytest.raises(DeadlineExceeded):
         await run(calls, held, time.monotonic() + 0.05)
     await wait(held.ended)
 
 
 async def test_a_deadline_counts_while_a_call_waits() -> None:
-    calls, held, waiting = WatermarkCalls(2), Held(), Held()
+    calls, held, waiting = WatermarkCalls(2, 2.5), Held(), Held()
     one = run(calls, held)
     await wait(held.began)
     with pytest.raises(DeadlineExceeded):
@@ -84,7 +84,7 @@ async def test_a_deadline_counts_while_a_call_waits() -> None:
 
 
 async def test_a_caller_that_is_gone_stops_the_work() -> None:
-    calls, held = WatermarkCalls(1), Held()
+    calls, held = WatermarkCalls(1, 2.5), Held()
     one = run(calls, held)
     await wait(held.began)
     one.cancel()

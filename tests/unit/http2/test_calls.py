@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.http2 import Socket, frames_of, message
+from factories.wire.http2 import Socket, frames_of, message
 from penstock.common.config import ChannelConfig
 from penstock.http2 import frames
 from penstock.http2.client_calls import CallsConnection
@@ -23,6 +23,7 @@ class Peer:
         self.socket = Socket()
         self.connection = CallsConnection(ChannelConfig(max_message_bytes=1 << 16))
         self.connection.connection_made(self.socket)
+        self._is_new = True
 
     async def call(self, request: bytes = b"ask") -> asyncio.Task[bytes]:
         task = asyncio.ensure_future(self.connection.call(frames.request_headers([(":path", "/a/b")]), request))
@@ -34,6 +35,9 @@ class Peer:
             await asyncio.sleep(0)
 
     def send(self, data: bytes) -> None:
+        if self._is_new and data[3] != frames.SETTINGS:
+            data = frames.settings(()) + data
+        self._is_new = False
         self.connection.data_received(data)
 
     def answer(self, stream: int, body: bytes, trailers: bytes = OK) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.http2 import Socket, frames_of, message
+from factories.wire.http2 import Socket, frames_of, message
 from hpack import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
-from factories.http2 import Peer, message
+from factories.wire.http2 import LIMITS, Peer, message
 from hpack import Decoder
 from penstock.http2 import frames
-from penstock.http2.server_call import Refused
+from penstock.http2.request_bytes import RequestBytes
+from penstock.http2.server_call import Call, Refused
+
+
+async def stream_of(peer: Peer, first: bytes) -> tuple[Call, Any]:
+    """Begin a call whose handler takes a stream, and has taken `first`."""
+    call = peer.open(1)
+    requests: Any = call.requests(None)
+    peer.data(1, message(first))
+    assert await anext(requests) == first
+    return call, requests
 
 
 async def test_a_request_stream_that_is_not_taken_is_held_back_by_its_window() -> None:
-    peer = Peer()
-    call, sent = peer.open(1), message(bytes(8000))
-    for _ in range(200):
+    peer, sent = Peer(), message(bytes(8000))
+    call, requests = await stream_of(peer, b"")
+    used, many = len(message(b"")), 0
+    while used + len(sent) <= await peer.offered(1):
         peer.data(1, sent)
-    assert frames.STREAM_WINDOW * 3 // 4 <= await peer.given_back(1) < 150 * len(sent)
-    requests: Any = call.requests(None)
-    for _ in range(200):
+        used, many = used + len(sent), many + 1
+    assert frames.STREAM_WINDOW - 2 * len(sent) <= used <= frames.STREAM_WINDOW
+    assert not call.is_over
+    for _ in range(many):
         await anext(requests)
-    assert 200 * len(sent) - frames.STREAM_WINDOW // 4 < await peer.given_back(1) <= 200 * len(sent)
+    assert await peer.offered(1) > used + frames.STREAM_WINDOW // 2
     for _ in range(300):
         peer.data(1, sent)
     assert peer.socket.is_closed, "it sent more than its window"
@@ -33,19 +46,82 @@ async def test_a_request_stream_that_is_not_taken_is_held_back_by_its_window() -
 
 @pytest.mark.parametrize("size", [0, 1, 60])
 async def test_small_messages_that_are_not_taken_are_held_back_by_the_window_too(size: int) -> None:
-    peer = Peer()
-    call, sent, many = peer.open(1), message(b"x" * size), 0
-    used = 0
-    while used + 64 * len(sent) <= frames.STREAM_WINDOW + await peer.given_back(1):
+    peer, sent, many = Peer(), message(b"x" * size), 0
+    call, requests = await stream_of(peer, b"")
+    used = len(message(b""))
+    while used + 64 * len(sent) <= await peer.offered(1):
         peer.data(1, 64 * sent)
         used, many = used + 64 * len(sent), many + 64
-    assert many > 20_000
+    assert many > 15_000
     assert not call.is_over
-    assert len(call._body) <= 2 * frames.STREAM_WINDOW
-    requests: Any = call.requests(None)
+    assert len(call._body) <= frames.STREAM_WINDOW
     assert [len(await anext(requests)) for _ in range(many)] == [size] * many
-    assert await peer.given_back(1) > used - frames.STREAM_WINDOW // 4
+    assert await peer.offered(1) > used + frames.STREAM_WINDOW // 2
     await requests.aclose()
+
+
+async def test_a_unary_request_has_the_window_that_it_needs() -> None:
+    peer = Peer()
+    peer.open(1)
+    peer.data(1, message(bytes(3 << 20))[:1000])
+    assert await peer.offered(1) == len(message(bytes(3 << 20)))
+    peer.open(3)
+    peer.data(3, message(b"small")[:-1])
+    assert await peer.offered(3) == frames.DEFAULT_WINDOW
+
+
+async def test_large_requests_of_a_connection_come_one_after_the_other() -> None:
+    peer, large = Peer(), message(bytes(3 << 20))
+    calls = {stream: peer.open(stream) for stream in (1, 3, 5)}
+    for stream in calls:
+        peer.data(stream, large[:1000])
+    assert [await peer.offered(stream) > frames.DEFAULT_WINDOW for stream in calls] == [True, True, False]
+    assert peer.connection.request_bytes.held == 2 * len(large) + 1000
+    for at in range(1000, len(large), 10_000):
+        peer.data(3, large[at : at + 10_000], end=at + 10_000 >= len(large))
+    assert await calls[3].request() == bytes(3 << 20)
+    assert await peer.offered(5) == len(large)
+    peer.reset(1)
+    peer.reset(5)
+    assert peer.connection.request_bytes.held == 0
+
+
+async def test_a_connection_with_too_many_unfinished_requests_is_refused_the_next() -> None:
+    peer = Peer()
+    for stream in range(1, 2000, 2):
+        peer.open(stream)
+        for _ in range(4):
+            peer.data(stream, b"\0" + (1 << 20).to_bytes(4, "big") + bytes(15_000))
+        if peer.calls[-1].is_over:
+            break
+    (block,) = await peer.received(frames.HEADERS, stream)
+    assert dict(Decoder().decode(block))["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    assert peer.connection.request_bytes.held <= LIMITS.connection_window_bytes
+    assert not peer.socket.is_closed
+
+
+async def test_a_process_with_too_many_unfinished_requests_refuses_the_next() -> None:
+    budget, part = RequestBytes(100_000), b"\0" + (90_000).to_bytes(4, "big") + bytes(10_000)
+    first, second = Peer(request_bytes=budget), Peer(request_bytes=budget)
+    assert not first.open(1).is_over
+    first.data(1, part)
+    second.open(1)
+    second.data(1, part)
+    assert not first.calls[0].is_over
+    assert second.calls[0].is_over
+    first.reset(1)
+    assert budget.held == 0
+
+
+async def test_a_request_that_never_ends_is_ended() -> None:
+    peer = Peer(replace(LIMITS, handshake_seconds=0.05, request_seconds=0.05))
+    call = peer.open(1)
+    peer.data(1, message(b"abc")[:-1])
+    call.task = asyncio.ensure_future(asyncio.Event().wait())
+    await asyncio.wait([call.task])
+    assert call.is_over
+    (block,) = await peer.received(frames.HEADERS, 1)
+    assert dict(Decoder().decode(block))["grpc-status"] == str(grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
 
 
 async def test_a_handler_that_never_waits_leaves_their_turn_to_others() -> None:
@@ -64,11 +140,10 @@ async def test_a_handler_that_never_waits_leaves_their_turn_to_others() -> None:
 
 async def test_a_message_larger_than_the_window_arrives_behind_one_that_waits() -> None:
     peer = Peer()
-    call, large = peer.open(1), message(bytes(3 << 20))
-    sent = message(b"first") + large
-    requests: Any = call.requests(None)
+    _, requests = await stream_of(peer, b"")
+    sent, used = message(b"first") + message(bytes(3 << 20)), len(message(b""))
     for at in range(0, len(sent), 10_000):
-        if at + 10_000 > frames.STREAM_WINDOW + await peer.given_back(1):
+        if used + min(at + 10_000, len(sent)) > await peer.offered(1):
             assert await anext(requests) == b"first"
         peer.data(1, sent[at : at + 10_000])
     assert len(await anext(requests)) == 3 << 20

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from penstock.router.backends.attempts import RetryBudget
-from penstock.router.frontend.admission import Admission
+from penstock.router.frontend.admission import DEFAULT_TENANT, Admission
 
 
 def admission(max_live: int = 1, max_waiting: int = 2) -> Admission:
@@ -26,7 +26,7 @@ async def test_waits_for_a_place_and_gets_it() -> None:
     second = asyncio.ensure_future(gate.enter("t", None))
     await settle()
     assert (gate.live, gate.waiting, second.done()) == (1, 1, False)
-    gate.leave()
+    gate.leave("t")
     await second
     assert (gate.live, gate.waiting) == (1, 0)
 
@@ -54,7 +54,7 @@ async def test_cancelled_waiters_leave_nothing_behind() -> None:
     await gate.enter("t", None)
     waiter = asyncio.ensure_future(gate.enter("t", None))
     await settle()
-    gate.leave()
+    gate.leave("t")
     waiter.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiter
@@ -70,15 +70,54 @@ async def test_tenants_are_let_in_in_turn() -> None:
     async def one(tenant: str) -> None:
         await gate.enter(tenant, None)
         order.append(tenant)
-        gate.leave()
+        gate.leave(tenant)
 
     tasks = [asyncio.ensure_future(one("flood")) for _ in range(5)]
     await settle()
     tasks.append(asyncio.ensure_future(one("small")))
     await settle()
-    gate.leave()
+    gate.leave("flood")
     await asyncio.gather(*tasks)
     assert order.index("small") <= 1
+
+
+async def test_turns_are_by_tokens() -> None:
+    gate = admission(max_waiting=20)
+    await gate.enter("other", None)
+    order: list[str] = []
+
+    async def one(tenant: str, tokens: float) -> None:
+        await gate.enter(tenant, None, tokens)
+        order.append(tenant)
+        gate.leave(tenant)
+
+    tasks = [asyncio.ensure_future(one("long", 100.0)) for _ in range(3)]
+    tasks += [asyncio.ensure_future(one("short", 25.0)) for _ in range(8)]
+    await settle()
+    gate.leave("other")
+    await asyncio.gather(*tasks)
+    assert order[:10].count("short") == 8
+
+
+async def test_a_tenant_has_its_share_of_the_places_and_no_more() -> None:
+    gate = Admission(max_live=4, max_waiting=8, retry_after_seconds=0.5, tenant_share=0.75)
+    flood = [asyncio.ensure_future(gate.enter("flood", None)) for _ in range(5)]
+    await settle()
+    assert (gate.live, gate.waiting) == (3, 2)
+    await gate.enter("small", None)
+    gate.leave("small")
+    await settle()
+    assert (gate.live, gate.waiting) == (3, 2)
+    gate.leave("flood")
+    await settle()
+    assert (gate.live, gate.waiting) == (3, 1)
+    flood[-1].cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    # Where tenants are not told apart the only one has all of them.
+    alone = Admission(max_live=4, max_waiting=8, retry_after_seconds=0.5, tenant_share=0.75)
+    for _ in range(4):
+        await alone.enter(DEFAULT_TENANT, None)
+    assert alone.live == 4
 
 
 async def test_flood_cannot_fill_the_queue_against_others() -> None:

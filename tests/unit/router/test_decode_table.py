@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.tokenizer_folders import byte_fallback_tokenizer, demo_vocabulary, detokenizers_of, vocabulary_of
+from factories.models.tokenizer_folders import byte_fallback_tokenizer, demo_vocabulary, detokenizers_of, vocabulary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import Internal

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from factories.token_rows import in_rows
-from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
+from factories.engine.token_rows import in_rows
+from factories.models.tokenizer_folders import demo_vocabulary, detokenizers_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.router.backends.session import BackendSession
@@ -115,11 +115,14 @@ def messages_of(answers: list[list[int]], widths: list[int], *, has_logprobs: bo
                 delta.logprobs.extend(map(position, some))
             if at[index] == len(ids):
                 delta.finished.index, delta.finished.token_count = index, len(ids)
+                delta.finished.finish_reason = common_pb2.FINISH_REASON_STOP_EOS
                 results.append(delta.finished)
             step.events.add(**head, delta=delta)
             seq += 1
         out.append(in_rows(step, {("r", 0): 1}))
-    out.append(SessionResponse(events=[SessionEvent(**head, finished=generation_pb2.Finished(sequences=results))]))
+    usage = common_pb2.Usage(completion_tokens=sum(map(len, answers)))
+    finished = generation_pb2.Finished(sequences=results, usage=usage, last_seq=seq - 1)
+    out.append(SessionResponse(events=[SessionEvent(**head, finished=finished)]))
     return out
 
 
@@ -135,7 +138,7 @@ async def answer_of(
         detokenizer.use_table(FACTORY.table)
     decoding = DecodeSession(FACTORY, DecodeLimits(), serves=lambda model: model == "", id_limit=DEMO.bundle.id_limit)
     state = RequestState(spec, Timings(0.0), detokenizer.drop, metrics, 1 << 30)
-    session = BackendSession(backend, "backend", detokenizer, metrics, lambda: None)
+    session = BackendSession(backend, "backend", detokenizer, metrics)
     submit = generation_pb2.GenerateRequest(request_id="r")
     session.submit(state, generation_pb2.SessionRequest(submit=submit))
 

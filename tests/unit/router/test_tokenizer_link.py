@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from factories.tokenizer_folders import demo_vocabulary, detokenizers_of
+from factories.models.tokenizer_folders import demo_vocabulary, detokenizers_of
 from penstock.http2.client_connection import rpc_error
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics

@@ -22,7 +22,6 @@ STUB_IMPORTERS = {
     "tokenizer": {"app", "convert", "servicer", "decode_stream"},
     "generation": {
         "app",
-        "service",
         *(f"{room}/{path.stem}" for room in ("wire", "rpc") for path in (PACKAGE / "generation" / room).glob("*.py")),
     },
     # A router is all edges, but for the parts that decide.
@@ -81,6 +80,22 @@ def test_the_environment_is_touched_in_one_place() -> None:
 
 def attributes(path: Path) -> set[str]:
     return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+def test_nothing_is_imported_twice_for_types() -> None:
+    repeated = set()
+    for path in EVERYTHING:
+        body = ast.parse(path.read_text()).body
+        for block in body:
+            if isinstance(block, ast.If) and is_type_checking(block) and names_of(block.body) & names_of(body):
+                repeated.add(inside(path))
+    assert not repeated
+
+
+def names_of(body: list[ast.stmt]) -> set[str]:
+    """Names that a body's imports bind."""
+    lines = (node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
+    return {alias.asname or alias.name for node in lines for alias in node.names}
 
 
 def test_services_do_not_print() -> None:

@@ -14,19 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "services" / "penstock"
 GLOSSARY = ROOT / "docs" / "learn" / "glossary.md"
-FOLDERS = ("services", "clients", "tests")
+FOLDERS = ("services", "clients", "tests", "tools", "benchmarks")
 # A docstring names its subject first, as a verb or a noun.
 QUESTION = re.compile(r"(What|Who|Whose|Whether|Where|Which|How|Those)\b")
-# Words that no file, class or function has in its name, alone or as a part.
-NOWHERE = {"emitter", "farewell", "footprint", "guides", "least_bytes", "outbox", "turnstile"}
-# Whole names of classes: as a part of a longer name, or of a function's, these words are plain English.
-CLASSES = {"draft_order", "leave", "live_request", "stages", "time_limits", "trail"}
-# Whole names of files.
-FILES = {"early", "healed", "healing", "leave", "read_ahead", "stages", "trail", "unused"}
-KERNEL_FILES = {"ahead", "few", "largest", "pairs", "scan", "team"}
-# No file or class begins with this one.
-PREFIX = "given"
-# The room in which `watermark` once named the blocks that admission leaves free.
+# What "where" may say in the glossary's table of retired words.
+WHERE = {"names", "classes", "files", "beginnings", "engine", "csrc"}
 ENGINE = ("services/penstock/generation/engine/", "tests/unit/generation/engine/")
 # config.py, app.py and their like: names that a reader finds more than twice in the package.
 MOST_COMMON_NAMES = 9
@@ -44,24 +36,44 @@ def snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).strip("_").lower()
 
 
-def is_retired(name: str, wholes: set[str]) -> bool:
-    """True when the snake-case `name` is one of `wholes`, or has a word of NOWHERE as a part."""
-    return name in wholes or any(re.search(rf"(^|_){word}(_|$)", name) for word in NOWHERE)
+def retired_rows() -> Iterator[tuple[list[str], set[str], str]]:
+    """Yield the rows of the glossary's table: words in snake case, where they are retired, and what to say."""
+    _, _, section = GLOSSARY.read_text(encoding="utf-8").partition("## Retired words")
+    rows = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("| ")]
+    for retired, where, say in rows[1:]:
+        yield [snake(word) for word in re.findall(r"`(\w+)`", retired)], set(where.strip().split(", ")), say.strip()
+
+
+@cache
+def retired(where: str) -> frozenset[str]:
+    """Return the words that the glossary retires there."""
+    return frozenset(word for words, places, _ in retired_rows() if where in places for word in words)
+
+
+def has_part(name: str, where: str) -> bool:
+    """True when the snake-case `name` has a word as a part that is retired there."""
+    return any(re.search(rf"(^|_){word}(_|$)", name) for word in retired(where))
+
+
+def begins_retired(name: str) -> bool:
+    return any(re.match(rf"{word}(_|$)", name) for word in retired("beginnings"))
 
 
 def retired_in(path: str, source: str) -> Iterator[str]:
     """Yield the names of a Python file, its own included, that have a retired word."""
     file = snake(Path(path).stem).removeprefix("test_")
-    if is_retired(file, FILES) or re.match(rf"{PREFIX}(_|$)", file):
+    in_engine = path.startswith(ENGINE)
+    is_whole = file in retired("files")
+    if is_whole or begins_retired(file) or has_part(file, "names") or (in_engine and has_part(file, "engine")):
         yield path
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = snake(node.name)
             is_class = isinstance(node, ast.ClassDef)
             if (
-                is_retired(name, CLASSES if is_class else set())
-                or (is_class and re.match(rf"{PREFIX}(_|$)", name))
-                or ("watermark" in name and path.startswith(ENGINE))
+                has_part(name, "names")
+                or (is_class and (name in retired("classes") or begins_retired(name)))
+                or (in_engine and has_part(name, "engine"))
             ):
                 yield f"{path}:{node.lineno} {node.name}"
 
@@ -76,8 +88,7 @@ def questions_in(path: str, source: str) -> Iterator[str]:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    products = {path: text for path, text in sources().items() if not path.startswith("tests/")}
-    assert not [place for path, text in products.items() for place in questions_in(path, text)]
+    assert not [place for path, text in sources().items() for place in questions_in(path, text)]
 
 
 def test_retired_words_are_in_no_name() -> None:
@@ -87,7 +98,7 @@ def test_retired_words_are_in_no_name() -> None:
 def test_retired_words_name_no_file_of_the_kernels() -> None:
     kernels = {path.stem for path in PACKAGE.rglob("csrc/**/*") if path.suffix in {".h", ".cpp"}}
     assert "linear" in kernels
-    assert not kernels & KERNEL_FILES
+    assert not kernels & retired("csrc")
 
 
 def test_few_file_names_occur_more_than_twice() -> None:
@@ -97,11 +108,32 @@ def test_few_file_names_occur_more_than_twice() -> None:
     assert len(common) <= MOST_COMMON_NAMES, common
 
 
-@pytest.mark.parametrize("word", sorted(NOWHERE | CLASSES | FILES | KERNEL_FILES | {PREFIX}))
-def test_the_glossary_gives_the_successor_of_a_retired_word(word: str) -> None:
-    _, _, section = GLOSSARY.read_text(encoding="utf-8").partition("## Retired words")
-    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")]
-    assert any(word in map(snake, re.findall(r"`(\w+)`", cells[1])) and cells[2].strip() for cells in rows)
+def test_every_row_of_retired_words_says_where_and_what_instead() -> None:
+    rows = list(retired_rows())
+    assert len(rows) > 25
+    assert [row for row in rows if not (row[0] and row[1] and row[1] <= WHERE and row[2])] == []
+    assert all(retired(where) for where in WHERE)
+
+
+@cache
+def names() -> frozenset[str]:
+    """Names in the package's code, of its files, and words of the kernels."""
+    found = set()
+    for path, source in sources().items():
+        if path.startswith("services/"):
+            found.add(Path(path).stem)
+            for node in ast.walk(ast.parse(source)):
+                found |= {getattr(node, field, None) for field in ("name", "id", "attr", "arg")}
+    for path in PACKAGE.rglob("csrc/**/*"):
+        if path.suffix in {".h", ".cpp"}:
+            found |= {path.stem, *re.findall(r"\w+", path.read_text())}
+    return frozenset(name for name in found if name)
+
+
+def test_the_successors_that_are_code_exist() -> None:
+    told = {name for _, _, said in retired_rows() for name in re.findall(r"`(\w+)`", said)}
+    assert len(told) > 20
+    assert not told - names()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +148,10 @@ def test_the_glossary_gives_the_successor_of_a_retired_word(word: str) -> None:
         ("services/a.py", "async def _say_farewell(): ..."),
         ("services/a.py", "class SessionOutbox: ..."),
         ("services/penstock/generation/engine/a.py", "def watermark_blocks(): ..."),
+        ("services/penstock/generation/engine/in_step.py", ""),
+        ("services/penstock/generation/engine/a.py", "def _settled(): ..."),
+        ("services/a.py", "class OutputSink: ..."),
+        ("services/a.py", "def is_guide(): ..."),
     ],
 )
 def test_a_retired_word_would_be_seen(path: str, source: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from penstock.common.metrics import start_metrics_server
+from penstock.serving.metrics_endpoint import start_metrics_server
 from penstock.serving.summed_metrics import SummedMetrics
 from prometheus_client import CollectorRegistry, Counter
 
@@ -36,7 +36,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker(things: int) -> Iterator[str]:
     registry = CollectorRegistry()
     Counter("things", "Things.", registry=registry).inc(things)
-    bound = start_metrics_server(registry, "127.0.0.1", 0)
+    bound = start_metrics_server(registry, "127.0.0.1", 0, is_ready=lambda: True)
     yield f"127.0.0.1:{bound.port}"
     bound.close()
 

@@ -99,6 +99,29 @@ def test_the_bytes_of_a_text_are_what_the_library_decodes(
         assert text(table, ids, skip_special=skip) == valid[-1]
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 19), max_size=7), ids=st.lists(st.integers(0, 19), max_size=5), skip=st.booleans()
+)
+def test_a_cursor_goes_on_after_a_prompt_as_if_it_had_been_fed_all_of_it(
+    pair: tuple[TokenBytes, Tokenizer], prompt: list[int], ids: list[int], skip: bool
+) -> None:
+    fed, begun = TextCursor(pair[0], skip_special=skip), TextCursor(pair[0], skip_special=skip)
+    before = b"".join(fed.feed(token_id) for token_id in prompt)
+    begins = [place for place in range(max(0, len(before) - 3), len(before)) if is_begun(before[place:])]
+    assert begun.begin(prompt) == (before[begins[0] :] if begins else b"")
+    assert [begun.feed(token_id) for token_id in ids] == [fed.feed(token_id) for token_id in ids]
+
+
+def is_begun(data: bytes) -> bool:
+    """True when `data` is the beginning of one character."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start == 0 and error.reason == "unexpected end of data"
+    return False
+
+
 def test_a_run_of_byte_tokens_is_no_text_from_its_first_bad_byte_on(tmp_path: Path) -> None:
     table = TokenBytes.from_folder(folder(tmp_path, document(SENTENCE_PIECE, LLAMA)))
     good, bad = [SENTENCE_PIECE.index(f"<0x{byte}>") for byte in ("61", "FF")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.tokenizer_folders import (
+from factories.models.tokenizer_folders import (
     byte_fallback_tokenizer,
     demo_vocabulary,
     unigram_tokenizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.tokenizer_folders import byte_fallback_tokenizer, demo_vocabulary, detokenizers_of, vocabulary_of
+from factories.models.tokenizer_folders import byte_fallback_tokenizer, demo_vocabulary, detokenizers_of, vocabulary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.tokenizer.decode_stream import DecodeLimits, DecodeSession
@@ -48,6 +48,46 @@ def test_prefix_ids_are_context_and_not_text() -> None:
     assert text_of(after) == whole.removeprefix(LLAMA.tokenizer.decode(prompt))
     assert text_of(alone) == LLAMA.tokenizer.decode(answer)
     assert text_of(alone) != text_of(after)
+
+
+@pytest.mark.parametrize("prompt", ["def f(x):\n", "鎽龥", "Answer:\n", "你h\n\n"])
+def test_bytes_of_the_prompt_are_no_answer_and_match_no_stop_string(prompt: str) -> None:
+    before, answer = ids_of(prompt, LLAMA), ids_of("x\nx", LLAMA)
+    for context in (before, before[-4:]):
+        opened = pb.DecodeStreamOpen(prefix_token_ids=context)
+        assert text_of(send(session(LLAMA), open=opened, token_ids=answer, finish=True)) == " x\nx"
+        opened.stop_strings.append(prompt[-1])
+        stopped = text_of(send(session(LLAMA), open=opened, token_ids=answer, finish=True))
+        assert stopped == (" x" if prompt[-1] == "\n" else " x\nx")
+
+
+@pytest.mark.parametrize("vocabulary", [DEMO, LLAMA], ids=["byte_level", "byte_fallback"])
+def test_a_character_that_the_prompt_begins_is_text_only_where_it_is_completed(vocabulary: Vocabulary) -> None:
+    ids, letter = ids_of("a鎽", vocabulary), vocabulary.tokenizer.token_to_id("w")
+    begun = pb.DecodeStreamOpen(prefix_token_ids=ids[:-1])
+    assert len(ids) > 2
+    assert text_of(send(session(vocabulary), open=begun, token_ids=ids[-1:], finish=True)) == "鎽"
+    assert text_of(send(session(vocabulary), open=begun, token_ids=[letter], finish=True)) == "w"
+    assert text_of(send(session(vocabulary), open=begun, finish=True)) == ""
+    begun.return_open_end = True
+    assert text_of(send(session(vocabulary), open=begun, token_ids=ids[-1:], finish=True)) == "鎽"
+    assert set(text_of(send(session(vocabulary), open=begun, finish=True))) == {"\ufffd"}
+
+
+def test_a_prompt_that_is_cut_inside_of_a_character_leaves_the_answers_run_valid() -> None:
+    before, answer = ids_of("鎽龥", LLAMA)[-4:], ids_of("龥", LLAMA)[1:]
+    opened = pb.DecodeStreamOpen(prefix_token_ids=before, prefix_is_cut=True)
+    assert text_of(send(session(LLAMA), open=opened, token_ids=answer, finish=True)) == "龥"
+    # Of a whole prompt they would be the beginning, and make all of the run invalid.
+    opened.prefix_is_cut = False
+    assert text_of(send(session(LLAMA), open=opened, token_ids=answer, finish=True)) == "\ufffd" * 3
+
+
+def test_only_special_tokens_before_it_do_not_make_an_answer_the_texts_beginning() -> None:
+    opened = pb.DecodeStreamOpen(prefix_token_ids=[1, 2, 1, 2], prefix_is_cut=True)
+    assert text_of(send(session(LLAMA), open=opened, token_ids=ids_of("hello", LLAMA), finish=True)) == " hello"
+    opened.prefix_is_cut = False
+    assert text_of(send(session(LLAMA), open=opened, token_ids=ids_of("hello", LLAMA), finish=True)) == "hello"
 
 
 @given(data=st.data())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
-from factories.tokenizer_folders import (
+from factories.models.tokenizer_folders import (
     byte_fallback_tokenizer,
     demo_vocabulary,
     detokenizers_of,
@@ -20,6 +21,7 @@ from penstock.text.decode_table import Table
 from penstock.text.detokenizer import ByteLevelDetokenizer, Detokenizer
 from penstock.tokenizer.decoder_plan import byte_level_bytes
 from penstock.tokenizer.tokenizer import TextTokenizer, Vocabulary
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 MULTI_BYTE = [
     "你好，世界。这是一个测试",
@@ -132,3 +134,35 @@ def test_decoders_without_a_table_are_run_over_a_window(vocabulary: Vocabulary, 
     whole = TextTokenizer(vocabulary).decode([ids], True)[0]
     for cut in range(len(ids) + 1):
         assert "".join(stream(factory.make(True), [ids[:cut], ids[cut:]])) == whole
+
+
+@pytest.mark.parametrize("make", [byte_fallback_tokenizer, unigram_tokenizer])
+def test_a_special_token_that_a_normalizer_changes_is_decoded_as_in_the_one_shot_decode(
+    make: Callable[[], Tokenizer],
+) -> None:
+    tokenizer = make()
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_special_tokens([AddedToken("<SP>", normalized=True), AddedToken("<t>", normalized=True)])
+    vocabulary = vocabulary_of(tokenizer)
+    ids = [tokenizer.token_to_id(token) for token in ("h", "<SP>", "<t>", "e")]
+    for skip in (True, False):
+        parts = stream(detokenizers_of(vocabulary).make(skip), [[index] for index in ids])
+        assert "".join(parts) == TextTokenizer(vocabulary).decode([ids], skip)[0]
+
+
+def test_the_clean_up_of_spaces_takes_the_prompts_without_returning_its_text() -> None:
+    factory = detokenizers_of(vocabulary_of(word_piece_tokenizer(), clean_up_tokenization_spaces=True))
+    ids = {word: factory._tokenizer.token_to_id(word) for word in ("hello", "'", "s", ".", "world")}
+    for prompt, answer, text in (("hello", ". world", ". world"), ("hello '", "s .", "s."), ("hello", "' s", "'s")):
+        detokenizer = factory.make(True)
+        detokenizer.begin([ids[word] for word in prompt.split()])
+        assert "".join(stream(detokenizer, [[ids[word]] for word in answer.split()])) == text
+
+
+def test_a_space_that_the_clean_up_took_from_the_prompt_is_not_taken_from_the_answer() -> None:
+    bundle = demo_vocabulary().bundle
+    factory = detokenizers_of(Vocabulary(replace(bundle, clean_up_tokenization_spaces=True)))
+    before, ids = [demo_vocabulary().tokenizer.encode(text).ids for text in (" ' ", " x")]
+    detokenizer = factory.make(True)
+    assert detokenizer.begin(before) == "'"
+    assert "".join(stream(detokenizer, [ids])) == " x"

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.cli.bench.config import BenchConfig
-from penstock.cli.bench.target import Prompt, Prompts, Sample
+from penstock.cli.bench.target import BenchPrompt, Prompts, Sample
 
 # Error of an open loop when the server does not keep up: the request was never sent.
 NOT_SENT = "NOT_SENT max_open_requests"
 
 
-class Server(Protocol):
+class LoadTarget(Protocol):
     """Part of a Target that the loops use."""
 
-    async def run(self, prompt: Prompt, due: float) -> Sample:
+    async def run(self, prompt: BenchPrompt, due: float) -> Sample:
         """Run one request to its end."""
         ...
 
@@ -43,7 +43,7 @@ Progress = Callable[[Run], None]
 class Loop:
     """Sender of `config`'s load, once."""
 
-    def __init__(self, config: BenchConfig, server: Server, prompts: Prompts, progress: Progress) -> None:
+    def __init__(self, config: BenchConfig, server: LoadTarget, prompts: Prompts, progress: Progress) -> None:
         self._config, self._server, self._prompts, self._progress = config, server, prompts, progress
         self._run = Run()
 

@@ -84,7 +84,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """Prompt of a request. `text` is set where words are sent instead of ids."""
 
     token_ids: list[int]
@@ -103,12 +103,12 @@ class Prompts:
     def _draw(self, count: int) -> list[int]:
         return [self._random.randrange(self._vocab_size) for _ in range(count)]
 
-    def __next__(self) -> Prompt:
+    def __next__(self) -> BenchPrompt:
         config = self._config
         length = self._random.randint(*lengths(config.prompt_tokens))
         ids = self._common + self._draw(length - len(self._common))
         text = " ".join(WORDS[one % len(WORDS)] for one in ids) if config.text else None
-        return Prompt(ids, text, self._random.randint(*lengths(config.output_tokens)))
+        return BenchPrompt(ids, text, self._random.randint(*lengths(config.output_tokens)))
 
 
 class Target:
@@ -144,6 +144,8 @@ class Target:
         """Ask for the model's vocabulary size. Raises PenstockError; StartupError at the address of another service."""
         direct = self._config.direct
         try:
+            if direct and await self._is_router():
+                raise StartupError(f"{self._config.address} is a router: leave --direct out", flag="--direct")
             return await self._vocab_size(direct=direct)
         except grpc.RpcError as error:
             found = from_rpc_error(error)
@@ -161,6 +163,14 @@ class Target:
         model = await self._text.GetModel(text_pb2.GetModelRequest(name=self._config.model or ""), **call)
         return int(model.model.vocab_size)
 
+    async def _is_router(self) -> bool:
+        """True when the server has the text service; a router has the model's as well, for operators."""
+        try:
+            await self._vocab_size(direct=False)
+        except grpc.RpcError as error:
+            return not isinstance(from_rpc_error(error), Unimplemented)
+        return True
+
     async def _wrong_service(self) -> StartupError:
         """Find the service at the address: a server that has the other method is the other service, for any answer."""
         address, direct = self._config.address, self._config.direct
@@ -173,7 +183,7 @@ class Target:
             return StartupError(f"{address} is a router: leave --direct out", flag="--direct")
         return StartupError(f"{address} is a generation service: add --direct, or give a router", flag="--direct")
 
-    async def run(self, prompt: Prompt, due: float) -> Sample:
+    async def run(self, prompt: BenchPrompt, due: float) -> Sample:
         """Run one request to its end; an error is noted in the sample."""
         sample = Sample(due, len(prompt.token_ids))
         finished = False
@@ -192,7 +202,7 @@ class Target:
             sample.failure = "OK without Finished or tokens"
         return sample
 
-    def _open(self, prompt: Prompt) -> Any:
+    def _open(self, prompt: BenchPrompt) -> Any:
         config = self._config
         common: dict[str, Any] = {
             "model": config.model or "",

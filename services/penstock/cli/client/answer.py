@@ -10,9 +10,7 @@ from penstock.cli.console import console
 from penstock.common.units import format_duration
 
 if TYPE_CHECKING:
-    from penstock_client import Completion, Delta, Stream
-
-    from penstock.v1 import common_pb2
+    from penstock_client import Completion, Delta, Stream, Timings
 
 STAGES = (
     ("template", "template_seconds"),
@@ -72,11 +70,11 @@ def stats_line(completion: Completion) -> str:
     usage, timings = completion.usage, completion.timings
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     parts = [f"{usage.prompt_tokens} prompt{cached} + {usage.completion_tokens} tokens"]
-    if timings.HasField("time_to_first_token_seconds"):
+    if timings.time_to_first_token_seconds is not None:
         parts.append(f"first after {format_duration(timings.time_to_first_token_seconds)}")
     # Beams come all at once at the end: there is no rate.
     streamed = completion.finished.last_seq + 1 > len(completion.choices)
-    if streamed and timings.decode_seconds > 0 and usage.completion_tokens > 1:
+    if streamed and timings.decode_seconds and usage.completion_tokens > 1:
         parts.append(f"{(usage.completion_tokens - 1) / timings.decode_seconds:.0f} tok/s")
     drafted = usage.accepted_draft_tokens + usage.rejected_draft_tokens
     if drafted:
@@ -90,10 +88,10 @@ def warnings_of(completion: Completion) -> list[str]:
     return [f"warning: {text}" for text in completion.started.warnings]
 
 
-def stage_timings(timings: common_pb2.StageTimings) -> list[tuple[str, str]]:
+def stage_timings(timings: Timings) -> list[tuple[str, str]]:
     """Return (stage, time) of every stage that ran, in order."""
-    ran = {descriptor.name: seconds for descriptor, seconds in timings.ListFields()}
-    return [(label, format_duration(ran[name])) for label, name in STAGES if name in ran]
+    ran = [(label, getattr(timings, name)) for label, name in STAGES]
+    return [(label, format_duration(seconds)) for label, seconds in ran if seconds is not None]
 
 
 def allow_any_text() -> None:

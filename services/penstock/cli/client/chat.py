@@ -38,11 +38,11 @@ def run_chat(given: Overrides) -> None:
             import readline  # noqa: F401  # line editing and history for input()
 
             console().print(f"connected to {connection.address}; {HELP}", style="dim")
-        Conversation(client, sampling).run(lambda: input("› " if sys.stdin.isatty() else ""))
+        ChatSession(client, sampling).run(lambda: input("› " if sys.stdin.isatty() else ""))
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """Messages so far, and the user's commands on them."""
 
     client: Client

@@ -76,11 +76,19 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
         raise StartupError(str(error), flag="--tls-ca") from error
 
 
-def no_answer(config: ConnectionConfig) -> StartupError:
-    """Make the error for an address without an answer: it is wrong, or no server runs there."""
-    from penstock.common.errors import StartupError
+def no_answer(config: ConnectionConfig, hint: str = "is `penstock serve` running?") -> StartupError:
+    """Make the error for an address without an answer: the reason is looked for at the address."""
+    from penstock.cli.client.silence import silence_of
 
-    return StartupError(f"no server answers at {config.address}; is `penstock serve` running?", flag="--address")
+    return silence_of(
+        config.address,
+        tls=bool(config.tls or config.tls_ca or config.client_cert),
+        tls_ca=config.tls_ca,
+        client_cert=config.client_cert,
+        client_key=config.client_key,
+        name=config.server_name,
+        hint=hint,
+    )
 
 
 def _flag_of(config: ConnectionConfig, file: object) -> str:

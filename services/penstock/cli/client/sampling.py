@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.common.options import option, options_of
-from penstock.generation.options.table import CONFIG, GENERATION
+from penstock.generation.options.table import GENERATION, SECTIONS
 
 if TYPE_CHECKING:
     from penstock_client import GenerationOptions
@@ -77,9 +77,14 @@ _FORMS: dict[str, tuple[Callable[[str], object], str | None]] = {
     # "none" is a text like any other.
     "prompt": (str, None),
 }
-_OptionFlags: Any = make_dataclass(
-    "_OptionFlags", [_flag(spec) for spec in CONFIG.values() if spec.flags], frozen=True, kw_only=True
-)
+
+
+def flags_of_the_table() -> list[tuple[str, Any, Any]]:
+    """Return fields for the rows that have a flag of their own: name, type and option."""
+    return [_flag(spec) for specs in SECTIONS.values() for spec in specs.values() if spec.flags]
+
+
+_OptionFlags: Any = make_dataclass("_OptionFlags", flags_of_the_table(), frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

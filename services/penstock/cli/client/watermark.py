@@ -38,7 +38,8 @@ class WatermarkConfig:
     z_threshold: float = option(3.0, "Standard deviations above which a text counts as watermarked.", group=GROUP)
     ignore_repeated_ngrams: bool = option(False, "Count every n-gram once.", group=GROUP)
     token_ids: bool = option(False, "TEXT is token ids, with spaces or commas between.", group=GROUP)
-    json: bool = option(False, "Write the evidence as JSON.", group=GROUP)
+    # The plain name's variable is the file of `penstock bench`.
+    json: bool = option(False, "Write the evidence as JSON.", group=GROUP, env="PENSTOCK_WATERMARK_JSON")
 
     def scheme(self) -> dict[str, object] | None:
         """Fields of WatermarkingConfig that are set; None, which leaves it to the model, when there are none."""
@@ -74,7 +75,8 @@ def _ids(text: str) -> list[int]:
     from penstock.common.errors import StartupError  # brings grpc, which --help must not wait for
 
     words = text.replace(",", " ").split()
-    if not all(word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
+    # The length first: Python refuses to read thousands of digits.
+    if not all(len(word) <= 10 and word.isascii() and word.isdigit() and int(word) < 2**32 for word in words):
         raise StartupError("--token-ids: TEXT must be token ids, with spaces or commas between", flag="--token-ids")
     return [int(word) for word in words]
 

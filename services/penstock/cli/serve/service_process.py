@@ -12,7 +12,9 @@ from importlib import import_module
 from typing import Any, cast
 
 from penstock.cli.console import say
+from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
+from penstock.common.checkpoint import check_model
 from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.environment import prepare_environment
 from penstock.common.errors import StartupError
@@ -98,6 +100,16 @@ class Gate:
                 os.close(self._fd)
 
 
+def check_models(config: ServerConfig) -> None:
+    """Look for the models' folders, before seconds of imports. Raises StartupError naming MODEL or the flag."""
+    check_model(getattr(config, "model", None))
+    if (assistant := getattr(config, "assistant_model", None)) is not None:
+        try:
+            check_model(assistant)
+        except StartupError as error:
+            raise StartupError(f"--assistant-model: {error.message}", flag="--assistant-model") from error
+
+
 def _load(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
@@ -107,11 +119,13 @@ def run_role(
     role: Role, overrides: dict[str, object], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None
 ) -> int:
     """Serve until a signal to stop; return the exit code. Raises StartupError unless it was reported to the parent."""
+    lose_what_does_not_fit()
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
     try:
         config = from_env_and_flags(role.config_class(), overrides)
+        check_models(config)
         if getattr(config, "processes", 1) > 1:
             from penstock.cli.serve.workers import run_workers
 

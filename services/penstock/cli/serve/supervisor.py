@@ -26,7 +26,7 @@ class ChildEnded(Exception):
 
 
 @dataclass
-class Child:
+class ServiceProcess:
     """One process of the tree."""
 
     name: str
@@ -45,6 +45,11 @@ class Child:
         return 128 - code if code < 0 else code or 1
 
     @property
+    def is_ready(self) -> bool:
+        """True from its READY to its end."""
+        return self.ready.done() and self.ready.exception() is None and not self.ended.done()
+
+    @property
     def address(self) -> str:
         """Address of gRPC; valid once it listens."""
         return next(iter(self.listening.result().addresses.values()))
@@ -55,11 +60,11 @@ class Supervisor:
 
     def __init__(self, *, drain_grace_seconds: float) -> None:
         self._patience = drain_grace_seconds + KILL_MARGIN_SECONDS
-        self.children: list[Child] = []
+        self.children: list[ServiceProcess] = []
 
     async def start(
         self, name: str, arguments: list[str], *, without: Collection[str] = (), fds: tuple[int, ...] = ()
-    ) -> Child:
+    ) -> ServiceProcess:
         """Start `penstock ARGUMENTS` as a child that reports to us and dies with us.
 
         It does not get the variables `without`, and inherits `fds`.
@@ -80,12 +85,12 @@ class Supervisor:
             )
         finally:
             os.close(write_end)
-        child = Child(name, process, reader, loop.create_future(), loop.create_future(), loop.create_future())
+        child = ServiceProcess(name, process, reader, loop.create_future(), loop.create_future(), loop.create_future())
         child.ended = asyncio.create_task(self._follow(child))
         self.children.append(child)
         return child
 
-    async def _follow(self, child: Child) -> int:
+    async def _follow(self, child: ServiceProcess) -> int:
         while line := await child.reports.readline():
             self._take(child, Report.decode(line))
         code = await child.process.wait()
@@ -97,7 +102,7 @@ class Supervisor:
         return code
 
     @staticmethod
-    def _take(child: Child, report: Report) -> None:
+    def _take(child: ServiceProcess, report: Report) -> None:
         if report.event == LISTENING:
             child.listening.set_result(report)
         elif report.event == LOADED:
@@ -111,7 +116,7 @@ class Supervisor:
                     waiting.set_exception(error)
                     waiting.exception()
 
-    async def wait_any_end(self) -> Child:
+    async def wait_any_end(self) -> ServiceProcess:
         """Wait for and return the first child that ends."""
         await asyncio.wait([child.ended for child in self.children], return_when=asyncio.FIRST_COMPLETED)
         return next(child for child in self.children if child.ended.done())
@@ -133,7 +138,7 @@ class Supervisor:
             child.process.send_signal(signal.SIGTERM)
         await asyncio.gather(*(self._wait_end(child, hurry) for child in living))
 
-    async def _wait_end(self, child: Child, hurry: asyncio.Event) -> None:
+    async def _wait_end(self, child: ServiceProcess, hurry: asyncio.Event) -> None:
         hurried = asyncio.create_task(hurry.wait())
         await asyncio.wait([child.ended, hurried], timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()

@@ -11,13 +11,14 @@ from typing import Any
 from penstock import __version__
 from penstock.cli.console import complain, say
 from penstock.cli.flags import as_flags
+from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
-from penstock.cli.serve.service_process import ROLES
-from penstock.cli.serve.supervisor import Child, ChildEnded, Supervisor, first_of
+from penstock.cli.serve.service_process import ROLES, check_models
+from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import require_free_port
 from penstock.common.checkpoint import model_name
 from penstock.common.config import ChannelConfig, ServerConfig, from_env_and_flags
-from penstock.common.environment import usable_cores
+from penstock.common.environment import ENV_PREFIX, current_environment, usable_cores
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
@@ -26,12 +27,15 @@ MAX_LINES = 15
 # Options that the tree sets itself, or that are of no use inside it.
 WIRED = {"tokenizer", "backend", "start_timeout_seconds"} | {field.name for field in fields(ChannelConfig)}
 # Fields of ServerConfig for the one process that clients reach. The others go to every process.
-FRONT = {"host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "insecure_bind"}
+FRONT = {
+    *("host", "port", "metrics_port", "health_socket"),
+    *("tls_cert", "tls_key", "tls_client_ca", "auth_token_file", "insecure_bind"),
+}
 # Options with one value for several services; any other name that two services share is set per service.
 SHARED = {"model", "served_model_name"}
 # The tree waits for its children as long as they live: loading a large model may take any time.
 FOREVER = "24h"
-# Routine logs of children would drown the start-up print.
+# Routine logs of children would drown the start-up print, and JSON lines in it are for nobody.
 QUIET_LEVEL = "warning"
 
 
@@ -118,15 +122,15 @@ class Tree:
 
     async def _start(self, supervisor: Supervisor) -> bool:
         self._say(f"penstock {__version__}: loading {self.model}")
-        tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=_front_variables())
+        tokenizer = await supervisor.start("tokenizer", self._inner("tokenizer"), without=front_variables())
         names = [f"generation {n + 1}" if n else "generation" for n in range(self.config.generation_replicas)]
         backends = [
-            await supervisor.start(name, self._inner("generation"), without=_front_variables()) for name in names
+            await supervisor.start(name, self._inner("generation"), without=front_variables()) for name in names
         ]
         below = [tokenizer, *backends]
         if not await first_of([child.listening for child in below], self.ended, lambda _: None):
             return False
-        router = await supervisor.start("router", self._router(tokenizer, backends), without={"PENSTOCK_LOG_LEVEL"})
+        router = await supervisor.start("router", self._router(tokenizer, backends))
         everyone = [*below, router]
         if not await first_of(
             [child.ready for child in everyone], self.ended, lambda index: self._show(everyone, everyone[index])
@@ -144,7 +148,7 @@ class Tree:
             arguments += ["--auth-token-file", self.front.auth_token_file]
         return arguments
 
-    def _router(self, tokenizer: Child, backends: list[Child]) -> list[str]:
+    def _router(self, tokenizer: ServiceProcess, backends: list[ServiceProcess]) -> list[str]:
         arguments = [*role_arguments("router", self.given), *self._quiet()]
         arguments += ["--start-timeout-seconds", FOREVER, "--tokenizer", tokenizer.address]
         for backend in backends:
@@ -154,7 +158,12 @@ class Tree:
         return arguments
 
     def _quiet(self) -> list[str]:
-        return [] if "log_level" in self.given else ["--log-level", QUIET_LEVEL]
+        """Return the flags for processes whose level and format nobody has set, by flag or variable."""
+        flags = []
+        for name, flag, value in (("log_level", "--log-level", QUIET_LEVEL), ("log_format", "--log-format", "console")):
+            if name not in self.given and f"{ENV_PREFIX}{name.upper()}" not in current_environment():
+                flags += [flag, value]
+        return flags
 
     async def _serve(self, supervisor: Supervisor) -> int:
         stop = asyncio.create_task(self.ended.wait())
@@ -173,14 +182,14 @@ class Tree:
         if not self.reporter.is_heard:
             say(line)
 
-    def _show(self, everyone: list[Child], child: Child) -> None:
+    def _show(self, everyone: list[ServiceProcess], child: ServiceProcess) -> None:
         report = child.ready.result()
         facts = max(0, (MAX_LINES - 2) // len(everyone) - 1)
         self._say(f"{child.name}: ready on {child.address} after {time.monotonic() - self.began:.1f} s")
         for line in report.lines[:facts]:
             self._say(f"  {line}")
 
-    def _show_ready(self, everyone: list[Child]) -> None:
+    def _show_ready(self, everyone: list[ServiceProcess]) -> None:
         addresses = {child.name: child.address for child in everyone}
         metrics = {child.name: where for child in everyone for where in child.ready.result().metrics.values()}
         seconds = time.monotonic() - self.began
@@ -191,21 +200,23 @@ class Tree:
         self._say(f"READY · gRPC {addresses['router']} · {seconds:.1f} s")
 
 
-def _front_variables() -> set[str]:
+def front_variables() -> set[str]:
     """PENSTOCK_* variables that are for the router: inner processes listen on loopback, without TLS."""
     options = options_of(ROLES["router"].config_class())
-    return {bound.env for bound in options if bound.name in FRONT} | {"PENSTOCK_LOG_LEVEL"}
+    return {bound.env for bound in options if bound.name in FRONT}
 
 
 def _check(given: dict[str, Any]) -> tuple[ServerConfig, str]:
     """Return the router's configuration and the model's name.
 
-    Faults that would stop a service later stop the tree now: a wrong option, a taken port.
+    Faults that would stop a service later stop the tree now: a wrong option, a missing folder, a taken port.
     """
     read = {
         role: from_env_and_flags(kind.config_class(), _only(given, _own(role) | _server_fields()))
         for role, kind in ROLES.items()
     }
+    for config in read.values():
+        check_models(config)
     front = read["router"]
     require_free_port(front.host, front.port, "--port")
     if front.metrics_port > 0:
@@ -222,6 +233,7 @@ def run_tree(
     given: dict[str, Any], *, report_fd: int | None, parent_pid: int | None, gate_fd: int | None = None
 ) -> int:
     """Serve until a signal to stop; return the exit code. Raises StartupError unless it was reported to the parent."""
+    lose_what_does_not_fit()
     if parent_pid is not None:
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)

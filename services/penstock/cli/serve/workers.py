@@ -22,12 +22,13 @@ from prometheus_client import CollectorRegistry
 from penstock.cli.console import complain, say
 from penstock.cli.flags import as_flags
 from penstock.cli.serve.reports import READY, Report, Reporter
-from penstock.cli.serve.supervisor import Child, ChildEnded, Supervisor, first_of
+from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import BoundAddresses, require_free_port
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
-from penstock.common.metrics import BoundMetrics, start_metrics_server
 from penstock.common.options import options_of
+from penstock.serving.health_socket import HealthSocket
+from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
 from penstock.serving.summed_metrics import SummedMetrics
 
 # Seconds before a worker that died is replaced; doubled while its successors die soon, too.
@@ -35,7 +36,7 @@ MIN_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 30.0
 # After a worker that lived so many seconds the waits start anew.
 STABLE_SECONDS = 60.0
 # Options that the parent sets for its workers.
-_OWN = ("processes", "port", "metrics_port")
+_OWN = ("processes", "port", "metrics_port", "health_socket")
 
 
 @contextlib.contextmanager
@@ -74,9 +75,12 @@ class Workers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         endpoint: BoundMetrics | None = None
+        health = HealthSocket(self._config.health_socket, self._is_serving) if self._config.health_socket else None
         try:
             with shared_port(self._config.host, self._config.port) as port:
                 endpoint = self._open_metrics()
+                if health is not None:
+                    await health.open()
                 bound = self._bound(port, endpoint)
                 self._reporter.listening(self._role, bound)
                 children = await self._start(port)
@@ -89,8 +93,14 @@ class Workers:
             return ended.exit_code
         finally:
             await self._supervisor.stop_together(self._hurry)
+            if health is not None:
+                await health.close()
             if endpoint is not None:
                 endpoint.close()
+
+    def _is_serving(self) -> bool:
+        """True while a worker takes calls."""
+        return not self._ended.is_set() and any(child.is_ready for child in self._supervisor.children)
 
     def _signalled(self) -> None:
         (self._hurry if self._ended.is_set() else self._ended).set()
@@ -101,13 +111,19 @@ class Workers:
             return None
         registry = CollectorRegistry()
         registry.register(self._metrics)
-        return start_metrics_server(registry, config.host, config.metrics_port, tls=config)
+        return start_metrics_server(
+            registry,
+            config.host,
+            config.metrics_port,
+            is_ready=self._is_serving,
+            config=config,
+        )
 
     def _bound(self, port: int, endpoint: BoundMetrics | None) -> BoundAddresses:
         host = f"[{self._config.host.strip('[]')}]" if ":" in self._config.host else self._config.host
         return BoundAddresses(f"{host}:{port}", f"{host}:{endpoint.port}" if endpoint is not None else None)
 
-    async def _start(self, port: int) -> list[Child]:
+    async def _start(self, port: int) -> list[ServiceProcess]:
         """Start all workers and return them when they are ready; none when a signal came first."""
         gate, opener = os.pipe()
         try:
@@ -124,7 +140,7 @@ class Workers:
             self._add_metrics(child)
         return children
 
-    async def _start_one(self, slot: int, port: int, gate: int | None) -> Child:
+    async def _start_one(self, slot: int, port: int, gate: int | None) -> ServiceProcess:
         bound = {option.name: option for option in options_of(type(self._config))}
         arguments = ["serve", self._role]
         for name, value in self._given.items():
@@ -134,13 +150,14 @@ class Workers:
         arguments += ["--processes", "1", "--port", str(port), "--metrics-port", str(metrics_port)]
         arguments += ["--gate-fd", str(-1 if gate is None else gate)]
         name = f"{self._role} {slot + 1}"
-        return await self._supervisor.start(name, arguments, fds=() if gate is None else (gate,))
+        own = [bound[option].env for option in _OWN if option in bound]
+        return await self._supervisor.start(name, arguments, without=own, fds=() if gate is None else (gate,))
 
-    def _add_metrics(self, child: Child) -> None:
+    def _add_metrics(self, child: ServiceProcess) -> None:
         for address in child.ready.result().metrics.values():
             self._metrics.add(child.name, address)
 
-    async def _serve(self, port: int, children: list[Child]) -> int:
+    async def _serve(self, port: int, children: list[ServiceProcess]) -> int:
         keepers = [asyncio.create_task(self._keep(slot, port, child)) for slot, child in enumerate(children)]
         stop = asyncio.create_task(self._ended.wait())
         await asyncio.wait([stop, *keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +171,7 @@ class Workers:
         # Killed by the signal itself: a replacement that did not handle it yet, and had no work to finish.
         return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
 
-    async def _keep(self, slot: int, port: int, child: Child) -> None:
+    async def _keep(self, slot: int, port: int, child: ServiceProcess) -> None:
         """Replace the worker of `slot` each time it ends."""
         wait = MIN_WAIT_SECONDS
         while True:
@@ -178,7 +195,7 @@ class Workers:
                 await asyncio.shield(child.ready)
                 self._add_metrics(child)
 
-    def _show_ready(self, bound: BoundAddresses, children: list[Child]) -> None:
+    def _show_ready(self, bound: BoundAddresses, children: list[ServiceProcess]) -> None:
         lines = children[0].ready.result().lines
         metrics = {self._role: bound.metrics} if bound.metrics else {}
         self._reporter.send(Report(READY, {self._role: bound.grpc}, metrics, lines))

@@ -74,6 +74,8 @@ class DecodingMode:
     # For the sampler.
     # True: warpers leave one token more than there are end-of-sequence ids, so that a sequence can go on.
     keeps_more_than_ends: bool = False
+    # Token that comes where the other options leave none to draw; None: the request ends (NO_TOKEN_LEFT).
+    last_resort: int | None = None
     # Score that a token loses for every other group that chose it (DrawSpec.taken_ids).
     diversity_penalty: float = 0.0
     # For the options.
@@ -142,6 +144,22 @@ class WatermarkOptions:
     hashing_key: int = 15485863
     seeding_scheme: str = "lefthash"
     context_width: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SynthIdOptions:
+    """SynthID watermark (Dathathri et al. 2024; transformers' SynthIDTextWatermarkingConfig)."""
+
+    ngram_len: int
+    # One per layer of the tournament.
+    keys: tuple[int, ...]
+    context_history_size: int = 1024
+    sampling_table_seed: int = 0
+    sampling_table_size: int = 65_536
+    skip_first_ngram_calls: bool = False
+
+
+AnyWatermark = WatermarkOptions | SynthIdOptions
 
 
 @dataclass(frozen=True, slots=True)

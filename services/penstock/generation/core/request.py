@@ -27,6 +27,7 @@ class FinishReason(enum.Enum):
     TOOL_CALLS = 7
     ABORTED = 8
     ERROR = 9
+    STOP_CRITERIA = 10
 
 
 class Purpose(enum.Enum):
@@ -60,6 +61,8 @@ class Request:
     # Ids that an earlier attempt emitted: one list per returned sequence, or empty.
     resumed_token_ids: list[list[int]] = field(default_factory=list)
     cache_salt: str = ""
+    # Stands for the tenant in the order of waiting requests; empty: all callers are one tenant. Never logged.
+    fair_share_key: str = ""
     priority: int = 0
     # time.monotonic() after which nothing more is computed; None: no deadline.
     deadline: float | None = None
@@ -73,6 +76,8 @@ class Request:
     # First token whose row is needed (its hidden state, its logits): a cached prefix may be reused up to here. None:
     # only the last row is needed.
     first_needed_row: int | None = None
+    # The output's text begins anew, and does not go on from the prompt's: stop strings are matched in that.
+    begins_text: bool = False
 
     def __post_init__(self) -> None:
         if self.params.mode.first_needed_row is not None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from penstock.generation.core.modes import (
     NO_GUIDANCE,
     PLAIN,
+    AnyWatermark,
     DecodingMode,
     GenerationMode,
     GuidanceOptions,
     TensorOutputs,
-    WatermarkOptions,
 )
+from penstock.generation.core.plugins import RequestPlugins
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
@@ -59,7 +60,7 @@ class SamplingParams:
     allowed_token_ids: frozenset[int] | None = None
     # Every output is one of these sequences or a prefix of one; None: off.
     allowed_token_trie: tuple[TokenSequence, ...] | None = None
-    watermark: WatermarkOptions | None = None
+    watermark: AnyWatermark | None = None
     renormalize_logits: bool = False
     remove_invalid_values: bool = False
     token_healing: bool = False
@@ -80,6 +81,8 @@ class SamplingParams:
     mode: DecodingMode = PLAIN
     guidance: GuidanceOptions = NO_GUIDANCE
     tensors: TensorOutputs | None = None
+    # Made for this request alone; None: it asks for none.
+    plugins: RequestPlugins | None = None
 
     @property
     def limits_tokens(self) -> bool:

@@ -41,6 +41,9 @@ class OutputStream(Protocol):
     def half_close(self) -> None:
         """End once no request of the stream is live."""
 
+    def beat(self, step: int) -> None:
+        """Tell a reader that waits that the engine makes progress, unless it was told anything since the last beat."""
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -70,6 +73,8 @@ class OutputHub:
         self.closing = False
         self._idle = asyncio.Event()
         self._idle.set()
+        # The opposite.
+        self._busy = asyncio.Event()
 
     @property
     def num_live(self) -> int:
@@ -87,7 +92,7 @@ class OutputHub:
             raise _taken()
         self._submitter.submit(request)
         self._live[request.request_id] = RequestRecord(request, stream)
-        self._idle.clear()
+        self._set_busy()
         self.notify()
 
     async def prepare(self, request_id: str, work: Coroutine[Any, Any, T]) -> T:
@@ -100,7 +105,7 @@ class OutputHub:
             raise _taken()
         task: asyncio.Task[T] = asyncio.create_task(work)
         self._preparing[request_id] = task
-        self._idle.clear()
+        self._set_busy()
         try:
             return await task
         except asyncio.CancelledError:
@@ -204,6 +209,15 @@ class OutputHub:
         """Return when no request is live or prepared."""
         await self._idle.wait()
 
+    async def wait_busy(self) -> None:
+        """Return when some request is live or prepared."""
+        await self._busy.wait()
+
+    def beat(self) -> None:
+        """Tell every stream that the engine makes progress."""
+        for stream in self._open:
+            stream.beat(self.step)
+
     def watch(self) -> asyncio.Event:
         """Return an event that is set whenever the load may have changed. The watcher clears it; `unwatch` ends it."""
         event = asyncio.Event()
@@ -225,9 +239,14 @@ class OutputHub:
             live.stream = None
         self.abort([live.request.request_id for live in orphans])
 
+    def _set_busy(self) -> None:
+        self._idle.clear()
+        self._busy.set()
+
     def _settle(self) -> None:
         if not self._live and not self._preparing:
             self._idle.set()
+            self._busy.clear()
         self.notify()
 
     def _observe(self, live: RequestRecord, output: RequestOutput, now: float, earlier: Counter[float]) -> None:

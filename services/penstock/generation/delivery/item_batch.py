@@ -79,6 +79,9 @@ class ItemBatch:
     def half_close(self) -> None:
         """Do nothing: the stream ends with its items."""
 
+    def beat(self, step: int) -> None:
+        """Do nothing: only sessions have heartbeats."""
+
     def _finish(self, index: int, finished: FinishedOutput) -> None:
         if finished.error is not None:
             self._end(finished.error)

@@ -51,6 +51,9 @@ class RequestStream:
     def half_close(self) -> None:
         """Do nothing: the stream ends with its request."""
 
+    def beat(self, step: int) -> None:
+        """Do nothing: only sessions have heartbeats."""
+
 
 class SessionStream:
     """OutputStream of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""
@@ -66,6 +69,8 @@ class SessionStream:
         self._half_closed = False
         # Bytes of the message being made.
         self._num_bytes = 0
+        # False: a message went out since the last beat.
+        self._is_quiet = True
 
     def add(self, maker: DeltaMaker) -> None:
         """Register a request of this session that was accepted."""
@@ -119,6 +124,13 @@ class SessionStream:
         convert.add_error(message, request_id, attempt_epoch, error)
         self._send(message)
 
+    def beat(self, step: int) -> None:
+        """Send a message without events when requests wait and nothing went out since the last call."""
+        # A reader that is behind has what tells it of life.
+        if self._is_quiet and (self._makers or self._preparing) and not self.buffer.has_messages:
+            self.buffer.put(convert.SessionResponse(step=step, heartbeat=True))
+        self._is_quiet = True
+
     def fail(self, request: Request, error: PenstockError) -> None:
         """End the session with `error`: the engine has failed."""
         self._makers.pop(request.request_id, None)
@@ -126,6 +138,7 @@ class SessionStream:
 
     def _send(self, message: convert.SessionResponse) -> None:
         if message.events:
+            self._is_quiet = False
             self.buffer.put(message)
 
     def _append(
@@ -184,6 +197,11 @@ class MessageBuffer(Generic[M]):
     def closed(self) -> bool:
         """True when no more messages are taken."""
         return self._closed
+
+    @property
+    def has_messages(self) -> bool:
+        """True while messages wait for the reader."""
+        return bool(self._messages)
 
     @property
     def overflowed(self) -> bool:

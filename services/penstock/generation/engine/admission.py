@@ -1,14 +1,18 @@
-"""Capacity checks: find a request that the engine could never run, before it is accepted."""
+"""Admission checks: find a request that the engine could never run, or not in time, before it is accepted."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from penstock.common.errors import InvalidArgument, ResourceExhausted
+from penstock.common.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from penstock.common.pace import Demand
 from penstock.generation.core.request import Purpose
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.common.pace import Pace
     from penstock.generation.core.request import Request
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.engine.config import EngineConfig
@@ -19,6 +23,44 @@ def output_limit(config: EngineConfig, request: Request) -> int:
     """Most new tokens of a sequence: the request's limit, cut where its or its unconditional branch's context ends."""
     longest = max(len(request.prompt_token_ids), len(request.params.guidance.negative_prompt_ids))
     return min(request.params.max_new_tokens, config.max_context_tokens - longest)
+
+
+def demand_of(config: EngineConfig, request: Request, width: int) -> Demand:
+    """Size of a request that computes at most `width` sequences at once."""
+    prompt_tokens = len(request.prompt_token_ids)
+    output = output_limit(config, request) if request.purpose is Purpose.GENERATE else 0
+    resumed = max((len(ids) for ids in request.resumed_token_ids), default=0)
+    return Demand(request.fair_share_key, prompt_tokens + resumed * width, max(output - resumed, 0), width)
+
+
+def check_deadline(
+    config: EngineConfig,
+    modes: ModeRegistry,
+    request: Request,
+    now: float,
+    pace: Pace,
+    coming: Mapping[str, float],
+) -> float:
+    """Refuse a request that would end after its deadline. Return the tokens to expect of it. Thread-safe.
+
+    `coming` are tokens, by tenant, of accepted requests that `pace` does not know yet. A request that another backend
+    began is never refused, since its caller has tokens of it; nor is an item of Score or Embed, of which others may be
+    computed. Raises ResourceExhausted OVERLOADED, and DeadlineExceeded.
+    """
+    demand = demand_of(config, request, modes.most_sequences(request.params))
+    if request.deadline is not None:
+        left = request.deadline - now
+        if left <= 0:
+            raise DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"})
+        is_begun = request.resumed_token_ids or request.purpose is not Purpose.GENERATE
+        late = 0.0 if is_begun else pace.seconds_late(demand, left, coming)
+        if late > 0:
+            raise ResourceExhausted(
+                "the deadline would pass before the answer is complete: too much waits or runs",
+                reason="OVERLOADED",
+                retry_after_seconds=max(late, config.queue_full_retry_seconds),
+            )
+    return pace.tokens(demand)
 
 
 def check_capacity(config: EngineConfig, modes: ModeRegistry, request: Request) -> None:

@@ -110,6 +110,10 @@ class BlockPool:
             self._cached[block_hash] = block
             self._hashes[block] = block_hash
 
+    def unregister(self, block: int) -> None:
+        """Make a used block findable no more: what it holds is not what its prefix says. Its holders keep it."""
+        self._forget(block)
+
     def clear_cache(self) -> int:
         """Forget every prefix that no sequence holds, and return the number of its blocks."""
         cleared = len(self._evictable)

@@ -123,6 +123,11 @@ class BlockTables:
             self.pool.register(sequence.block_table[index], sequence.block_hashes[index])
         sequence.num_cached_blocks = last
 
+    def disown(self, sequence: Sequence) -> None:
+        """Let nobody else find the blocks of a sequence: what was computed in them cannot be trusted."""
+        for block in sequence.block_table:
+            self.pool.unregister(block)
+
     def _shared_block(self, sequence: Sequence) -> int | None:
         """Return the index of the next token's block when others hold that block too, else None."""
         index, offset = divmod(sequence.num_computed_tokens, self._block_size)

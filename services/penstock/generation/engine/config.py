@@ -26,6 +26,15 @@ class EngineConfig:
     max_queued_requests: int = 1024
     # Time that a refused caller is told to wait.
     queue_full_retry_seconds: float = 1.0
+    # Forecasts of a request's time are multiplied by this before they are held against its deadline.
+    deadline_headroom: float = 1.2
+    # Share of the running sequences, and of the queue, that one tenant may have while there are others.
+    tenant_share: float = 0.75
+    # Beside one tenant's crowd of running sequences, steps of the others take on average at most this many times as
+    # long as without it; the crowd rests in the steps between. Above 1; 0: it never rests.
+    tenant_slowdown: float = 1.5
+    # Time for which a tenant that has no request counts as being there.
+    tenant_memory_seconds: float = 10.0
     # Share of the pool that admission leaves free for running sequences to grow into.
     reserve_share: float = 0.01
     # Share of a step's prefill budget that a prompt too long for it gets while other prompts wait.
@@ -40,6 +49,13 @@ class EngineConfig:
     dump_sequences: int = 8
     # Time within which the engine's thread must reach a dump between two steps.
     dump_wait_seconds: float = 2.0
+    # How often a caller that waits is told that the engine makes progress.
+    heartbeat_seconds: float = 0.25
+    # A step is overdue, and no sign of progress, past this many times what steps of its size take.
+    overdue_step_factor: float = 2.0
+    # A step hangs when it takes longer than both: this time, and this many times what steps of its size take.
+    hung_step_seconds: float = 10.0
+    hung_step_factor: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_running_sequences", "max_queued_requests"):
@@ -52,6 +68,20 @@ class EngineConfig:
         for name in ("max_draft_rows", "dump_groups", "dump_sequences", "dump_wait_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+        if self.deadline_headroom <= 0.0:
+            raise ValueError("deadline_headroom must be above 0")
+        if not 0.0 < self.tenant_share <= 1.0:
+            raise ValueError("tenant_share must be in (0, 1]")
+        if self.tenant_slowdown and self.tenant_slowdown <= 1.0:
+            raise ValueError("tenant_slowdown must be 0 or above 1")
+        if self.tenant_memory_seconds < 0.0:
+            raise ValueError("tenant_memory_seconds must not be negative")
+        for name in ("heartbeat_seconds", "hung_step_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0")
+        for name in ("overdue_step_factor", "hung_step_factor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
         if not 0.0 <= self.reserve_share < 1.0:
             raise ValueError("reserve_share must be in [0, 1)")
         if not 0.0 < self.long_prompt_share <= 1.0:
@@ -65,6 +95,18 @@ class EngineConfig:
     def reserve_blocks(self) -> int:
         """Number of blocks that admission leaves free."""
         return int(self.reserve_share * self.num_blocks)
+
+    @property
+    def shared_batch_tokens(self) -> int:
+        """Rows of a step while several tenants are there, unless a crowd rests in it."""
+        if not self.tenant_slowdown:
+            return self.max_batch_tokens
+        return max(int((1 - self.tenant_share) * self.max_batch_tokens), self.max_running_sequences)
+
+    @property
+    def max_queued_of_tenant(self) -> int:
+        """Most requests of one tenant that wait, where tenants are told apart."""
+        return max(1, int(self.tenant_share * self.max_queued_requests))
 
     def blocks_needed(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> int:
         """Most blocks that a request can ever hold: full prompt blocks once, the rest per sequence.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.fair_queue import FairQueue
     from penstock.generation.engine.group import SequenceGroup
     from penstock.generation.engine.group_queue import GroupQueue
     from penstock.generation.engine.scheduler import Scheduler
@@ -90,8 +91,12 @@ class RowsDump:
 
 @dataclass(frozen=True, slots=True)
 class StepDump:
-    """The step that was scheduled last: after a failure the step that broke."""
+    """The step that was scheduled last: a running one, one that hangs, or after a failure the step that broke.
 
+    Empty when all work is done.
+    """
+
+    # From 1; 0: no step.
     number: int
     rows: int
     rows_left: int
@@ -130,8 +135,8 @@ def request_key(request_id: str) -> str:
 def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, now: float) -> EngineDump:
     """Return the state between two steps, or after a step that broke. O(blocks).
 
-    Queues are copied before they are read, so that another thread may call this. It gets RuntimeError, KeyError or
-    IndexError when the engine changes them meanwhile.
+    Queues and the plan are copied before they are read, so that another thread may call this. It gets RuntimeError,
+    KeyError or IndexError when the engine changes them meanwhile.
     """
     pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
     return EngineDump(
@@ -145,7 +150,7 @@ def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, 
             reserve=config.reserve_blocks,
             references=pool.num_references,
         ),
-        last_step=_step(config, stats, scheduler),
+        last_step=_step(config, scheduler),
         running=_groups(config, running, now),
         more_running=max(len(running) - config.dump_groups, 0),
         waiting=_groups(config, waiting, now),
@@ -153,7 +158,7 @@ def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, 
     )
 
 
-def _groups(config: EngineConfig, queue: GroupQueue, now: float) -> tuple[GroupDump, ...]:
+def _groups(config: EngineConfig, queue: GroupQueue | FairQueue, now: float) -> tuple[GroupDump, ...]:
     return tuple(_group(config, group, now) for group in tuple(islice(queue, config.dump_groups)))
 
 
@@ -197,14 +202,15 @@ def _group(config: EngineConfig, group: SequenceGroup, now: float) -> GroupDump:
     )
 
 
-def _step(config: EngineConfig, stats: EngineStats, scheduler: Scheduler) -> StepDump:
+def _step(config: EngineConfig, scheduler: Scheduler) -> StepDump:
     plan: StepPlan = scheduler.plan
+    planned = plan.entries
     entries: dict[SequenceGroup, list[ScheduledSequence]] = {}
-    for group, entry in zip(tuple(plan.groups), plan.entries, strict=True):
+    for group, entry in planned:
         entries.setdefault(group, []).append(entry)
     return StepDump(
-        number=stats.steps,
-        rows=sum(entry.num_tokens for entry in plan.entries),
+        number=plan.number,
+        rows=sum(entry.num_tokens for _, entry in planned),
         rows_left=plan.budget,
         ended_by=plan.held_back.value,
         groups=tuple(_rows(group, own) for group, own in islice(entries.items(), config.dump_groups)),

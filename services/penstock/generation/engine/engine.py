@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import (
@@ -16,24 +16,28 @@ from penstock.common.errors import (
     Unavailable,
 )
 from penstock.common.logging import get_logger
-from penstock.generation.core.request import FinishReason, RequestOutput
-from penstock.generation.engine.admission import check_capacity, output_limit
+from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
+from penstock.generation.engine.admission import check_capacity, check_deadline, demand_of, output_limit
 from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
+from penstock.generation.engine.fair_turns import FairTurns
 from penstock.generation.engine.group import GroupState, SequenceGroup
+from penstock.generation.engine.pace_meter import PaceMeter
 from penstock.generation.engine.report import RequestReport
 from penstock.generation.engine.scheduler import Scheduler
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.engine.step_trace import StepTrace
-from penstock.generation.engine.stopping import StopCriteria
+from penstock.generation.engine.step_watch import StepWatch
+from penstock.generation.engine.stopping import stop_criteria
 
 if TYPE_CHECKING:
+    from penstock.common.pace import Demand, Pace
     from penstock.generation.core.request import Emission, Request, SequenceFinish
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import Drafter, DraftRequest, Runner, RunnerOutput, SampledToken, SchedulerOutput
+    from penstock.generation.core.step import Drafter, DraftRequest, Runner, RunnerOutput, SampledToken
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from penstock.text.token_bytes import TokenBytes
 
 _log = get_logger(__name__)
+# Share of a forecast time that a request takes surely: with less left it cannot end before its deadline.
+_SUREST = 0.8
 
 
 class Engine:
@@ -65,6 +71,7 @@ class Engine:
         """`stop_text` None: no request may have stop strings. `clock` gives times comparable with those of Request."""
         self.config = config
         self.stats = EngineStats()
+        self.watch = StepWatch(config)
         self._runner = runner
         self._drafter = drafter
         self._stop_text = stop_text
@@ -75,6 +82,13 @@ class Engine:
         self._groups: dict[str, SequenceGroup] = {}
         self._deadlines: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         self._max_times: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        # Times after which a request that never started cannot end before its deadline.
+        self._latest_starts: DeadlineQueue[SequenceGroup] = DeadlineQueue()
+        self._meter = PaceMeter(config)
+        # Replaced by the replay of a trace.
+        self.turns = FairTurns(config.tenant_slowdown)
+        # End of the last step, while work goes on: what happens until the next one belongs to that one's time.
+        self._last_step_end: float | None = None
         # Groups with outputs that the caller has not taken yet, in the order of their first one.
         self._dirty: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
@@ -90,22 +104,42 @@ class Engine:
         """Number of requests that are accepted and not running."""
         return len(self._scheduler.waiting)
 
+    def num_waiting_of(self, tenant: str) -> int:
+        """Return the number of a tenant's requests that are accepted and not running."""
+        return self._scheduler.waiting.num_of(tenant)
+
     def check(self, request: Request) -> None:
         """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
         check_capacity(self.config, self._modes, request)
 
+    def check_deadline(self, request: Request, pace: Pace, coming: Mapping[str, float]) -> float:
+        """Raise when `request` would end too late; see `admission.check_deadline`. Thread-safe."""
+        return check_deadline(self.config, self._modes, request, self._clock(), pace, coming)
+
     def add(self, request: Request) -> None:
         """Accept a request that `check` has let pass.
 
-        Raises ValueError for the id of a live request, and what its strategy raises for wrong resumed ids.
+        Raises ValueError for the id of a live request and for stop strings without `stop_text`, and what its strategy
+        raises for wrong resumed ids.
         """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
-        criteria = StopCriteria(request.params, output_limit(self.config, request), self._stop_text)
+        context = () if request.begins_text else request.prompt_token_ids
+        criteria = stop_criteria(request.params, output_limit(self.config, request), self._stop_text, context)
         strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
         sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
-        group = SequenceGroup(request, strategy, RequestReport(request, self._clock, preset_events), key, sequences)
+        pace = self._pace()
+        demand = demand_of(self.config, request, self._modes.most_sequences(request.params))
+        group = SequenceGroup(
+            request,
+            strategy,
+            RequestReport(request, self._clock, preset_events),
+            key,
+            sequences,
+            cost=self._cost(request, pace, demand),
+            forecast_wait=self._meter.forecast(pace.wait_seconds(demand)),
+        )
         self._groups[request.request_id] = group
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._scheduler.add(group)
@@ -113,6 +147,10 @@ class Engine:
             self._trace.added(group)
         if request.deadline is not None:
             self._deadlines.set(group, request.deadline)
+            latest_start = request.deadline - _SUREST * pace.serving_seconds(demand)
+            # One that has no time from the start is begun all the same: its caller may want the first tokens.
+            if latest_start > request.arrival_time:
+                self._latest_starts.set(group, latest_start)
         if not sequences:
             self._emit(group, [])
             self._close(group)
@@ -132,38 +170,59 @@ class Engine:
         """Run at most one forward pass. Return outputs by request, of this step and of the calls before it."""
         started = self._clock()
         self._end_overdue(started)
+        rejected, hits = self.stats.rejected_draft_tokens, self.stats.prefix_hit_tokens
+        generated = self.stats.generated_tokens
+        self._scheduler.resting = self._resting()
         output = self._scheduler.schedule()
         if output.scheduled:
             if self._trace is not None:
-                self._trace.scheduled(output, self._scheduler)
-            self._limit_admitted()
+                self._trace.scheduled(self._scheduler)
+            self._note_admitted(started)
+            num_tokens = self.watch.num_tokens = output.num_tokens
             scheduled = self._clock()
             if self._drafter is not None:
                 self._drafter.release(output.released)
             result = self._runner.execute(output)
             executed = self._clock()
-            progress = self._scheduler.update(output, result)
+            progress = self._scheduler.update(result)
             for group, sampled in progress:
                 self._advance(group, sampled, result)
             updated = self._clock()
             drafted = self._draft(group for group, _ in progress if group.state is not GroupState.GONE)
             draft_seconds = self._clock() - updated if drafted else 0.0
-            self._record(output, started, scheduled, executed, draft_seconds)
+            self._record(len(output.scheduled), num_tokens, started, scheduled, executed, draft_seconds)
             if self._trace is not None:
                 self._trace.stepped(self._scheduler, self.stats, started, self._clock())
+            # Tokens that the prefix cache had count: they are in what requests cost, too. Wrong drafts do not.
+            tokens = num_tokens + self.stats.prefix_hit_tokens - hits
+            self._measure(
+                started, tokens - self.stats.rejected_draft_tokens + rejected, self.stats.generated_tokens > generated
+            )
         if not self._scheduler.has_work:
-            self._forget(self._scheduler.take_released())
+            self._last_step_end = None
+            self._forget(self._scheduler.go_idle())
         return self._take_outputs()
 
-    def fail_all(self, error: PenstockError | None = None) -> list[RequestOutput]:
-        """End every live request; the engine is not used any more.
+    def fail_all(self) -> list[RequestOutput]:
+        """End every live request after `step` has raised; the engine is not used any more.
 
-        No `error`: the process stops. Then requests of which nothing was sent end UNAVAILABLE (safe to retry
-        elsewhere), others ABORTED with last_seq.
+        Requests of that step end INTERNAL with STEP_FAILED, since one of them may be the cause. Others end with
+        ENGINE_FAILED: UNAVAILABLE (safe to retry elsewhere) when nothing of them was sent, else INTERNAL.
         """
+        in_step = {group for group, _ in self._scheduler.plan.entries}
+        return self._end_all(lambda group: _broken(group, is_in_step=group in in_step))
+
+    def stop_all(self) -> list[RequestOutput]:
+        """End every live request, since the process stops; the engine is not used any more.
+
+        Requests of which nothing was sent end UNAVAILABLE (safe to retry elsewhere), others ABORTED with last_seq.
+        """
+        return self._end_all(lambda group: _stopping(group.report.next_seq))
+
+    def _end_all(self, error: Callable[[SequenceGroup], PenstockError]) -> list[RequestOutput]:
         for group in self._groups.values():
             # The scheduler is left alone: it may be what is broken.
-            group.report.finish(_finishes(group, FinishReason.ERROR), error or _stopping(group.report.next_seq))
+            group.report.finish(_finishes(group, FinishReason.ERROR), error(group))
             self._dirty[group] = None
         self.stats.requests_failed += len(self._groups)
         self.stats.requests_finished += len(self._groups)
@@ -189,6 +248,7 @@ class Engine:
             kv_blocks_evictable=pool.num_evictable,
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
+            pace=self._pace(),
         )
 
     def dump(self) -> EngineDump:
@@ -204,6 +264,9 @@ class Engine:
             stage = "queue" if group.report.scheduled_at is None else "generation"
             error = DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage})
             self._cut_off(group, error)
+        for group in self._latest_starts.due(now):
+            message = "the deadline would pass before the answer is complete"
+            self._cut_off(group, DeadlineExceeded(message, reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"}))
         for group in self._max_times.due(now):
             try:
                 emissions = group.strategy.end(FinishReason.MAX_TIME)
@@ -213,9 +276,11 @@ class Engine:
             self._emit(group, emissions)
             self._close(group)
 
-    def _limit_admitted(self) -> None:
+    def _note_admitted(self, now: float) -> None:
         """Start the max_time of newly admitted requests: it counts from a request's first step."""
         for group in self._scheduler.admitted:
+            self._latest_starts.discard(group)
+            self._meter.started(now - group.request.arrival_time, group.forecast_wait)
             max_time, scheduled_at = group.request.params.max_time, group.report.scheduled_at
             if max_time is not None and scheduled_at is not None:
                 self._max_times.set(group, scheduled_at + max_time)
@@ -223,10 +288,16 @@ class Engine:
     def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
         if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group)):
             _log.error("the model gave no numbers", request_id=group.request.request_id)
+            # Its keys and values may be no numbers either, of its prompt's first blocks on.
+            self._scheduler.disown(group)
             self._cut_off(group, Internal("the model's output is not a number", reason="MODEL_OUTPUT_NAN"))
             return
         if result.exhausted and any(sequence.seq_id in result.exhausted for sequence in _drawers(group)):
             self._cut_off(group, no_token_left())
+            return
+        plugins = group.request.params.plugins
+        if plugins is not None and plugins.error is not None:
+            self._cut_off(group, plugins.error)
             return
         try:
             decision = group.strategy.advance(sampled)
@@ -320,10 +391,52 @@ class Engine:
         self._scheduler.remove(group)
         self._deadlines.discard(group)
         self._max_times.discard(group)
+        self._latest_starts.discard(group)
         group.report.finish(unfinished, error)
+        self._settle(group, is_whole=error is None)
         self._dirty[group] = None
         del self._groups[group.request.request_id]
         self.stats.requests_finished += 1
+
+    def _resting(self) -> frozenset[str]:
+        """Tenants that rest in the next step. O(1) with one tenant."""
+        if len(self._scheduler.waiting.tenants) < 2:
+            return frozenset()
+        return self.turns.choose(self._scheduler.widths())
+
+    def _measure(self, started: float, tokens: int, drew: bool) -> None:
+        """Take a step's figures; its time is that since the end of the one before, while work goes on."""
+        end, begin = self._clock(), started if self._last_step_end is None else self._last_step_end
+        self._last_step_end = end
+        is_light, waiting = bool(self._scheduler.resting), len(self._scheduler.waiting) > 0
+        self._meter.stepped(end - begin, tokens, something_waited=waiting, drew=drew, is_light=is_light)
+        self.turns.stepped(end - begin, self._meter.least_step_seconds, is_light=is_light)
+
+    def _cost(self, request: Request, pace: Pace, demand: Demand) -> int:
+        """Return the tokens that a request is expected to take. The replay of a trace has those of then."""
+        return round(pace.tokens(demand))
+
+    def _spent(self, group: SequenceGroup, generated: float) -> int:
+        """Return the tokens that a request took, `generated` for each answer. The replay has those of then, too."""
+        width = self._modes.most_sequences(group.request.params)
+        return len(group.request.prompt_token_ids) + round(width * generated)
+
+    def _settle(self, group: SequenceGroup, *, is_whole: bool) -> None:
+        """Charge a tenant for what its request took, and learn the length of answers."""
+        request = group.request
+        generated = group.report.num_generated / request.params.num_return_sequences
+        spent = self._spent(group, generated)
+        self._scheduler.waiting.close(group, spent)
+        if self._trace is not None:
+            self._trace.charged(group, spent)
+        if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
+            self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
+
+    def _pace(self) -> Pace:
+        waiting = self._scheduler.waiting
+        running = self._scheduler.num_running_sequences
+        is_busy = len(waiting) > 0 or running >= self.config.max_running_sequences
+        return self._meter.pace(waiting.waiting_tokens, is_busy=is_busy, is_idle=not self._scheduler.has_work)
 
     def _take_outputs(self) -> list[RequestOutput]:
         outputs = [group.report.take() for group in self._dirty]
@@ -331,14 +444,20 @@ class Engine:
         return outputs
 
     def _record(
-        self, output: SchedulerOutput, started: float, scheduled: float, executed: float, draft_seconds: float
+        self,
+        num_sequences: int,
+        num_tokens: int,
+        started: float,
+        scheduled: float,
+        executed: float,
+        draft_seconds: float,
     ) -> None:
         self.stats.evictions = self._scheduler.pool.evictions
         self.stats.copy_on_write_blocks = self._scheduler.tables.copied_blocks
         self.stats.record(
             StepSample(
-                num_sequences=len(output.scheduled),
-                num_tokens=output.num_tokens,
+                num_sequences=num_sequences,
+                num_tokens=num_tokens,
                 schedule_seconds=scheduled - started,
                 execute_seconds=executed - scheduled,
                 update_seconds=self._clock() - executed - draft_seconds,
@@ -355,6 +474,13 @@ def _drawers(group: SequenceGroup) -> Iterable[Sequence]:
 
 def _finishes(group: SequenceGroup, reason: FinishReason) -> list[SequenceFinish]:
     return [end.finish for end in group.strategy.end(reason) if end.finish is not None]
+
+
+def _broken(group: SequenceGroup, *, is_in_step: bool) -> PenstockError:
+    if is_in_step:
+        return Internal("a step of the engine with this request failed", reason="STEP_FAILED")
+    kind = Internal if group.report.next_seq else Unavailable
+    return kind("the engine failed", reason="ENGINE_FAILED")
 
 
 def _stopping(next_seq: int) -> PenstockError:

@@ -42,6 +42,10 @@ class SequenceGroup:
     key: tuple[float, int]
     # Live sequences. Changed only by the scheduler.
     sequences: list[Sequence]
+    # Tokens that were expected of it when it came, its prompt's included: what its tenant is charged.
+    cost: int = 0
+    # Seconds that it was forecast to wait, uncorrected (PaceMeter.forecast).
+    forecast_wait: float = 0.0
     state: GroupState = GroupState.WAITING
     # Families whose followers still wait for their leader.
     _unforked: set[int] = field(init=False)

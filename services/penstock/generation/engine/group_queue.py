@@ -26,6 +26,11 @@ class GroupQueue:
         return iter(self._groups)
 
     @property
+    def first(self) -> SequenceGroup:
+        """Group that is first in the order. Raises IndexError when the queue is empty."""
+        return self._groups[0]
+
+    @property
     def last(self) -> SequenceGroup:
         """Group that is preempted first. Raises IndexError when the queue is empty."""
         return self._groups[-1]

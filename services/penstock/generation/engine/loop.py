@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import Request, RequestOutput
     from penstock.generation.engine.dump import EngineDump
     from penstock.generation.engine.engine import Engine
+    from penstock.generation.engine.step_watch import StepView
 
 _log = get_logger(__name__)
 # Attempts to read an engine from outside while it may be running a step.
@@ -55,8 +56,8 @@ class EngineLoop:
 
         `nice` is added to the niceness of the thread, and of the threads that its kernels start (Linux only).
 
-        After `on_failure` the engine is dead: every live request has had its FinishedOutput with INTERNAL, and the
-        process should exit.
+        After `on_failure` the engine is dead: every live request has had its FinishedOutput (`Engine.fail_all`), and
+        the process should exit.
         """
         self._engine = engine
         self._loop = loop
@@ -67,11 +68,19 @@ class EngineLoop:
         # Guarded by the condition.
         self._inbox: deque[Callable[[], None]] = deque()
         self._live: set[str] = set()
+        # Requests in the inbox, and by tenant.
         self._num_inbound = 0
+        self._inbound_of: Counter[str] = Counter()
         # Requests that are accepted but not in `_load` yet: in the inbox, or added since the last step.
         self._num_unseen = 0
+        # Tenant and expected tokens of each of them, oldest first; and their sums by tenant.
+        self._unseen: deque[tuple[str, float]] = deque()
+        self._unseen_of: Counter[str] = Counter()
+        self._unseen_tokens: dict[str, float] = {}
         self._load = engine.load()
         self._stopping = False
+        # Used by the event loop only: the dump that was asked for last, on the thread and here.
+        self._pending_dump: tuple[Future[EngineDump], asyncio.Future[EngineDump]] | None = None
         # Used by the thread only: commands from the inbox, and outputs of requests that the engine refused.
         self._commands: deque[Callable[[], None]] = deque()
         self._refused: list[RequestOutput] = []
@@ -84,8 +93,8 @@ class EngineLoop:
     def submit(self, request: Request) -> None:
         """Accept a request, which then gets exactly one FinishedOutput. Thread-safe; does not block.
 
-        Raises what `Engine.check` raises, InvalidArgument DUPLICATE_REQUEST_ID, ResourceExhausted QUEUE_FULL,
-        Unavailable ENGINE_STOPPED.
+        Raises what `Engine.check` and `Engine.check_deadline` raise, InvalidArgument DUPLICATE_REQUEST_ID,
+        ResourceExhausted QUEUE_FULL, Unavailable ENGINE_STOPPED.
         """
         self._engine.check(request)
         with self._condition:
@@ -93,13 +102,21 @@ class EngineLoop:
             if request.request_id in self._live:
                 raise InvalidArgument("request_id", "is that of a live request", reason="DUPLICATE_REQUEST_ID")
             config = self._engine.config
-            if self._num_inbound + self._engine.num_waiting >= config.max_queued_requests:
+            tenant = request.fair_share_key
+            queued = self._num_inbound + self._engine.num_waiting
+            # What is left of the queue is for other tenants, be they there or not.
+            own = self._engine.num_waiting_of(tenant) + self._inbound_of[tenant] if tenant else 0
+            if queued >= config.max_queued_requests or own >= config.max_queued_of_tenant:
                 raise ResourceExhausted(
                     "the queue is full", reason="QUEUE_FULL", retry_after_seconds=config.queue_full_retry_seconds
                 )
+            tokens = self._engine.check_deadline(request, self._load.pace, self._unseen_tokens)
             self._live.add(request.request_id)
             self._num_inbound += 1
+            self._inbound_of[tenant] += 1
             self._num_unseen += 1
+            self._unseen.append((tenant, tokens))
+            self._count_unseen(tenant, 1, tokens)
             self._post(lambda: self._add(request))
 
     def abort(self, request_ids: Iterable[str], error: PenstockError | None = None) -> None:
@@ -131,8 +148,7 @@ class EngineLoop:
         if wait_seconds is None:
             wait_seconds = self._engine.config.dump_wait_seconds
         try:
-            future = self.run_on_engine(lambda engine: engine.dump())
-            return await asyncio.wait_for(asyncio.wrap_future(future), wait_seconds)
+            return await asyncio.wait_for(asyncio.shield(self._next_dump()), wait_seconds)
         except (TimeoutError, Unavailable):
             return self._dump_from_outside()
 
@@ -143,16 +159,32 @@ class EngineLoop:
             load, unseen = self._load, self._num_unseen
         return load._replace(waiting_requests=load.waiting_requests + unseen) if unseen else load
 
-    def stop(self) -> None:
+    @property
+    def step_in_progress(self) -> StepView:
+        """State of the step that the thread is in. Thread-safe; it never waits for the step."""
+        return self._engine.watch.look()
+
+    def stop(self, wait_seconds: float | None = None) -> bool:
         """End every live request (UNAVAILABLE before its first token, ABORTED after it) and join the thread.
 
-        Blocks for at most one step: from the event loop call it by `asyncio.to_thread`. Calling it again is harmless.
+        Blocks for at most one step, or `wait_seconds`: from the event loop call it by `asyncio.to_thread`. False: the
+        thread hangs; it ends with the process. Calling it again is harmless.
         """
         with self._condition:
             self._stopping = True
             self._condition.notify()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(wait_seconds)
+        return not self._thread.is_alive()
+
+    def _next_dump(self) -> asyncio.Future[EngineDump]:
+        """Return the dump that the thread will make next. Calls share it: a thread that hangs must not collect them."""
+        pending = self._pending_dump
+        # One that has begun may tell what was before this call.
+        if pending is None or pending[0].running() or pending[0].done():
+            posted = self.run_on_engine(lambda engine: engine.dump())
+            pending = self._pending_dump = (posted, asyncio.wrap_future(posted))
+        return pending[1]
 
     def _dump_from_outside(self) -> EngineDump:
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -166,8 +198,16 @@ class EngineLoop:
         """Return the state for the log, or None: a broken engine must not keep requests from getting their ends."""
         try:
             return self._engine.dump().as_dict()
-        except Exception:
+        except Exception as error:
+            _log.warning("the engine's state cannot be read", error=type(error).__name__)
             return None
+
+    def _count_unseen(self, tenant: str, requests: int, tokens: float) -> None:
+        """Change the sums. The condition is held."""
+        self._unseen_of[tenant] += requests
+        self._unseen_tokens[tenant] = self._unseen_tokens.get(tenant, 0.0) + tokens
+        if not self._unseen_of[tenant]:
+            del self._unseen_of[tenant], self._unseen_tokens[tenant]
 
     def _post(self, command: Callable[[], None]) -> None:
         """Append a command. The condition is held. After the thread's end it is not carried out."""
@@ -187,8 +227,12 @@ class EngineLoop:
         except Exception:  # one request's own failure: the others go on
             _log.exception("request could not start", request_id=request.request_id)
             self._refused.append(refusal(request, Internal("decoding failed", reason="DECODING_FAILED")))
+        tenant = request.fair_share_key
         with self._condition:
             self._num_inbound -= 1
+            self._inbound_of[tenant] -= 1
+            if not self._inbound_of[tenant]:
+                del self._inbound_of[tenant]
 
     def _abort(self, request_ids: tuple[str, ...], error: PenstockError | None) -> None:
         # At the end everything is ended anyway, and the engine may be broken.
@@ -201,18 +245,21 @@ class EngineLoop:
             # On Linux niceness belongs to a thread. OpenMP's threads are started by this one and inherit it.
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
+        watch = self._engine.watch
         try:
             while self._wait_for_work():
-                self._publish(self._engine.step())
+                watch.begin()
+                outputs = self._engine.step()
+                watch.end()
+                self._publish(outputs)
         except Exception as failure:  # the thread's boundary: all requests end, then the process
             _log.exception("engine step failed", state=self._state_or_none())
-            error = Internal("the engine failed", reason="ENGINE_FAILED")
             try:
-                self._end(error)
+                self._end(failed=True)
             finally:
                 self._call_soon(self._on_failure, failure)
         else:
-            self._end(None)
+            self._end(failed=False)
 
     def _wait_for_work(self) -> bool:
         """Carry out the commands of the inbox; sleep while there is no command and no work. False: stop."""
@@ -231,6 +278,9 @@ class EngineLoop:
         self._inbox.clear()
 
     def _run_commands(self) -> None:
+        if self._commands:
+            # They may hang like a step.
+            self._engine.watch.begin()
         while self._commands:
             self._commands.popleft()()
 
@@ -243,17 +293,20 @@ class EngineLoop:
         # Under one lock: a reader of a last word may use its id again; a reader that finds no live id misses nothing.
         with self._condition:
             self._load, self._num_unseen = load, self._num_inbound
+            while len(self._unseen) > self._num_unseen:
+                tenant, tokens = self._unseen.popleft()
+                self._count_unseen(tenant, -1, -tokens)
             self._live.difference_update(finished)
             if outputs:
                 self._call_soon(self._deliver, load.step, outputs)
 
-    def _end(self, error: PenstockError | None) -> None:
+    def _end(self, *, failed: bool) -> None:
         """End the thread's work: every command and every live request gets its answer."""
         with self._condition:
             self._stopping = True
             self._take_inbox()
         self._run_commands()
-        self._publish(self._engine.fail_all(error))
+        self._publish(self._engine.fail_all() if failed else self._engine.stop_all())
 
     def _call_soon(self, call: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         try:

@@ -45,6 +45,11 @@ class RequestReport:
         self.healed: tuple[int, str] | None = None
 
     @property
+    def num_generated(self) -> int:
+        """Tokens of the returned sequences that have ended."""
+        return sum(finish.num_tokens for finish in self._finishes.values())
+
+    @property
     def next_logprob_row(self) -> int | None:
         """First row whose logits give a prompt logprob that is not known yet; None: none is wanted any more."""
         if self.request.params.prompt_logprobs is None or self._started:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.generation.core.step import Fork
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.fair_queue import FairQueue
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
@@ -31,26 +32,30 @@ class Scheduler:
 
     Order within a step: decoding rows (sequences with drafts last), then prompts of running groups, then admission
     from the waiting queue, then the rest of the budget for prompts that got a share only; each in (priority, arrival)
-    order. A sequence that needs what an earlier one is computing waits for it (see SharedPrefixes). When blocks run
-    out, the last running group in that order is preempted: it gives back its blocks, keeps its tokens, and waits at
-    its old place. The first group is never preempted, and `Engine.check` lets in only what fits an empty pool, so some
-    group always progresses.
+    order, but admission takes the tenant first that was given least (see FairQueue). A sequence that needs what an
+    earlier one is computing waits for it (see SharedPrefixes). When blocks run out, the last running group in that
+    order is preempted: it gives back its blocks, keeps its tokens, and waits at its old place. The first group is
+    never preempted, and `Engine.check` lets in only what fits an empty pool, so some group always progresses.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.tables = BlockTables(self.pool, prefix_cache=config.prefix_cache)
         self.prefixes = SharedPrefixes(self.tables)
-        self.waiting = GroupQueue()
+        self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
         # Groups that the last `schedule` started for the first time, and groups that it preempted.
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
+        # Tenants of which the next step computes nothing, unless there is nothing else (see FairTurns).
+        self.resting: frozenset[str] = frozenset()
+        # The same before the step was put together: it is empty of work for the others now and then.
+        self.asked_to_rest: frozenset[str] = frozenset()
         self._config = config
         self._stats = stats
         self._forks: list[Fork] = []
         self._released: list[int] = []
-        self._plan = StepPlan(0)
+        self._plan = StepPlan(0, 0)
         # Prompts of which this step computes a part.
         self._cut: Entries = []
 
@@ -61,7 +66,7 @@ class Scheduler:
 
     @property
     def plan(self) -> StepPlan:
-        """Plan of the step that `schedule` put together last."""
+        """Plan of the step that `schedule` puts together, or did last; number 0: none, or all work is done."""
         return self._plan
 
     @property
@@ -69,9 +74,16 @@ class Scheduler:
         """Number of sequences that running groups hold or will fork."""
         return sum(group.strategy.width for group in self.running)
 
+    def widths(self) -> dict[str, int]:
+        """Return the running sequences of each tenant that has a group. O(running groups)."""
+        widths = dict.fromkeys(self.waiting.tenants, 0)
+        for group in self.running:
+            widths[group.request.fair_share_key] += group.strategy.width
+        return widths
+
     def add(self, group: SequenceGroup) -> None:
         """Queue a new group."""
-        self.waiting.add(group)
+        self.waiting.enter(group)
 
     def remove(self, group: SequenceGroup) -> None:
         """End a group in any state: its blocks are free when this returns."""
@@ -82,37 +94,60 @@ class Scheduler:
         self._give_back(group)
         group.sequences.clear()
 
+    def disown(self, group: SequenceGroup) -> None:
+        """Let no other group share the blocks of one whose computation failed. It is removed next."""
+        for sequence in group.sequences:
+            self.tables.disown(sequence)
+
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. It is empty only when there is no work."""
-        self._plan = StepPlan(self._config.max_batch_tokens)
-        self.prefixes.start_step()
         self.admitted.clear()
         self.preempted.clear()
         self._cut.clear()
-        prompts, drafting = self._schedule_decoding()
-        if drafting:
-            self._schedule_drafts(drafting)
-        self._fill(prompts)
+        self.asked_to_rest = self.resting
+        self._put_together()
+        if self.resting and not self._plan.num_entries:
+            # Only those that rest have work. What the first try preempted stays preempted, and is told.
+            self.resting = frozenset()
+            self._put_together()
         output = self._plan.output(tuple(self._forks), tuple(self._released))
         if output.scheduled:
             self._forks.clear()
             self._released.clear()
         return output
 
-    def take_released(self) -> tuple[int, ...]:
-        """Return seq_ids that are gone since the last step, when no step follows that would carry them."""
+    def _put_together(self) -> None:
+        # Beside others a crowd's steps are kept short: whoever comes waits for the step that is under way.
+        is_short = self.waiting.is_shared and not self.resting
+        budget = self._config.shared_batch_tokens if is_short else self._config.max_batch_tokens
+        self._plan = StepPlan(budget, self._stats.steps + 1)
+        self.prefixes.start_step()
+        prompts, drafting = self._schedule_decoding()
+        if drafting:
+            self._schedule_drafts(drafting)
+        self._fill(prompts)
+
+    def go_idle(self) -> tuple[int, ...]:
+        """Let go of the last step's groups, when no step follows.
+
+        Returns seq_ids that are gone since the last step, which no step will carry.
+        """
+        self._plan = StepPlan(0, 0)
+        self.admitted.clear()
+        self.preempted.clear()
+        self._cut.clear()
         released = tuple(self._released)
         self._forks.clear()
         self._released.clear()
         return released
 
-    def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[Progress]:
-        """Count the computed tokens of a step, fork sequences that waited for a prompt, and return the draws.
+    def update(self, result: RunnerOutput) -> list[Progress]:
+        """Count the computed tokens of the planned step, fork sequences that waited for a prompt, and return the draws.
 
         Sequences that failed are left out: a group with one of them has fewer tokens than drawers.
         """
         progress: dict[SequenceGroup, dict[Sequence, SampledToken]] = {}
-        for group, entry in zip(self._plan.groups, output.scheduled, strict=True):
+        for group, entry in self._plan.entries:
             sequence = entry.sequence
             sequence.num_computed_tokens += entry.num_tokens
             if sequence.seq_id in result.prompt_logprobs:
@@ -170,6 +205,8 @@ class Scheduler:
         prompts: Entries = []
         drafting: Entries = []
         for group in tuple(self.running):
+            if self.resting and group.request.fair_share_key in self.resting:
+                continue
             all_ready = group.all_ready
             for sequence in group.computable:
                 target = group.target(sequence, all_ready=all_ready)
@@ -187,10 +224,14 @@ class Scheduler:
         Each gets an equal share of the rows that `max_draft_rows` and the budget leave. No group is preempted for a
         draft.
         """
-        rows_left = min(self._config.max_draft_rows - self._plan.num_entries, self._plan.budget) - len(drafting)
+        most = self._config.max_draft_rows - self._plan.num_entries
+        rows_left = min(most, self._plan.budget) - len(drafting)
+        is_bounded_by_budget = self._plan.budget < most
         for position, (group, sequence, _) in enumerate(drafting):
             share = max(rows_left, 0) // (len(drafting) - position)
             num_tokens = 1 + min(sequence.num_draft_tokens, share)
+            if is_bounded_by_budget and share < sequence.num_draft_tokens:
+                self._plan.is_short = True
             start = sequence.num_computed_tokens
             while num_tokens > 1 and self.tables.blocks_to_write(sequence, start + num_tokens) > self.pool.num_free:
                 num_tokens -= 1
@@ -207,13 +248,16 @@ class Scheduler:
             if not self._plan.preempted:
                 self._admit()
             if not self._plan.budget or not self._extend_cut():
-                return
+                break
+        if self._cut:
+            self._plan.is_short = True
 
     def _schedule_prompts(self, prompts: Entries) -> Entries:
         """Place prompts of running groups. Return those that wait for blocks that another sequence computes."""
         deferred: Entries = []
         for position, (group, sequence, target) in enumerate(prompts, 1):
             if not self._plan.budget:
+                self._plan.is_short = True
                 break
             # It was preempted meanwhile: nothing of it is computed any more.
             if group.state is not GroupState.RUNNING:
@@ -230,7 +274,10 @@ class Scheduler:
         """Schedule as much of a prompt as its share allows now."""
         remaining = target - sequence.num_computed_tokens
         num_tokens = self._chunk(remaining, others=others)
-        if not num_tokens or not self._place(group, sequence, num_tokens):
+        if not num_tokens:
+            self._plan.is_short = True
+            return
+        if not self._place(group, sequence, num_tokens):
             return
         if num_tokens < remaining:
             self._cut.append((group, sequence, target))
@@ -291,7 +338,7 @@ class Scheduler:
         self._give_back(group)
         group.restart()
         group.state = GroupState.WAITING
-        self.waiting.add(group)
+        self.waiting.put_back(group)
         self.preempted.append(group)
         self._stats.preemptions += 1
 
@@ -299,29 +346,53 @@ class Scheduler:
         """Start waiting groups in order. The first that does not fit ends admission, so no group is passed for ever.
 
         A group that waits for blocks that others compute is passed over in this step; its sequences count all the same.
+        A tenant that has its share of the running sequences is passed over while there are others.
         """
-        width = self.num_running_sequences if len(self.waiting) else 0
-        for group in tuple(self.waiting):
+        if not len(self.waiting):
+            return
+        width = self.num_running_sequences
+        held = set(self.resting)
+        passed: list[SequenceGroup] = []
+        while not self._plan.preempted and (group := self.waiting.first(held)) is not None:
+            if self._has_its_share(group):
+                held.add(group.request.fair_share_key)
+                self._plan.admission_stopped = HeldBack.SEQUENCES
+                continue
             width += group.strategy.width
             leaders = group.leaders
             # Sequences in lockstep start in one step: if they draw in it, they draw together.
             if not self._plan.budget or self._plan.budget < len(leaders):
                 self._plan.admission_stopped = HeldBack.BUDGET
-                return
+                break
             if width > self._config.max_running_sequences:
                 self._plan.admission_stopped = HeldBack.SEQUENCES
-                return
+                break
             starts = [(leader, self.prefixes.find(group, leader)) for leader in leaders]
             if any(self.prefixes.is_being_computed(group, leader, len(prefix)) for leader, prefix in starts):
+                self.waiting.remove(group)
+                passed.append(group)
                 continue
             if not self._start(group, starts):
                 self._plan.admission_stopped = HeldBack.BLOCKS
-                return
+                break
             all_ready = group.all_ready
             for leader in leaders:
-                self._place_prompt(
-                    group, leader, group.target(leader, all_ready=all_ready), others=len(self.waiting) > 0
-                )
+                others = bool(passed) or len(self.waiting) > 0
+                self._place_prompt(group, leader, group.target(leader, all_ready=all_ready), others=others)
+        for group in passed:
+            self.waiting.put_back(group)
+
+    def _has_its_share(self, group: SequenceGroup) -> bool:
+        """True when the tenant of a waiting group has as many running sequences as it may beside other tenants.
+
+        O(running groups), and O(1) where there are no others.
+        """
+        tenant = group.request.fair_share_key
+        if not self.waiting.has_others(tenant):
+            return False
+        running = sum(one.strategy.width for one in self.running if one.request.fair_share_key == tenant)
+        most = self._config.tenant_share * self._config.max_running_sequences
+        return running > 0 and running + group.strategy.width > most
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
         """Move a waiting group to the running ones, with its leaders' prefixes. False: there is no room now."""
@@ -333,6 +404,7 @@ class Scheduler:
         leader = next(one for one, _ in starts if one.family == 0)
         leader.first_logprob_row = group.report.next_logprob_row
         self.waiting.remove(group)
+        self.waiting.charge(group)
         self.running.add(group)
         group.state = GroupState.RUNNING
         cached = min(leader.num_computed_tokens, leader.num_prompt_tokens)

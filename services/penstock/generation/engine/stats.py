@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from penstock.common.pace import Pace
+
 _MAX_PENDING_STEPS = 4096
 
 
@@ -74,3 +76,5 @@ class EngineLoad(NamedTuple):
     kv_blocks_evictable: int = 0
     pending_prompt_tokens: int = 0
     step: int = 0
+    # Speed, and the tokens that wait.
+    pace: Pace = Pace()

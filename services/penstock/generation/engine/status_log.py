@@ -60,13 +60,17 @@ class StatusLog:
         except Exception:  # the engine never held still; the process goes on
             _log.exception("engine state could not be read")
             return
-        _log.info("engine state", state=dump.as_dict())
+        # A warning: somebody asked, and the processes of `penstock serve` write nothing less severe.
+        _log.warning("engine state", state=dump.as_dict())
 
     async def _run(self) -> None:
         before = self._totals()
         while True:
             await asyncio.sleep(self._interval)
-            before = self._report(before)
+            try:
+                before = self._report(before)
+            except Exception:  # this line is lost, those after it are not
+                _log.exception("no status line")
 
     def _report(self, before: _Totals) -> _Totals:
         """Log one line if a request runs or waits, or a counter changed since `before`."""

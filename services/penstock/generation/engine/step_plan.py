@@ -17,7 +17,7 @@ class HeldBack(enum.Enum):
 
     # Everything that could be computed is in it.
     NOTHING = "nothing"
-    # Its rows are used up.
+    # Its rows are used up, and something more could be computed.
     BUDGET = "budget"
     # The greatest allowed number of sequences runs.
     SEQUENCES = "sequences"
@@ -28,14 +28,17 @@ class HeldBack(enum.Enum):
 class StepPlan:
     """Entries of one step, and the budget that is left. Entries and copies of a preempted group can be taken out."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, number: int) -> None:
+        """`number` of the step, from 1; 0: no step."""
         self.budget = budget
+        self.number = number
         self.preempted = False
+        # True: with a larger budget it would hold more.
+        self.is_short = False
         # Reason why admission stopped.
         self.admission_stopped = HeldBack.NOTHING
-        # groups[i] is the group of the i-th entry.
-        self.groups: list[SequenceGroup] = []
-        self._entries: list[ScheduledSequence] = []
+        # One list, so that a dump from another thread finds every entry with its group.
+        self._entries: list[tuple[SequenceGroup, ScheduledSequence]] = []
         self._copies: list[tuple[SequenceGroup, tuple[int, int]]] = []
 
     @property
@@ -43,13 +46,13 @@ class StepPlan:
         """Reason why the step holds no more."""
         if self.preempted:
             return HeldBack.BLOCKS
-        if self.admission_stopped is HeldBack.NOTHING and not self.budget:
+        if self.admission_stopped is HeldBack.NOTHING and self.is_short and not self.budget:
             return HeldBack.BUDGET
         return self.admission_stopped
 
     @property
-    def entries(self) -> tuple[ScheduledSequence, ...]:
-        """Entries that are scheduled so far; entry i belongs to groups[i]."""
+    def entries(self) -> tuple[tuple[SequenceGroup, ScheduledSequence], ...]:
+        """Entries that are scheduled so far, each with its group."""
         return tuple(self._entries)
 
     @property
@@ -67,22 +70,21 @@ class StepPlan:
         copy: tuple[int, int] | None,
     ) -> None:
         """Schedule tokens [start, start + num_tokens) of `sequence`, to be computed after `copy`."""
-        self.groups.append(group)
-        self._entries.append(_entry(sequence, start, num_tokens, sample))
+        self._entries.append((group, _entry(sequence, start, num_tokens, sample)))
         self.budget -= num_tokens
         if copy is not None:
             self._copies.append((group, copy))
 
     def end(self, sequence: Sequence) -> int | None:
         """Return the token up to which this step computes `sequence`; None: not at all. O(entries)."""
-        found = (entry.start + entry.num_tokens for entry in self._entries if entry.sequence is sequence)
+        found = (entry.start + entry.num_tokens for _, entry in self._entries if entry.sequence is sequence)
         return next(found, None)
 
     def extend(self, sequence: Sequence, end: int, sample: tuple[Sequence, ...]) -> None:
         """Schedule further tokens, up to `end`, of a sequence that is in the step already. O(entries)."""
-        place = next(place for place, entry in enumerate(self._entries) if entry.sequence is sequence)
-        entry = self._entries[place]
-        self._entries[place] = _entry(sequence, entry.start, end - entry.start, sample)
+        place = next(place for place, (_, entry) in enumerate(self._entries) if entry.sequence is sequence)
+        group, entry = self._entries[place]
+        self._entries[place] = (group, _entry(sequence, entry.start, end - entry.start, sample))
         self.budget -= end - entry.start - entry.num_tokens
 
     def remove(self, group: SequenceGroup) -> None:
@@ -91,15 +93,14 @@ class StepPlan:
         Its copies go as well: their destinations are free again, and another copy may take them.
         """
         self.preempted = True
-        kept = [(other, entry) for other, entry in zip(self.groups, self._entries, strict=True) if other is not group]
-        self.budget += sum(entry.num_tokens for entry in self._entries) - sum(entry.num_tokens for _, entry in kept)
-        self.groups = [other for other, _ in kept]
-        self._entries = [entry for _, entry in kept]
+        self.budget += sum(entry.num_tokens for other, entry in self._entries if other is group)
+        self._entries = [(other, entry) for other, entry in self._entries if other is not group]
         self._copies = [(other, copy) for other, copy in self._copies if other is not group]
 
     def output(self, forks: tuple[Fork, ...], released: tuple[int, ...]) -> SchedulerOutput:
         """Return the step as the runner gets it."""
-        return SchedulerOutput(tuple(self._entries), tuple(copy for _, copy in self._copies), forks, released)
+        entries = tuple([entry for _, entry in self._entries])
+        return SchedulerOutput(entries, tuple(copy for _, copy in self._copies), forks, released)
 
 
 def _entry(sequence: Sequence, start: int, num_tokens: int, sample: tuple[Sequence, ...]) -> ScheduledSequence:

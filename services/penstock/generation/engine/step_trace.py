@@ -7,21 +7,22 @@ equal blocks show as equal, and no text can be tried against them. docs/learn/en
 
 from __future__ import annotations
 
+import functools
 import secrets
 from array import array
 from dataclasses import asdict
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from penstock import __version__
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.engine.group import GroupState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
+    from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.group import SequenceGroup
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
     from penstock.generation.engine.stats import EngineStats
     from penstock.generation.engine.trace_file import TraceFile
 
-FORMAT = 1
+# Format 1 said `guide` and `is_guide` for `unconditional` and `is_unconditional`.
+FORMAT = 2
 # 7 bytes: in a trace of any size no two different blocks are to be expected with equal numbers.
 _HASH_BYTES = 7
 Line = dict[str, Any]
+P = ParamSpec("P")
 
 
 def row_of(group: int, entry: ScheduledSequence) -> list[Any]:
@@ -43,6 +46,21 @@ def row_of(group: int, entry: ScheduledSequence) -> list[Any]:
     sequence = entry.sequence
     kind = "v" if entry.probes else "d" if entry.num_tokens == 1 and not entry.num_prompt_rows else "p"
     return [group, sequence.seq_id, kind, entry.start, entry.num_tokens, len(sequence.block_table)]
+
+
+def _ends_trace_on_error(
+    record: Callable[Concatenate[StepTrace, P], None],
+) -> Callable[Concatenate[StepTrace, P], None]:
+    """Make an exception of `record` end the trace: the engine's step goes on."""
+
+    @functools.wraps(record)
+    def guarded(trace: StepTrace, /, *arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            record(trace, *arguments, **options)
+        except Exception as error:  # an observer's fault is none of the engine's
+            trace.fail(error)
+
+    return guarded
 
 
 class StepTrace:
@@ -58,6 +76,11 @@ class StepTrace:
         self._blocks: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
         self._widths: dict[int, int] = {}
+        # Request -> its known sequences: the keys of the two above that belong to it.
+        self._known: dict[int, set[int]] = {}
+        # Tenants are counted, too. What requests cost that ended since the last step.
+        self._tenants: dict[str, int] = {}
+        self._spent: list[list[int]] = []
         # Events since the last step, in order.
         self._events: list[Line] = []
         # The running step: its line, the token up to which it computes each sequence, and the groups that advanced.
@@ -67,6 +90,7 @@ class StepTrace:
         self._hits = self._evictions = 0
         file.write({"penstock_trace": FORMAT, "version": __version__, "config": asdict(config)})
 
+    @_ends_trace_on_error
     def added(self, group: SequenceGroup) -> None:
         """Record that a request was accepted."""
         if not self._file.is_open:
@@ -84,7 +108,10 @@ class StepTrace:
             "prompt_logprobs": params.prompt_logprobs is not None,
             "lockstep": group.in_lockstep,
             "width": group.strategy.width,
+            "cost": group.cost,
         }
+        if request.fair_share_key:
+            facts["tenant"] = self._tenant(request.fair_share_key)
         facts["mode"] = params.mode.trace
         if params.guidance.is_on:
             facts["guidance"] = len(params.guidance.negative_prompt_ids)
@@ -92,12 +119,12 @@ class StepTrace:
         facts["sequences"] = [self._new(group, sequence) for sequence in group.sequences]
         self._events.append(facts)
 
+    @_ends_trace_on_error
     def closed(self, group: SequenceGroup) -> None:
         """Record that a request ends: by itself when it has no sequence left, else it is cut off."""
         number = _number(group)
         self._widths.pop(number, None)
-        for sequence in group.sequences:
-            self._forget(sequence)
+        self._forget(number, self._known.pop(number, ()))
         if not self._file.is_open or group.state is GroupState.GONE:
             return
         if self._line and group not in self._moved and any(row[0] == number for row in self._line["rows"]):
@@ -105,28 +132,41 @@ class StepTrace:
         else:
             self._events.append({"cut": number})
 
+    @_ends_trace_on_error
+    def charged(self, group: SequenceGroup, tokens: int) -> None:
+        """Record what a request that ended has cost its tenant."""
+        if self._file.is_open:
+            self._spent.append([_number(group), tokens])
+
+    @_ends_trace_on_error
     def cleared(self) -> None:
         """Record that the prefix cache was cleared."""
         if self._file.is_open:
             self._events.append({"clear": True})
 
-    def scheduled(self, output: SchedulerOutput, scheduler: Scheduler) -> None:
+    @_ends_trace_on_error
+    def scheduled(self, scheduler: Scheduler) -> None:
         """Record a step that is put together and not run yet."""
         if not self._file.is_open:
             return
-        entries = list(zip(scheduler.plan.groups, output.scheduled, strict=True))
+        plan = scheduler.plan
+        entries = plan.entries
         self._line = {
+            "step": plan.number,
             "events": self._events,
             "rows": [row_of(_number(group), entry) for group, entry in entries],
-            "held_back": scheduler.plan.held_back.value,
+            "held_back": plan.held_back.value,
             "admitted": [_number(group) for group in scheduler.admitted],
             "preempted": [self._restarted(group) for group in scheduler.preempted],
             "outcomes": [],
         }
+        if scheduler.asked_to_rest:
+            self._line["resting"] = sorted(self._tenant(tenant) for tenant in scheduler.asked_to_rest)
         self._events = []
         self._ends = {entry.sequence.seq_id: entry.start + entry.num_tokens for _, entry in entries}
         self._moved = {}
 
+    @_ends_trace_on_error
     def advanced(self, group: SequenceGroup, drawers: Iterable[Sequence], decision: Decision) -> None:
         """Record the effect of a request's draws, before blocks are forked and freed."""
         if not self._line:
@@ -145,13 +185,17 @@ class StepTrace:
             outcome["added"] = [self._new(group, one) for one in decision.added]
         if decision.dropped:
             outcome["dropped"] = [one.seq_id for one in decision.dropped]
-            for one in decision.dropped:
-                self._forget(one)
+            self._forget(number, [one.seq_id for one in decision.dropped])
         if width != self._widths.get(number):
             outcome["width"] = self._widths[number] = width
         self._line["outcomes"].append(outcome)
         self._moved[group] = outcome
 
+    def _tenant(self, key: str) -> int:
+        """Return a tenant's number, from 1; 0 is the one without a key."""
+        return self._tenants.setdefault(key, len(self._tenants) + 1) if key else 0
+
+    @_ends_trace_on_error
     def stepped(self, scheduler: Scheduler, stats: EngineStats, started: float, ended: float) -> None:
         """Record the end of the step, including drafts for the next one."""
         line, self._line = self._line, {}
@@ -161,10 +205,14 @@ class StepTrace:
             drafts = [[one.seq_id, one.num_draft_tokens] for one in group.sequences if one.num_draft_tokens]
             if drafts:
                 outcome["drafts"] = drafts
+        # Groups that ended are not held while the engine is idle.
+        self._moved = {}
         pool = scheduler.pool
+        if self._spent:
+            line["spent"], self._spent = self._spent, []
         self._file.write(
             {
-                "step": stats.steps,
+                "step": line.pop("step"),
                 "at": round(started - self._began, 6),
                 "seconds": round(ended - started, 6),
                 **line,
@@ -175,6 +223,12 @@ class StepTrace:
         )
         self._hits, self._evictions = stats.prefix_hit_tokens, pool.evictions
 
+    def fail(self, error: Exception) -> None:
+        """End the trace because of `error`."""
+        self._line = {}
+        self._moved = {}
+        self._file.fail(error)
+
     def _new(self, group: SequenceGroup, sequence: Sequence, parent: Sequence | None = None) -> Line:
         """Return all facts of a new sequence. Of a fork's blocks only those that differ from its parent's."""
         shared = 0
@@ -183,19 +237,20 @@ class StepTrace:
             shared = min(computed // self._block_size, len(self._blocks[parent.seq_id]))
             self._blocks[sequence.seq_id] = self._blocks[parent.seq_id][:shared]
         self._hash(group, sequence)
-        self._tokens[sequence.seq_id] = _settled(sequence)
+        self._tokens[sequence.seq_id] = _num_fixed_tokens(sequence)
+        self._known.setdefault(_number(group), set()).add(sequence.seq_id)
         facts: Line = {
             "sequence": sequence.seq_id,
-            "tokens": _settled(sequence),
+            "tokens": _num_fixed_tokens(sequence),
             "prompt": sequence.num_prompt_tokens,
             "family": sequence.family,
             "shared": shared,
             "blocks": self._blocks[sequence.seq_id][shared:],
         }
         if sequence.draw.kind is DrawKind.UNCONDITIONAL:
-            facts["is_guide"] = True
+            facts["is_unconditional"] = True
         if sequence.unconditional is not None:
-            facts["guide"] = sequence.unconditional.seq_id
+            facts["unconditional"] = sequence.unconditional.seq_id
         if sequence.next_token_id is not None:
             facts["is_scored"] = True
         return facts
@@ -205,7 +260,7 @@ class StepTrace:
 
         Else [number, tokens, computed or -1 where all that was scheduled is, hashes of blocks that are full now].
         """
-        seq_id, tokens, before = sequence.seq_id, _settled(sequence), self._tokens[sequence.seq_id]
+        seq_id, tokens, before = sequence.seq_id, _num_fixed_tokens(sequence), self._tokens[sequence.seq_id]
         end = self._ends.get(seq_id)
         computed = -1 if end is None or end == sequence.num_computed_tokens else sequence.num_computed_tokens
         known = len(self._blocks[seq_id])
@@ -218,17 +273,20 @@ class StepTrace:
         return [seq_id, tokens, computed, *self._blocks[seq_id][known:]]
 
     def _restarted(self, group: SequenceGroup) -> list[Any]:
-        """Return [request, its sequences after the preemption], known ones by number."""
+        """Return [request, its sequences after the preemption], known ones by number. Forget those that it replaced."""
+        number = _number(group)
+        kept = {sequence.seq_id for sequence in group.sequences}
+        self._forget(number, self._known.get(number, set()) - kept)
         sequences: list[Any] = []
         for sequence in group.sequences:
             is_known = sequence.seq_id in self._tokens
             sequences.append(sequence.seq_id if is_known else self._new(group, sequence))
-        return [_number(group), sequences]
+        return [number, sequences]
 
     def _hash(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Hash its full blocks without drafts, as far as they are not hashed yet."""
         hashes = self._blocks.setdefault(sequence.seq_id, [])
-        for index in range(len(hashes), _settled(sequence) // self._block_size):
+        for index in range(len(hashes), _num_fixed_tokens(sequence) // self._block_size):
             first = index * self._block_size
             before = hashes[-1].to_bytes(_HASH_BYTES) if hashes else self._keyed(group.request.cache_salt.encode())
             block = array("I", sequence.token_ids[first : first + self._block_size]).tobytes()
@@ -237,9 +295,14 @@ class StepTrace:
     def _keyed(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=_HASH_BYTES, key=self._key).digest()
 
-    def _forget(self, sequence: Sequence) -> None:
-        self._blocks.pop(sequence.seq_id, None)
-        self._tokens.pop(sequence.seq_id, None)
+    def _forget(self, number: int, seq_ids: Iterable[int]) -> None:
+        """Forget sequences of the request `number`."""
+        for seq_id in seq_ids:
+            self._blocks.pop(seq_id, None)
+            self._tokens.pop(seq_id, None)
+        known = self._known.get(number)
+        if known is not None:
+            known.difference_update(seq_ids)
 
 
 def _number(group: SequenceGroup) -> int:
@@ -247,6 +310,6 @@ def _number(group: SequenceGroup) -> int:
     return group.key[1]
 
 
-def _settled(sequence: Sequence) -> int:
+def _num_fixed_tokens(sequence: Sequence) -> int:
     """Return the number of tokens without drafts."""
     return sequence.num_tokens - sequence.num_draft_tokens

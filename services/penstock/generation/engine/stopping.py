@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.generation.core.plugins import plugin_failed
 from penstock.generation.core.request import FinishReason
 from penstock.text.token_bytes import TextCursor, TokenBytes
 
@@ -90,17 +92,28 @@ class StopState:
 
 _LENGTH = Stop(FinishReason.LENGTH)
 _DONE = Stop(FinishReason.CONSTRAINT_DONE)
+_CRITERIA = Stop(FinishReason.STOP_CRITERIA)
 
 
 class StopCriteria:
     """The criteria of one request, over generated tokens only: the prompt never takes part in a match.
 
-    In order: end-of-sequence id, stop ids, stop strings, a complete grammar, length; the first that holds is the
-    reason. As in transformers, `min_new_tokens` only keeps the sampler from drawing an end-of-sequence id.
+    Text is what the tokens add to the prompt's: a space at its beginning counts, and a character that they complete.
+
+    In order: end-of-sequence id, stop ids, stop strings, a complete grammar, owners' criteria, length; the first that
+    holds is the reason. As in transformers, `min_new_tokens` only keeps the sampler from drawing an end-of-sequence id.
     """
 
-    def __init__(self, params: SamplingParams, max_output_tokens: int, table: TokenBytes | None) -> None:
-        """`table` may be None when there are no stop strings."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        max_output_tokens: int,
+        table: TokenBytes | None,
+        context: SequenceOf[int] = (),
+    ) -> None:
+        """Make it. The text goes on from that of `context`. Raises ValueError for stop strings without a `table`."""
+        if params.stop_strings and table is None:
+            raise ValueError("stop strings need a table of the tokens' bytes")
         self._eos = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
         self._max_output_tokens = max_output_tokens
         self._by_last_id: dict[int, list[tuple[int, ...]]] = {}
@@ -108,14 +121,16 @@ class StopCriteria:
             self._by_last_id.setdefault(ids[-1], []).append(ids)
         self._strings = params.stop_strings
         self._automaton = StopStrings(params.stop_strings) if params.stop_strings else None
-        self._table = table
-        self._skip_special = params.skip_special_tokens
+        self._start = StopState(None)
+        if self._automaton is not None and table is not None:
+            cursor = TextCursor(table, skip_special=params.skip_special_tokens)
+            # A character that the prompt begins and the output completes is the output's.
+            state, _ = self._automaton.scan(0, cursor.begin(context))
+            self._start = StopState(cursor, state)
 
     def new_state(self) -> StopState:
         """Return the state of a sequence with no output yet."""
-        if self._automaton is None or self._table is None:
-            return StopState(None)
-        return StopState(TextCursor(self._table, skip_special=self._skip_special))
+        return self._start.copy()
 
     @property
     def max_output_tokens(self) -> int:
@@ -173,3 +188,45 @@ class StopCriteria:
     def _by_text(self, automaton: StopStrings, cursor: TextCursor, token_id: int, state: StopState) -> Stop | None:
         state.state, matched = automaton.scan(state.state, cursor.feed(token_id))
         return None if matched < 0 else Stop(FinishReason.STOP_STRING, string=self._strings[matched])
+
+
+class PluginStopCriteria(StopCriteria):
+    """Criteria of a request that names some of the server owner's own."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        max_output_tokens: int,
+        table: TokenBytes | None,
+        context: SequenceOf[int] = (),
+    ) -> None:
+        super().__init__(params, max_output_tokens, table, context)
+        self._plugins = () if params.plugins is None else params.plugins.criteria
+
+    def check(self, sequence: Sequence, state: StopState) -> Stop | None:
+        """See StopCriteria. Raises Internal when a criterion of the owner fails."""
+        return self._with_plugins(super().check(sequence, state), sequence.token_ids)
+
+    def check_candidate(self, sequence: Sequence, token_id: int, state: StopState) -> Stop | None:
+        """See StopCriteria. Raises Internal when a criterion of the owner fails."""
+        return self._with_plugins(super().check_candidate(sequence, token_id, state), [*sequence.token_ids, token_id])
+
+    def _with_plugins(self, stop: Stop | None, token_ids: list[int]) -> Stop | None:
+        if stop is not None and stop is not _LENGTH:
+            return stop
+        for name, call in self._plugins:
+            try:
+                is_met = call(token_ids, None)
+            except Exception as error:
+                raise plugin_failed("config.stopping_criteria", name, error) from None
+            if is_met:
+                return _CRITERIA
+        return stop
+
+
+def stop_criteria(
+    params: SamplingParams, max_output_tokens: int, table: TokenBytes | None, context: SequenceOf[int] = ()
+) -> StopCriteria:
+    """Return a request's criteria, as StopCriteria takes them; the owner's own are asked only where it names some."""
+    has_plugins = params.plugins is not None and bool(params.plugins.criteria)
+    return (PluginStopCriteria if has_plugins else StopCriteria)(params, max_output_tokens, table, context)

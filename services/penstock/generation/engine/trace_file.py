@@ -20,7 +20,9 @@ _log = get_logger(__name__)
 
 
 class TraceFile:
-    """Trace on disk. It ends by itself, with one log line, when it is full, cannot be written, or the disk is too slow.
+    """Trace on disk. It ends by itself, with one log line, when it is full, fails, or the disk is too slow.
+
+    Its last line says why, {"end": "stopped"}, "full", "too slow" or "failed"; none where it cannot be written.
 
     The writing process keeps it locked: of two processes with one file name the second writes nothing.
     """
@@ -29,6 +31,8 @@ class TraceFile:
         """`%p` in `path` stands for the process id. Never raises for a file: its errors are logged."""
         self._path = Path(path.replace("%p", str(os.getpid()))).expanduser()
         self._left = max_bytes
+        # Reason for the end, which is the last line's.
+        self._end = "stopped"
         self._lines: deque[Any] = deque()
         self._closing = threading.Event()
         self._file: IO[str] | None = None
@@ -47,10 +51,18 @@ class TraceFile:
         if not self.is_open:
             return
         if len(self._lines) >= _MAX_QUEUED_LINES:
+            self._end = "too slow"
             self.is_open = False
             self._complain("it is not written as fast as the engine steps")
             return
         self._lines.append(line)
+
+    def fail(self, error: Exception) -> None:
+        """End the trace because of `error`; the lines before it are kept."""
+        if self.is_open:
+            self._end = "failed"
+            self.is_open = False
+            self._complain(type(error).__name__, error)
 
     def close(self) -> None:
         """Write the lines that are left. Blocks for as long as that takes."""
@@ -58,6 +70,7 @@ class TraceFile:
         self._closing.set()
         if self._file is not None:
             self._thread.join()
+        self._lines.clear()
 
     def _opened(self) -> IO[str]:
         # Truncated only once it is known that no other process writes it.
@@ -79,11 +92,14 @@ class TraceFile:
                 while not self._closing.wait(_INTERVAL_SECONDS) and self.is_open:
                     self._drain(file)
                 self._drain(file)
-                if self._left > 0:
-                    file.write('{"end": "stopped"}\n')
+                self._lines.clear()
+                file.write(json.dumps({"end": self._end}) + "\n")
         except OSError as error:
             self.is_open = False
             self._complain(error.strerror)
+        except Exception as error:  # the thread's boundary: the trace ends, the service goes on
+            self.is_open = False
+            self._complain(type(error).__name__, error)
 
     def _drain(self, file: IO[str]) -> None:
         while self._lines and self._left > 0:
@@ -93,9 +109,9 @@ class TraceFile:
                 file.write(text)
             else:
                 self.is_open = False
-                file.write('{"end": "full"}\n')
+                self._end = "full"
                 _log.info("the trace of steps is full", bytes=file.tell())
         file.flush()
 
-    def _complain(self, why: str | None) -> None:
-        _log.error("steps are not traced", why=why)
+    def _complain(self, why: str | None, error: Exception | None = None) -> None:
+        _log.error("steps are not traced", why=why, exc_info=error)

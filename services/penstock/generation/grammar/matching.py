@@ -12,8 +12,25 @@ from penstock.generation.grammar.tokenizer import GrammarTokenizer
 # llguidance's defaults, except a lexer of 100 MB instead of 500, and messages without the grammar in them. They bound
 # the cost of a mask or a token while a request runs. Costs of compiling that they do not bound, the trial process does.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-_MAX_MESSAGE, _MAX_QUOTE = 200, 40
-_QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|/(?:[^/\\\n]|\\.)*/)""")
+_MAX_MESSAGE = 200
+_QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|`[^`]*`|/(?:[^/\\\n]|\\.)*/|@\S+)""")
+# Numbers of less than four digits are places, mostly.
+_WORD = re.compile(r"\d{4,}|(?!\d)\w{2,}")
+# Words of JSON Schema, and those that messages are made of: they say nothing about who wrote them.
+_KEYWORDS = frozenset(
+    (
+        "additionalProperties", "allOf", "an", "anyOf", "array", "at", "be", "boolean", "by", "cannot", "const",
+        "contains", "definitions", "dependentRequired", "dependentSchemas", "does", "else", "enum", "error",
+        "exclusiveMaximum", "exclusiveMinimum", "exist", "expected", "failed", "format", "found", "grammar", "greater",
+        "group", "if", "in", "integer", "invalid", "is", "items", "keys", "large", "less", "lexer", "many", "maxItems",
+        "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf",
+        "must", "name", "not", "null", "number", "object", "of", "oneOf", "or", "parse", "pattern", "patternProperties",
+        "prefixItems", "properties", "property", "propertyNames", "range", "regex", "repetition", "required", "rule",
+        "schema", "start", "string", "supported", "than", "the", "then", "to", "token", "too", "type", "unclosed",
+        "unevaluatedItems", "unevaluatedProperties", "unimplemented", "uniqueItems", "unknown", "unsatisfiable",
+    )
+)  # fmt: skip
+_FOLDED = frozenset(word.casefold() for word in _KEYWORDS)
 _REGEX_REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
 # Position in the Lark text that wraps a schema.
 _POSITION = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
@@ -25,14 +42,18 @@ def new_matcher(tokenizer: GrammarTokenizer, lark: str) -> LLMatcher:
     return LLMatcher(tokenizer.native, json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0, limits=LIMITS)
 
 
-def shorten(message: str) -> str:
-    """Shorten an llguidance message for the caller: its reason, on one line, with a few words of the source at most."""
+def shorten(message: str, source: str = "") -> str:
+    """Shorten an llguidance message for the caller: its reason, on one line, without words of `source`, a constraint.
+
+    What callers write is not repeated, since details of errors are logged on their way: places stay, and the schema's
+    keywords.
+    """
     reason = _REGEX_REASON.search(message)
-    if reason is not None:
-        return _cut(f"invalid regex: {reason[1]}")
-    line = message.replace(_MARKER, "").strip().partition("\n")[0]
-    line = _POSITION.sub("", line.partition(" (at ")[0])
-    return _cut(_QUOTED.sub(lambda found: found[0] if len(found[0]) <= _MAX_QUOTE else "…", line))
+    line = f"invalid regex: {reason[1]}" if reason is not None else message.replace(_MARKER, "").strip()
+    line = _POSITION.sub("", line.partition("\n")[0].partition(" (at ")[0])
+    line = _QUOTED.sub(lambda found: found[0] if found[0][1:-1] in _KEYWORDS else "…", line)
+    theirs = {word.casefold() for word in _WORD.findall(source)} - _FOLDED
+    return _cut(_WORD.sub(lambda found: "…" if found[0].casefold() in theirs else found[0], line))
 
 
 def _cut(text: str) -> str:

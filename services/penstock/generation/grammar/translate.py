@@ -17,9 +17,10 @@ from penstock.generation.grammar.finite import has_finite_document
 from penstock.generation.grammar.spec import ConstraintKind
 
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# JSON allows any amount of white space, and some models go on with it for ever. This is enough for a line break and
-# deep indentation. A schema may override it by its own "x-guidance".
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# JSON allows any amount of white space, and some models go on with it for ever. This is what documents are written
+# with: up to two blanks in a line, or a line break, perhaps with an empty line, and deep indentation. A schema may
+# override it by its own "x-guidance".
+WHITESPACE = r"[\x20\x09]{1,2}|(\x0D?\x0A){1,2}[\x20\x09]{0,32}"
 _GUIDANCE = "x-guidance"
 _CONTROL = re.compile("[\x7f-\x9f]")
 
@@ -82,5 +83,5 @@ def _literal(text: str) -> str:
 def _grammar(text: str) -> str:
     try:
         return any_to_lark(text)
-    except Exception as error:  # the converter's own kind of error, and any other that odd text causes
-        raise Untranslatable(f"is neither Lark (no `start:` rule) nor GBNF: {error}") from None
+    except Exception:  # the converter's own kind of error, which quotes the text, and any other that odd text causes
+        raise Untranslatable("is neither Lark (no `start:` rule) nor GBNF") from None

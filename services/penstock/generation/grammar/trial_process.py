@@ -8,6 +8,7 @@ service, where it takes the same time and memory.
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -32,21 +33,23 @@ def answer_to(tokenizer: GrammarTokenizer, request: dict[str, Any], mask_seconds
     try:
         lark = to_lark(ConstraintKind(request["kind"]), request["text"], tuple(request["choices"]))
     except Untranslatable as error:
-        return {"refused": shorten(str(error))}
+        return {"refused": str(error)}
     matcher = new_matcher(tokenizer, lark)
+    # With escapes of JSON in both forms.
+    source = " ".join((request["text"], lark, *request["choices"], _unescaped(request["text"])))
     if matcher.is_error():
-        return _refusal(matcher)
-    return _walk(matcher, tokenizer, mask_seconds) or {"lark": lark}
+        return _refusal(matcher, source)
+    return _walk(matcher, tokenizer, mask_seconds, source) or {"lark": lark}
 
 
-def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float) -> dict[str, str] | None:
+def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float, source: str) -> dict[str, str] | None:
     """Return the refusal of a matcher whose first masks, along some allowed tokens, are wrong or slow; None: none."""
     for _ in range(_WALK):
         # Processor time: on a busy machine a wait for the processor is not the constraint's fault.
         started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
-            return _refusal(matcher)
+            return _refusal(matcher, source)
         if time.thread_time() - started > mask_seconds:
             return {"too_complex": "the tokens that it allows take too long to find"}
         allowed = mask & ((1 << tokenizer.vocab_size) - 1)
@@ -56,8 +59,16 @@ def _walk(matcher: LLMatcher, tokenizer: GrammarTokenizer, mask_seconds: float) 
     return None
 
 
-def _refusal(matcher: LLMatcher) -> dict[str, str]:
-    message = shorten(matcher.get_error())
+def _unescaped(text: str) -> str:
+    """Return JSON text without its escapes; text of another kind as nothing."""
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _refusal(matcher: LLMatcher, source: str) -> dict[str, str]:
+    message = shorten(matcher.get_error(), source)
     if "NoExtensionBias" in (message, matcher.stop_reason()):
         return {"refused": "allows no output"}
     limited = matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 
 # Bytes that are brought into memory at a time, between two reports of progress.
 PIECE_BYTES = 2**24
+# Pages whose data tell whether a file is another one.
+_PAGE_BYTES, _SAMPLED_PAGES = 4096, 1024
 # Linux 5.14; not in Python's mmap.
 _MADV_POPULATE_READ = 22
 
@@ -53,18 +56,39 @@ class MappedFile:
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._state = self._look()
+        # Of its data; taken at the first look, when they have been read.
+        self._sample: bytes | None = None
         self.memory = _map(self._descriptor)
 
     def was_written(self) -> bool:
-        """True when size or time of modification have changed since it was mapped.
+        """True when its size, its time of modification or its data have changed since it was mapped.
+
+        Data are compared by a sample, and only when the time of the last change of any kind is another: it also changes
+        with names and permissions, and nobody can put it back, as some tools do with the time of modification.
 
         May wait for a network file system. Raises OSError when the file cannot be looked at any more.
         """
-        return self._look() != self._state
+        size, modified, changed = self._look()
+        if (size, modified) != self._state[:2]:
+            return True
+        if self._sample is None or changed != self._state[2]:
+            sample = self._take_sample(size)
+            if self._sample not in (None, sample):
+                return True
+            if self._sample is None and changed == self._state[2] == self._look()[2]:
+                self._sample = sample
+            self._state = size, modified, changed
+        return False
 
-    def _look(self) -> tuple[int, int]:
+    def _look(self) -> tuple[int, int, int]:
         found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns
+        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def _take_sample(self, size: int) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for place in range(0, size, max(_PAGE_BYTES, size // _SAMPLED_PAGES)):
+            digest.update(os.pread(self._descriptor, _PAGE_BYTES, place))
+        return digest.digest()
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from penstock.common.errors import StartupError
+from penstock.common.units import format_size
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
@@ -26,19 +27,11 @@ def parse_memory(text: str, *, flag: str = "--kv-memory") -> int | None:
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
-def format_memory(num_bytes: int) -> str:
-    """Format bytes as `1.5 GiB`, for people."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes} B"
-
-
 def format_weights(num_bytes: int, mapped_bytes: int) -> str:
     """Format bytes as `1.5 GiB, 260 MiB of it mapped`, for people."""
     if mapped_bytes in (0, num_bytes):
-        return f"{format_memory(num_bytes)}{' mapped' if mapped_bytes else ''}"
-    return f"{format_memory(num_bytes)}, {format_memory(mapped_bytes)} of it mapped"
+        return f"{format_size(num_bytes)}{' mapped' if mapped_bytes else ''}"
+    return f"{format_size(num_bytes)}, {format_size(mapped_bytes)} of it mapped"
 
 
 def kv_pool_blocks(
@@ -56,12 +49,12 @@ def kv_pool_blocks(
     """
     needed = -(-max_context_tokens // block_size) * bytes_per_block
     advice = (
-        f"one block takes {format_memory(bytes_per_block)}, one sequence of the whole context "
-        f"({max_context_tokens} tokens) {format_memory(needed)}"
+        f"one block takes {format_size(bytes_per_block)}, one sequence of the whole context "
+        f"({max_context_tokens} tokens) {format_size(needed)}"
     )
     if memory is not None and memory > available:
         raise StartupError(
-            f"--kv-memory {format_memory(memory)} is more than the {format_memory(max(available, 0))} left after the "
+            f"--kv-memory {format_size(memory)} is more than the {format_size(max(available, 0))} left after the "
             f"weights: {advice}",
             flag="--kv-memory",
         )
@@ -71,7 +64,7 @@ def kv_pool_blocks(
         blocks = min(blocks, max_blocks)
     if blocks < 1:
         given = "--kv-memory" if memory is not None else "--kv-memory auto, of what is left after the weights,"
-        raise StartupError(f"{given} {format_memory(budget)} holds no KV block: {advice}", flag="--kv-memory")
+        raise StartupError(f"{given} {format_size(budget)} holds no KV block: {advice}", flag="--kv-memory")
     return blocks
 
 

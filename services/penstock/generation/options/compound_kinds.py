@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.modes import AnyWatermark, SynthIdOptions, WatermarkOptions
+from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.options.kinds import (
     AT_LEAST_ONE,
     FINITE,
+    FLAG,
     FLOAT32,
     INTEGER,
     POSITIVE,
     SEED_RANGE,
+    SIZE,
     TOKEN_IDS,
     Alternatives,
     BadValue,
@@ -290,45 +294,127 @@ class Layers(Kind):
 
 
 class Watermark(Kind):
-    """Green lists. The limit bounds the context width."""
+    """Green lists or SynthID. The limit bounds the width of the context."""
 
-    form, most = "watermark", "context_width at most {}"
+    form, most = "watermark", "context_width and ngram_len at most {}"
 
-    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> WatermarkOptions:
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> AnyWatermark:
         present = {descriptor.name: member for descriptor, member in value.ListFields()}
+        if "synthid" in present:
+            if len(present) > 1:
+                refuse(f"{field}.synthid", "must not be set beside the fields of green lists")
+            return self._synthid(value.synthid, f"{field}.synthid", limits)
         for name in ("greenlist_ratio", "bias"):
             if name in present:
                 present[name] = as_written(present[name])
         return WatermarkOptions(**present)
 
-    def to_proto(self, message: Any, name: str, value: WatermarkOptions) -> None:
-        watermark = getattr(message, name)
-        watermark.greenlist_ratio, watermark.bias = value.greenlist_ratio, value.bias
-        watermark.hashing_key, watermark.context_width = value.hashing_key, value.context_width
-        watermark.seeding_scheme = value.seeding_scheme
+    @staticmethod
+    def _synthid(value: Any, field: str, limits: RequestLimits) -> SynthIdOptions:
+        check_count(f"{field}.keys", value.keys, limits.max_watermark_keys)
+        present = {descriptor.name: member for descriptor, member in value.ListFields()}
+        return SynthIdOptions(**{**present, "ngram_len": value.ngram_len, "keys": tuple(value.keys)})
 
-    def from_json(self, name: str, value: Any) -> WatermarkOptions:
-        parsers: dict[str, Callable[[str, Any], Any]] = {
-            "greenlist_ratio": FLOAT32.from_json,
-            "bias": FLOAT32.from_json,
-            "hashing_key": INTEGER.from_json,
-            "context_width": INTEGER.from_json,
-            "seeding_scheme": lambda _, scheme: scheme,
-        }
+    def to_proto(self, message: Any, name: str, value: AnyWatermark) -> None:
+        watermark = getattr(message, name)
+        target = watermark.synthid if isinstance(value, SynthIdOptions) else watermark
+        for member in fields(value):
+            part = getattr(value, member.name)
+            if isinstance(part, tuple):
+                getattr(target, member.name).extend(part)
+            else:
+                setattr(target, member.name, part)
+
+    def from_json(self, name: str, value: Any) -> AnyWatermark:
+        """Read either of transformers' two configurations; SynthID's has keys."""
+        is_synthid = isinstance(value, dict) and "keys" in value
+        parsers = _SYNTHID_JSON if is_synthid else _GREEN_LISTS_JSON
         if not isinstance(value, dict) or not set(value) <= set(parsers):
             raise BadValue(f"has {name} with fields other than {', '.join(sorted(parsers))}")
-        return WatermarkOptions(**{key: parsers[key](f"{name}.{key}", member) for key, member in value.items()})
+        values = {key: parsers[key](f"{name}.{key}", member) for key, member in value.items()}
+        if not is_synthid:
+            return WatermarkOptions(**values)
+        if values.pop("debug_mode", False):
+            raise BadValue(f"has {name}.debug_mode, which is for tests of transformers itself")
+        return SynthIdOptions(**{"ngram_len": 0, **values})
 
-    def check(self, value: WatermarkOptions, field: str) -> None:
-        for name, bounds in _WATERMARK_BOUNDS.items():
+    def check(self, value: AnyWatermark, field: str) -> None:
+        if isinstance(value, SynthIdOptions):
+            field = f"{field}.synthid"
+        for name, bounds in (_SYNTHID_BOUNDS if isinstance(value, SynthIdOptions) else _WATERMARK_BOUNDS).items():
             if not bounds.allow(getattr(value, name)):
                 refuse(f"{field}.{name}", str(bounds))
-        if value.seeding_scheme not in WATERMARK_SCHEMES:
+        if isinstance(value, SynthIdOptions):
+            if not value.keys:
+                refuse(f"{field}.keys", "must hold at least one key")
+            if not all(-_KEYS_END <= key < _KEYS_END for key in value.keys):
+                refuse(f"{field}.keys", "every key must be in [-2^63, 2^63 - 1]")
+        elif value.seeding_scheme not in WATERMARK_SCHEMES:
             refuse(f"{field}.seeding_scheme", "must be lefthash or selfhash")
 
-    def check_limit(self, value: WatermarkOptions, field: str, limits: RequestLimits, limit: str) -> None:
-        if value.context_width > getattr(limits, limit):
-            refuse(f"{field}.context_width", f"must be at most {getattr(limits, limit)}")
+    def check_limit(self, value: AnyWatermark, field: str, limits: RequestLimits, limit: str) -> None:
+        most = getattr(limits, limit)
+        if isinstance(value, WatermarkOptions):
+            if value.context_width > most:
+                refuse(f"{field}.context_width", f"must be at most {most}")
+            return
+        check_count(f"{field}.synthid.keys", value.keys, limits.max_watermark_keys)
+        for name, highest in (
+            ("ngram_len", most),
+            ("sampling_table_size", limits.max_watermark_table),
+            ("context_history_size", limits.max_watermark_history),
+        ):
+            if getattr(value, name) > highest:
+                refuse(f"{field}.synthid.{name}", f"must be at most {highest}")
+
+
+class Plugins(Kind):
+    """Names of the server owner's plugins with their parameters, in order."""
+
+    form = "plugins"
+    hint = "str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]"
+
+    def from_proto(self, value: Any, field: str, limits: RequestLimits, limit: str) -> tuple[PluginChoice, ...]:
+        check_count(field, value, getattr(limits, limit))
+        if any(len(entry.parameters.encode()) > limits.max_plugin_bytes for entry in value):
+            refuse(field, f"the parameters of an entry must have at most {limits.max_plugin_bytes} bytes")
+        return tuple(PluginChoice(entry.name, entry.parameters) for entry in value)
+
+    def to_proto(self, message: Any, name: str, value: tuple[PluginChoice, ...]) -> None:
+        for choice in value:
+            getattr(message, name).add(name=choice.name, parameters=choice.parameters)
+
+
+_KEYS_END = 1 << 63
+_GREEN_LISTS_JSON: dict[str, Callable[[str, Any], Any]] = {
+    "greenlist_ratio": FLOAT32.from_json,
+    "bias": FLOAT32.from_json,
+    "hashing_key": INTEGER.from_json,
+    "context_width": INTEGER.from_json,
+    "seeding_scheme": lambda _, scheme: scheme,
+}
+_SYNTHID_JSON: dict[str, Callable[[str, Any], Any]] = {
+    "ngram_len": INTEGER.from_json,
+    "keys": lambda name, keys: _json_keys(name, keys),
+    "context_history_size": INTEGER.from_json,
+    "sampling_table_seed": INTEGER.from_json,
+    "sampling_table_size": INTEGER.from_json,
+    "skip_first_ngram_calls": FLAG.from_json,
+    "debug_mode": FLAG.from_json,
+}
+_SYNTHID_BOUNDS = {
+    "ngram_len": AT_LEAST_ONE,
+    "context_history_size": SIZE,
+    "sampling_table_seed": SEED_RANGE,
+    "sampling_table_size": AT_LEAST_ONE,
+}
+
+
+def _json_keys(name: str, keys: Any) -> TokenSequence:
+    """Read a list of whole numbers, of either sign."""
+    if not isinstance(keys, list) or any(isinstance(key, bool) or not isinstance(key, int) for key in keys):
+        raise BadValue(f"has {name} that is no list of whole numbers")
+    return tuple(keys)
 
 
 _WATERMARK_BOUNDS = {
@@ -340,3 +426,4 @@ _WATERMARK_BOUNDS = {
 
 SEQUENCES, STOP_SEQUENCES, TRIE, WORDS, CONSTRAINTS = Sequences(), StopSequences(), Trie(), Words(), Constraints()
 SEQUENCE_BIAS, LOGIT_BIAS, DECAY, LAYERS, WATERMARK = SequenceBias(), LogitBias(), Decay(), Layers(), Watermark()
+PLUGINS = Plugins()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.modes import AnyWatermark
 from penstock.generation.options.compound_kinds import WATERMARK
 from penstock.generation.options.kinds import check_vocabulary
 from penstock.generation.options.limits import RequestLimits
@@ -23,7 +23,7 @@ class DetectWatermarkCommand:
     token_ids: list[int]
     model: str = ""
     # None: the model's own, or else transformers' defaults.
-    watermark: WatermarkOptions | None = None
+    watermark: AnyWatermark | None = None
     z_threshold: float = DEFAULT_Z_THRESHOLD
     ignore_repeated_ngrams: bool = False
 

@@ -286,7 +286,7 @@ class TokenSet(TokenIds):
         return frozenset(value)
 
 
-class Prompt(TokenIds):
+class PromptIds(TokenIds):
     """Ids as long as a prompt: bounded by the size of a message and checked against the context."""
 
     form = "prompt"
@@ -324,7 +324,7 @@ _SCHEDULES = {1: AssistantSchedule.CONSTANT, 2: AssistantSchedule.HEURISTIC, 3: 
 
 FLAG, INTEGER, ENTRIES, TOKEN_ID, NUMBER, FLOAT32 = Flag(), Integer(), Entries(), TokenId(), Number(), Float32()
 TEXT, ROUTER_TEXT, STOP_STRINGS = Text(), RouterText(), StopStrings()
-NUMBERS, TOKEN_IDS, TOKEN_ID_OR_IDS, TOKEN_SET, PROMPT = Numbers(), TokenIds(), TokenIdOrIds(), TokenSet(), Prompt()
+NUMBERS, TOKEN_IDS, TOKEN_ID_OR_IDS, TOKEN_SET, PROMPT = Numbers(), TokenIds(), TokenIdOrIds(), TokenSet(), PromptIds()
 EARLY_STOPPING = Choice(
     "early_stopping",
     'bool | Literal["never"]',

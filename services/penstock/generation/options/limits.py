@@ -36,6 +36,13 @@ class RequestLimits:
     max_trie_sequences: int = 8192
     max_trie_tokens: int = 65_536
     max_watermark_context: int = 64
+    # SynthID: a layer costs a pass over the vocabulary, a table a byte an entry, a history 100 bytes a context.
+    max_watermark_keys: int = 64
+    max_watermark_table: int = 1 << 20
+    max_watermark_history: int = 8192
+    # Owners' logits processors, and stopping criteria, of one request, and bytes of one's parameters.
+    max_plugins: int = 4
+    max_plugin_bytes: int = 4096
     max_dola_layers: int = 256
     max_tensor_steps: int = 4096
     max_identifier_chars: int = 256

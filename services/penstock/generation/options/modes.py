@@ -94,7 +94,7 @@ def _beams(
         diversity_penalty=diversity,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
         early_stopping=options.early_stopping or EarlyStopping.FALSE,
-        pad_token_id=defaults.pad_token_id,
+        pad_token_id=defaults.pad_token_id if options.pad_token_id is None else options.pad_token_id,
         constraints=constraints,
     )
 

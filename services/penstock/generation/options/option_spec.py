@@ -46,7 +46,7 @@ class OptionSpec:
     param: str | None = None
     # Value when neither the request nor the model's file sets it; in words where it is no constant.
     default: object = None
-    # True: generation_config.json may set it.
+    # True: generation_config.json may set it. The file is a GenerationConfig, so other sections have none of it.
     in_file: bool = True
     # True: the router alone takes it.
     router_only: bool = False
@@ -57,6 +57,10 @@ class OptionSpec:
     # For the reference page: other allowed values or answers, and differences from transformers.
     allowed: str = ""
     differs: str = ""
+
+    def __post_init__(self) -> None:
+        if self.in_file and self.section != "config":
+            raise ValueError(f"{self.path}: generation_config.json sets options of config only")
 
     @property
     def path(self) -> str:
@@ -85,11 +89,16 @@ class OptionSet:
     specs: ClassVar[Mapping[str, OptionSpec]]
 
     def __init__(self, **values: Any) -> None:
-        """Take options by name; None is unset. Raises KeyError for an unknown name."""
+        """Take options by name. None is unset, and so is the value of an unset one: `dataclasses.replace` passes it.
+
+        Raises KeyError for an unknown name.
+        """
         unknown = values.keys() - self.specs.keys()
         if unknown:
             raise KeyError(*unknown)
-        self.__dict__.update((name, value) for name, value in values.items() if value is not None)
+        self.__dict__.update(
+            (name, value) for name, value in values.items() if value is not None and value != getattr(type(self), name)
+        )
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
@@ -120,4 +129,5 @@ class OptionSet:
 
 def specs_of(options: Any, section: str) -> dict[str, OptionSpec]:
     """Return the rows of a set of options, in the order of their fields."""
-    return {one.name: OptionSpec(name=one.name, section=section, **one.metadata[_ROW]) for one in fields(options)}
+    common = {"section": section} if section == "config" else {"section": section, "in_file": False}
+    return {one.name: OptionSpec(name=one.name, **common, **one.metadata[_ROW]) for one in fields(options)}

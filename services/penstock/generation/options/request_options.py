@@ -26,12 +26,14 @@ class GenerateOptions:
     eos_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     cache_salt: str = ""
+    fair_share_key: str = ""
     adapter: str = ""
     priority: int = 0
     tokenizer_fingerprint: str = ""
     model: str = ""
     # Seconds that are left of the caller's deadline.
     timeout_seconds: float | None = None
+    begins_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.sampling_params import SamplingParams
@@ -13,11 +13,10 @@ from penstock.generation.options.checks import check_possible
 from penstock.generation.options.lengths import resolve_lengths
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import Modes, resolve_modes
+from penstock.generation.options.option_spec import OptionSet
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
-from penstock.generation.options.table import CONFIG, DEFAULT_TOP_K, RequestOptions
+from penstock.generation.options.table import DEFAULT_TOP_K, RequestOptions
 from penstock.generation.options.warnings import warnings_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
     # Penstock's own defaults, where neither the request nor the model says otherwise, are transformers 5.x's, except
     # that an unset length means "up to the context" (never 20 tokens).
     options = request.options.over(defaults.options)
-    count = _or(options.num_return_sequences, 1)
+    count = 1 if options.num_return_sequences is None else options.num_return_sequences
     if count > limits.max_return_sequences:
         raise InvalidArgument("config.num_return_sequences", f"must be at most {limits.max_return_sequences}")
     modes = resolve_modes(options, defaults, model, limits, count)
@@ -46,7 +45,7 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
     if request.constraint is not None:
         _check_constrained(options)
     fields = {
-        **_as_they_are(options, do_sample=modes.do_sample),
+        **_as_they_are(options, request.stop, request.output, do_sample=modes.do_sample),
         "do_sample": modes.do_sample,
         **_ends(request, defaults),
         "mode": modes.mode,
@@ -54,11 +53,8 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
         "token_healing": bool(options.token_healing),
         "seed": _resolve_seed(request),
         "num_return_sequences": count,
-        "skip_special_tokens": _or(request.output.skip_special_tokens, True),
-        "top_logprobs": request.output.top_logprobs,
-        "prompt_logprobs": request.output.prompt_logprobs,
     }
-    warnings = warnings_of(request.options, request.output, modes, has_eos=bool(fields["eos_token_ids"]))
+    warnings = warnings_of(request, modes, has_eos=bool(fields["eos_token_ids"]))
     open_ended = _open_ended(model, fields)
     maximum, minimum = resolve_lengths(request, defaults, _room(request, model, modes), open_ended, warnings)
     _check_resumed(request, count, maximum)
@@ -78,30 +74,25 @@ def _open_ended(model: ModelFacts, fields: dict[str, Any]) -> Callable[[int], in
     return None if most is None else lambda prompt: most(SamplingParams(1, **fields), prompt)
 
 
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
-def _as_they_are(options: RequestOptions, *, do_sample: bool) -> dict[str, Any]:
+def _as_they_are(*parts: OptionSet, do_sample: bool) -> dict[str, Any]:
     """Return the set options that SamplingParams has too; it has transformers' defaults for the others."""
     fields: dict[str, Any] = {"top_k": DEFAULT_TOP_K} if do_sample else {}
-    for name, value in options.items():
-        spec = CONFIG[name]
-        if spec.param is not None and (do_sample or not spec.is_sampling_only):
-            fields[spec.param] = spec.kind.to_param(value)
+    for options in parts:
+        for name, value in options.items():
+            spec = options.specs[name]
+            if spec.param is not None and (do_sample or not spec.is_sampling_only):
+                fields[spec.param] = spec.kind.to_param(value)
     return fields
 
 
 def _ends(request: GenerateOptions, defaults: ModelDefaults) -> dict[str, Any]:
     stop = request.stop
-    ignore_eos = bool(stop.ignore_eos)
-    eos_sequences = () if ignore_eos or request.eos_token_ids else defaults.eos_sequences
+    asked = request.eos_token_ids or request.options.eos_token_id
+    eos_sequences = () if stop.ignore_eos or asked else defaults.eos_sequences
     return {
-        "eos_token_ids": request.eos_token_ids or defaults.eos_token_ids,
-        "ignore_eos": ignore_eos,
+        "eos_token_ids": asked or defaults.eos_token_ids,
         "stop_token_ids": stop.stop_token_ids + eos_sequences,
         "stop_strings": stop.stop_strings or defaults.stop_strings,
-        "include_stop_string_in_output": bool(stop.include_stop_string_in_output),
     }
 
 

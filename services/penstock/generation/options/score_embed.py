@@ -32,6 +32,7 @@ class ScoreCommand:
     items: list[ScoreItem]
     model: str = ""
     cache_salt: str = ""
+    fair_share_key: str = ""
     # None and 0: the continuation's own tokens only.
     top_logprobs: int | None = None
 
@@ -43,13 +44,15 @@ class EmbedCommand:
     inputs: list[list[int]]
     model: str = ""
     cache_salt: str = ""
+    fair_share_key: str = ""
     normalize: bool = False
 
 
 def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits) -> None:
     """Check the request. Raises NotFound (model) and InvalidArgument naming `items[i].…`."""
     check_model(command.model, model.name)
-    _check_salt(command.cache_salt, limits)
+    _check_salt("cache_salt", command.cache_salt, limits)
+    _check_salt("fair_share_key", command.fair_share_key, limits)
     alternatives = command.top_logprobs or 0
     if alternatives > limits.max_top_logprobs:
         raise InvalidArgument("top_logprobs", f"must be in [0, {limits.max_top_logprobs}]")
@@ -73,7 +76,8 @@ def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits)
 def check_embed(command: EmbedCommand, model: ModelFacts, limits: RequestLimits, hidden_size: int) -> None:
     """Check the request. Raises NotFound (model) and InvalidArgument naming `inputs[i]`."""
     check_model(command.model, model.name)
-    _check_salt(command.cache_salt, limits)
+    _check_salt("cache_salt", command.cache_salt, limits)
+    _check_salt("fair_share_key", command.fair_share_key, limits)
     _check_count("inputs", len(command.inputs), min(limits.max_embed_inputs, MAX_EMBEDDING_BYTES // (4 * hidden_size)))
     for index, ids in enumerate(command.inputs):
         _check_ids(f"inputs[{index}]", ids, model)
@@ -93,6 +97,7 @@ def score_requests(command: ScoreCommand, arrival: float, deadline: float | None
             params=params,
             arrival_time=arrival,
             cache_salt=command.cache_salt,
+            fair_share_key=command.fair_share_key,
             deadline=deadline,
             purpose=Purpose.SCORE,
             first_needed_row=len(item.prompt) - 1,
@@ -111,6 +116,7 @@ def embed_requests(command: EmbedCommand, arrival: float, deadline: float | None
             params=params,
             arrival_time=arrival,
             cache_salt=command.cache_salt,
+            fair_share_key=command.fair_share_key,
             deadline=deadline,
             purpose=Purpose.EMBED,
             first_needed_row=0,
@@ -131,9 +137,9 @@ def followers(items: Iterable[ScoreItem]) -> dict[int, list[int]]:
     return after
 
 
-def _check_salt(salt: str, limits: RequestLimits) -> None:
+def _check_salt(field: str, salt: str, limits: RequestLimits) -> None:
     if len(salt) > limits.max_identifier_chars:
-        raise InvalidArgument("cache_salt", f"must be at most {limits.max_identifier_chars} characters long")
+        raise InvalidArgument(field, f"must be at most {limits.max_identifier_chars} characters long")
 
 
 def _check_count(field: str, count: int, most: int) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.generation.core.modes import AnyWatermark, AssistantSchedule, EarlyStopping
+from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.options.compound_kinds import (
     CONSTRAINTS,
     DECAY,
     LAYERS,
     LOGIT_BIAS,
+    PLUGINS,
     SEQUENCE_BIAS,
     SEQUENCES,
     STOP_SEQUENCES,
@@ -191,7 +193,7 @@ class RequestOptions(OptionSet):
     )  # fmt: skip
     top_h: float | None = row(
         FLOAT32, "Sample among the likeliest tokens of this share of the entropy.", bounds=_POSITIVE_SHARE,
-        scope=Scope.SAMPLING, param="top_h", differs="new in 5.x",
+        scope=Scope.SAMPLING, param="top_h", allowed="1 is not off: the 100 likeliest", differs="new in 5.x",
     )  # fmt: skip
     typical_p: float | None = row(
         FLOAT32, "Sample among the tokens of this probability whose surprise is nearest to the entropy.",
@@ -267,8 +269,8 @@ class RequestOptions(OptionSet):
         SEQUENCE_BIAS, "Added to the score of the token that would complete a sequence.", limit="max_sequence_bias",
         param="sequence_bias", allowed="no empty or repeated sequence; finite or −inf",
     )  # fmt: skip
-    watermarking_config: WatermarkOptions | None = row(
-        WATERMARK, "Green-list watermark: its fields, or transformers' WatermarkingConfig.",
+    watermarking_config: AnyWatermark | None = row(
+        WATERMARK, "Green-list or SynthID watermark: its fields, or transformers' class of either.",
         limit="max_watermark_context", param="watermark",
         allowed="greenlist_ratio (0, 1), bias finite, seeding_scheme lefthash or selfhash, hashing_key below 2⁶³",
         differs="after the warpers, as in 5.x; before them in 4.41; SynthID's is not there",
@@ -304,9 +306,36 @@ class RequestOptions(OptionSet):
         bounds=_NOT_NEGATIVE, scope=Scope.SAMPLING, silent=(0.0,), param="top_n_sigma", default=0.0,
         differs="llama.cpp's, before the temperature as there; below 0 is off there",
     )  # fmt: skip
+    # Not the file's: with it every request of every caller would draw the same. A file that has one is told so.
     seed: int | None = row(
-        INTEGER, "Same seed, same answer.", bounds=SEED_RANGE, flags=GENERATION, default="drawn",
+        INTEGER, "Same seed, same answer.", bounds=SEED_RANGE, flags=GENERATION, in_file=False, default="drawn",
         differs="of the request, not of the process; Started tells the one used",
+    )  # fmt: skip
+
+    # Special ids. Files give them to ModelDefaults.
+    eos_token_id: TokenSequence | None = row(
+        TOKEN_ID_OR_IDS, "Ids that end a sequence, in place of the model's.", limit="max_eos_token_ids", in_file=False,
+        default="the model's", allowed=f"{_IN_VOCABULARY}; see `ignore_eos` for none",
+    )  # fmt: skip
+    pad_token_id: int | None = row(
+        TOKEN_ID, "Id that a finished group of beams counts as.", in_file=False,
+        default="the model's, or else the first that ends a sequence", allowed=_IN_VOCABULARY,
+        differs="answers are never padded",
+    )  # fmt: skip
+    bos_token_id: int | None = row(
+        TOKEN_ID, "Id that an empty prompt begins with.", in_file=False, default="the model's", allowed=_IN_VOCABULARY,
+    )  # fmt: skip
+
+    # The server owner's own.
+    logits_processor: tuple[PluginChoice, ...] | None = row(
+        PLUGINS, "Logits processors of the server's owner, by name.", limit="max_plugins", in_file=False,
+        allowed="loaded by `--logits-processor`; parameters: a JSON object of at most `--max-plugin-bytes`",
+        differs="names, not objects; one row a call: see [sampling.md](../guide/sampling.md#the-owners-own)",
+    )  # fmt: skip
+    stopping_criteria: tuple[PluginChoice, ...] | None = row(
+        PLUGINS, "Stopping criteria of the server's owner, by name.", limit="max_plugins", in_file=False,
+        allowed="loaded by `--stopping-criteria`; parameters as above",
+        differs="names, not objects; one row a call, without scores",
     )  # fmt: skip
 
 
@@ -315,18 +344,20 @@ class StopOptions(OptionSet):
     """A StopConfig as plain data."""
 
     stop_strings: tuple[str, ...] = row(
-        STOP_STRINGS, "The answer ends before any of these texts.", unset=(), limit="max_stop_strings",
-        default="the model's file",
+        STOP_STRINGS, "The answer ends before any of these texts; the prompt takes no part in a match.", unset=(),
+        limit="max_stop_strings", default="the model's file",
         allowed="not empty; at most `--max-stop-string-chars` each; needs a tokenizer.json beside the weights",
     )  # fmt: skip
     stop_token_ids: tuple[TokenSequence, ...] = row(
         STOP_SEQUENCES, "The answer ends on any of these ids, or runs of ids.", unset=(),
         limit="max_stop_token_sequences", allowed=f"{_IN_VOCABULARY}; at most 32 each",
     )  # fmt: skip
-    ignore_eos: bool | None = row(FLAG, "Go on after end-of-sequence ids, and runs of them.", default=False)
+    ignore_eos: bool | None = row(
+        FLAG, "Go on after end-of-sequence ids, and runs of them.", param="ignore_eos", default=False
+    )
     include_stop_string_in_output: bool | None = row(
         FLAG, "The answer ends after the stop string; its ids always include the token that completed it.",
-        default=False,
+        param="include_stop_string_in_output", default=False,
     )  # fmt: skip
 
 
@@ -340,10 +371,10 @@ class OutputOptions(OptionSet):
     )  # fmt: skip
     top_logprobs: int | None = row(
         ENTRIES, "Log-probabilities of so many tokens at each position; 0: of the chosen one only.",
-        limit="max_top_logprobs",
+        limit="max_top_logprobs", param="top_logprobs",
     )  # fmt: skip
     prompt_logprobs: int | None = row(
-        ENTRIES, "The same of the prompt.", limit="max_top_logprobs",
+        ENTRIES, "The same of the prompt.", limit="max_top_logprobs", param="prompt_logprobs",
         allowed="prompt tokens × (alternatives + 1) at most 150 000, so that Started stays below 4 MiB",
     )  # fmt: skip
     output_scores: bool | None = row(FLAG, "Scores after the processors; not in beam modes.", default=False)
@@ -353,8 +384,9 @@ class OutputOptions(OptionSet):
     )
     output_attentions: bool | None = row(FLAG, "Attentions of that row; not in beam modes.", default=False)
     skip_special_tokens: bool | None = row(
-        FLAG, "Leave special tokens out of the text; stop strings do not see them then.", default=True
-    )
+        FLAG, "Leave special tokens out of the text; stop strings do not see them then.", param="skip_special_tokens",
+        default=True,
+    )  # fmt: skip
     echo: bool | None = row(
         FLAG, "The answer begins with the prompt; a client that sends ids is warned: it holds the prompt.",
         router_only=True, default=False,

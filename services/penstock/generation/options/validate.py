@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock.generation.options.checks import check_ids, check_limits, check_options, check_seed
 from penstock.generation.options.kinds import Bounds, check_vocabulary
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import check_assistant
-from penstock.generation.options.request_options import GenerateOptions, ModelFacts
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.table import OutputOptions, StopOptions
 
 TIMEOUT = Bounds(0.0, above=True)
@@ -32,6 +34,21 @@ def validate(request: GenerateOptions, model: ModelFacts, limits: RequestLimits)
     _check_tokens(request, model)
 
 
+def with_prompt(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts) -> GenerateOptions:
+    """Return the request with the beginning-of-sequence id for an empty prompt, as generate() without an input.
+
+    It is the request's or else the model's; without either the prompt stays empty, which `validate` refuses. Raises
+    InvalidArgument for an id outside the vocabulary.
+    """
+    if request.prompt_token_ids:
+        return request
+    asked = request.options.bos_token_id
+    if asked is not None:
+        check_vocabulary("config.bos_token_id", (asked,), model.vocab_size)
+    begin = defaults.bos_token_id if asked is None else asked
+    return request if begin is None else replace(request, prompt_token_ids=[begin])
+
+
 def _check_target(request: GenerateOptions, model: ModelFacts) -> None:
     check_model(request.model, model.name)
     if request.adapter:
@@ -54,13 +71,14 @@ def check_model(name: str, served: str) -> None:
 
 def _check_identifiers(request: GenerateOptions, limits: RequestLimits) -> None:
     longest = limits.max_identifier_chars
-    for field, text in (("request_id", request.request_id), ("cache_salt", request.cache_salt)):
-        if len(text) > longest:
+    for field in ("request_id", "cache_salt", "fair_share_key"):
+        if len(getattr(request, field)) > longest:
             raise InvalidArgument(field, f"must be at most {longest} characters long")
 
 
 def check_stop(stop: StopOptions, model: ModelFacts, limits: RequestLimits) -> None:
-    """Check the bounds of the stop lists. Raises InvalidArgument naming `stop.*`."""
+    """Check the stop options by themselves and their sizes. Raises InvalidArgument naming `stop.*`."""
+    check_options(stop)
     check_limits(stop, limits)
     if stop.stop_strings and not model.has_token_bytes:
         raise InvalidArgument("stop.stop_strings", "cannot be matched: the model's folder has no tokenizer.json")
@@ -81,7 +99,11 @@ def _check_output(output: OutputOptions, prompt_tokens: int, limits: RequestLimi
 def _check_tokens(request: GenerateOptions, model: ModelFacts) -> None:
     prompt, vocab_size = request.prompt_token_ids, model.vocab_size
     if not prompt:
-        raise InvalidArgument("prompt", "must hold at least one token", reason="EMPTY_PROMPT")
+        raise InvalidArgument(
+            "prompt",
+            "must hold at least one token: the model has no id to begin with, and config.bos_token_id is unset",
+            reason="EMPTY_PROMPT",
+        )
     if len(prompt) >= model.max_context_tokens:
         raise InvalidArgument(
             "prompt",

@@ -9,27 +9,29 @@ from collections.abc import Callable, Iterator
 
 from penstock.generation.options.modes import Modes
 from penstock.generation.options.option_spec import Scope
-from penstock.generation.options.table import CONFIG, OutputOptions, RequestOptions
+from penstock.generation.options.request_options import GenerateOptions
+from penstock.generation.options.table import OutputOptions, RequestOptions
 
 # transformers 4.55.4 recommends it with DoLa.
 _DOLA_REPETITION_PENALTY = 1.2
 
 
-def warnings_of(asked: RequestOptions, output: OutputOptions, modes: Modes, *, has_eos: bool) -> list[str]:
-    """Return warnings about `asked`, the request's own options, in the mode."""
+def warnings_of(request: GenerateOptions, modes: Modes, *, has_eos: bool) -> list[str]:
+    """Return warnings about the request's own options, in the mode."""
     warnings: list[str] = []
-    for name, value in asked.items():
-        spec = CONFIG[name]
-        if spec.scope is Scope.EVERY or value in spec.silent:
-            continue
-        why = _IDLE[spec.scope](name, modes, has_eos)
-        if why:
-            warnings.append(_no_effect(spec.oneof or name, why))
-    return [*warnings, *_combinations(asked, modes), *_output(output)]
+    for asked in (request.options, request.stop, request.output):
+        for name, value in asked.items():
+            spec = asked.specs[name]
+            if spec.scope is Scope.EVERY or value in spec.silent:
+                continue
+            why = _IDLE[spec.scope](name, modes, has_eos)
+            if why:
+                warnings.append(_no_effect(f"{spec.section}.{spec.oneof or name}", why))
+    return [*warnings, *_combinations(request.options, modes), *_output(request.output)]
 
 
-def _no_effect(name: str, why: str) -> str:
-    return f"config.{name} has no effect: {why}"
+def _no_effect(field: str, why: str) -> str:
+    return f"{field} has no effect: {why}"
 
 
 def _sampling(_: str, modes: Modes, __: bool) -> str:
@@ -83,7 +85,7 @@ _IDLE: dict[Scope, Callable[[str, Modes, bool], str]] = {
 
 def _combinations(asked: RequestOptions, modes: Modes) -> Iterator[str]:
     if asked.do_sample and asked.temperature == 0 and not modes.do_sample:
-        yield _no_effect("do_sample", "config.temperature = 0 means greedy")
+        yield _no_effect("config.do_sample", "config.temperature = 0 means greedy")
     penalty = 1.0 if asked.repetition_penalty is None else asked.repetition_penalty
     if "dola_layers" in modes.mode.uses and penalty < _DOLA_REPETITION_PENALTY:
         yield f"config.dola_layers: a config.repetition_penalty of at least {_DOLA_REPETITION_PENALTY} is recommended"

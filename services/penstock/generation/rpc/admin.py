@@ -9,15 +9,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.stats import EngineLoad
+from penstock.generation.engine.step_watch import StepView
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.startup.load import LoadedModel
 from penstock.generation.wire import convert
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
+# Number of a field that ClearCacheRequest no longer has. Who still sends it means less than the whole cache.
+_RETIRED_REQUEST_IDS = 1
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_DUMP_WAIT_SECONDS = 3600.0
 DEFAULT_INTERVAL_SECONDS, MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 0.01, 3600.0
@@ -64,6 +68,9 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
 
     async def ClearCache(self, request: admin_pb2.ClearCacheRequest, context: Context) -> admin_pb2.ClearCacheResponse:
         """Forget every reusable prefix that no running request holds."""
+        unknown: Any = UnknownFieldSet(request)
+        if any(field.field_number == _RETIRED_REQUEST_IDS for field in unknown):
+            raise InvalidArgument("request_ids", "is no field any more: the cache is cleared as a whole")
         core = self._lifecycle.loaded()
         cleared = await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.clear_cache()))
         # The engine publishes its load after carrying out commands, so the next one sees it published.
@@ -94,7 +101,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         if grace is not None and not (math.isfinite(grace) and grace >= 0):
             raise InvalidArgument("grace_seconds", "must be finite and >= 0")
         self._lifecycle.start_drain()
-        await self._lifecycle.set_serving(False)
+        await self._lifecycle.show_health()
         await _finish(core, grace)
         return admin_pb2.DrainResponse(running_requests=core.hub.num_live)
 
@@ -102,14 +109,19 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         """Take new work again after Drain."""
         self._lifecycle.loaded()
         self._lifecycle.resume()
-        await self._lifecycle.set_serving(True)
+        await self._lifecycle.show_health()
         return admin_pb2.ResumeResponse()
 
     def _load(self) -> admin_pb2.Load:
         core = self._lifecycle.core
-        load = core.loop.load if core is not None else EngineLoad()
-        limit = core.loaded.engine_config.max_queued_requests if core is not None else 0
-        return convert.from_load(load, self._lifecycle.state.value, limit)
+        if core is None:
+            return convert.from_load(EngineLoad(), StepView(), self._lifecycle.state.value, 0, self._lifecycle.start_id)
+        config, view = core.loaded.engine_config, core.loop.step_in_progress
+        if view.seconds < config.heartbeat_seconds:
+            # Else a watcher would be told of every step that is under way.
+            view = StepView()
+        limit, start_id = config.max_queued_requests, self._lifecycle.start_id
+        return convert.from_load(core.loop.load, view, self._lifecycle.state.value, limit, start_id)
 
 
 def _interval(request: admin_pb2.WatchLoadRequest) -> float:

@@ -40,10 +40,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Send Started, deltas and Finished of one request, then its status."""
         core = self._lifecycle.accepting()
-        command = convert.to_generate_options(request, core.limits)
-        maker = core.prepare(command, deadline_of(context))
-        if command.constraint is not None:
-            await core.constrain(maker.request, command.constraint)
+        options = convert.to_generate_options(request, core.limits)
+        maker = core.prepare(options, deadline_of(context))
+        if options.constraint is not None:
+            await core.constrain(maker.request, options.constraint)
             # It may have begun to drain meanwhile.
             self._lifecycle.accepting()
         stream = RequestStream(maker, core.max_pending_messages)
@@ -97,12 +97,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         core = self._lifecycle.accepting()
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
-        command = convert.to_generate_options(message, core.limits)
-        maker = core.prepare(command, deadline)
+        options = convert.to_generate_options(message, core.limits)
+        maker = core.prepare(options, deadline)
         maker.handle = handle
-        if command.constraint is not None:
+        if options.constraint is not None:
             # The session's other commands do not wait for a compiler.
-            session.later(maker, self._submit_constrained(maker, command.constraint, session))
+            session.later(maker, self._submit_constrained(maker, options.constraint, session))
             return
         core.hub.submit(maker.request, session)
         session.add(maker)

@@ -10,7 +10,7 @@ from penstock.generation.options.validate import check_model
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import convert
 from penstock.generation.wire.options import from_options
-from penstock.v1 import model_pb2, model_pb2_grpc
+from penstock.v1 import common_pb2, config_pb2, model_pb2, model_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,6 +58,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             tokenizer_fingerprint=loaded.served.tokenizer_fingerprint,
             assistant_model=loaded.served.assistant_model,
             default_config=from_options(defaults.options),
+            default_stop=config_pb2.StopConfig(
+                stop_strings=defaults.stop_strings,
+                stop_token_ids=[common_pb2.TokenIds(ids=ids) for ids in defaults.eos_sequences],
+            ),
         )
 
     def _limits(self, core: GenerationCore) -> model_pb2.Limits:

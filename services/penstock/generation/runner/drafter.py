@@ -27,7 +27,7 @@ class _Shadow:
 
     sequence: Sequence
     # Number of its first tokens that are the original's; after them come the last drafts.
-    num_settled: int = 0
+    num_common: int = 0
 
 
 @dataclass(slots=True)
@@ -124,15 +124,15 @@ class ModelDrafter:
         own = shadow.sequence
         # The row of the last token is needed for the first draft.
         limit = min(own.num_computed_tokens, original.num_tokens - 1)
-        common = min(shadow.num_settled, limit)
+        common = min(shadow.num_common, limit)
         while common < limit and own.token_ids[common] == original.token_ids[common]:
             common += 1
         if common < own.num_computed_tokens:
             own.num_computed_tokens = common
             # The sampler's counts for it hold refused tokens.
             self._released.append(original.seq_id)
-        own.token_ids[shadow.num_settled :] = original.token_ids[shadow.num_settled :]
-        shadow.num_settled = original.num_tokens
+        own.token_ids[shadow.num_common :] = original.token_ids[shadow.num_common :]
+        shadow.num_common = original.num_tokens
         own.grammar = None if original.grammar is None else original.grammar.copy()
 
     def _start(self, request: DraftRequest, busy: set[int]) -> _Draft | None:
@@ -202,7 +202,7 @@ class ModelDrafter:
 
     def _answer(self, request: DraftRequest) -> list[int]:
         shadow = self._shadows[request.sequence.seq_id]
-        return shadow.sequence.token_ids[shadow.num_settled :]
+        return shadow.sequence.token_ids[shadow.num_common :]
 
     def _forget(self, seq_id: int) -> None:
         shadow = self._shadows.pop(seq_id, None)

@@ -74,8 +74,10 @@ class FastPath:
         return self._is_plain
 
     def release(self, seq_ids: Seq[int]) -> None:
-        """Forget the last batch, which holds sequences."""
-        self._batch = None
+        """Forget the last batch, which holds sequences, when some of them are gone."""
+        # The runner releases in every step, mostly nobody.
+        if seq_ids:
+            self._batch = None
 
 
 def _are_plain(rows: Iterable[tuple[Sequence, RowPlan]]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from penstock.generation.core.draw import DrawKind
+from penstock.generation.core.request import Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.attention.kv_cache import KVCachePool
-    from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.sampling.token_masks import TokenMasks
 
@@ -283,7 +284,11 @@ class ModelRunner:
             try:
                 drawn += self._draw(logits_NV[row : row + 1], [sequence], masks)
             except FloatingPointError:
-                (failed if is_bad[row] else exhausted).add(sequence.seq_id)
+                last_resort = sequence.params.mode.last_resort
+                if is_bad[row] or last_resort is None or sequence.params.limits_tokens:
+                    (failed if is_bad[row] else exhausted).add(sequence.seq_id)
+                else:
+                    drawn.append((sequence, _impossible(last_resort, sequence.params.top_logprobs)))
         return drawn, frozenset(failed), frozenset(exhausted)
 
     def _compare(self, draws: DrawRows, hidden_TI: torch.Tensor, sampled: dict[int, SampledToken]) -> None:
@@ -311,3 +316,10 @@ class ModelRunner:
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+def _impossible(token_id: int, num_top: int | None) -> SampledToken:
+    """Return the draw of a token whose probability is 0, as every other's is."""
+    if num_top is None:
+        return SampledToken(token_id)
+    return SampledToken(token_id, -math.inf, PositionLogprobs(Logprob(token_id, -math.inf, 1)))

@@ -1,19 +1,23 @@
-"""Detection of the watermark in token ids, as by transformers' WatermarkDetector."""
+"""Detection of a watermark in token ids: green lists as transformers' WatermarkDetector, SynthID by its mean score."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from penstock.generation.core.modes import SynthIdOptions
 from penstock.generation.sampling.ops.green_lists import SELF_HASH, is_green
+from penstock.generation.sampling.ops.synthid import context_hash, g_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Seq
 
-    from penstock.generation.core.modes import WatermarkOptions
+    from penstock.generation.core.modes import AnyWatermark, WatermarkOptions
 
 
 class TooFewTokens(ValueError):
@@ -36,6 +40,27 @@ class WatermarkEvidence:
     # Positions in the text of the green tokens, repeated n-grams included, and the first one that is scored.
     green_positions: tuple[int, ...]
     first_scored_position: int
+
+
+class Detector(Protocol):
+    """Detector of one watermark. Any thread may use it."""
+
+    def detect(
+        self, token_ids: Seq[int], *, z_threshold: float = 3.0, check: Callable[[], None] | None = None
+    ) -> WatermarkEvidence:
+        """Score the tokens of one text, its output alone. `check` ends the work by raising. Raises TooFewTokens."""
+        ...
+
+
+def detector_of(
+    options: AnyWatermark, vocab_size: int, *, bos_token_id: int | None, ignore_repeated_ngrams: bool
+) -> Detector:
+    """Return the detector of a watermark; see the two classes."""
+    if isinstance(options, SynthIdOptions):
+        return SynthIdDetector(options, bos_token_id=bos_token_id)
+    return WatermarkDetector(
+        options, vocab_size, bos_token_id=bos_token_id, ignore_repeated_ngrams=ignore_repeated_ngrams
+    )
 
 
 class WatermarkDetector:
@@ -104,3 +129,50 @@ class WatermarkDetector:
     def _ends_green(self, ngram: tuple[int, ...]) -> bool:
         context = ngram if self._options.seeding_scheme == SELF_HASH else ngram[:-1]
         return is_green(self._vocab_size, self._options, context, ngram[-1])
+
+
+class SynthIdDetector:
+    """Detects SynthID by the mean of the g values (Dathathri et al. 2024, "mean score").
+
+    Without the watermark each is a fair coin's. A token after a context that came before is not scored, since none is
+    marked there. A token counts as green when more than half of its g values are 1.
+    """
+
+    def __init__(self, options: SynthIdOptions, *, bos_token_id: int | None = None) -> None:
+        """A leading `bos_token_id` is not scored."""
+        self._options = options
+        self._bos_token_id = bos_token_id
+
+    def detect(
+        self, token_ids: Seq[int], *, z_threshold: float = 3.0, check: Callable[[], None] | None = None
+    ) -> WatermarkEvidence:
+        """Score the tokens of one text, by microseconds each. `check` is called before each. Raises TooFewTokens."""
+        begin = int(bool(token_ids) and token_ids[0] == self._bos_token_id)
+        width, size = self._options.ngram_len - 1, self._options.context_history_size
+        if len(token_ids) - begin <= width:
+            raise TooFewTokens(f"{len(token_ids) - begin} tokens are too few: the first {width} are only context")
+        first = begin + width
+        hashes: list[int] = []
+        ones: dict[int, int] = {}
+        for place in range(first, len(token_ids)):
+            if check is not None:
+                check()
+            hashed = context_hash(token_ids[place - width : place])
+            if hashed not in hashes[max(len(hashes) - size, 0) :]:
+                ids_1 = torch.tensor([token_ids[place]], dtype=torch.int64)
+                ones[place] = sum(int(g_1) for g_1 in g_values(self._options, hashed, ids_1))
+            hashes.append(hashed)
+        layers = len(self._options.keys)
+        fraction = sum(ones.values()) / (layers * len(ones))
+        z_score = (2.0 * fraction - 1.0) * math.sqrt(layers * len(ones))
+        green = tuple(place for place, count in ones.items() if 2 * count > layers)
+        return WatermarkEvidence(
+            num_tokens_scored=len(ones),
+            num_green_tokens=len(green),
+            green_fraction=fraction,
+            z_score=z_score,
+            p_value=0.5 * math.erfc(z_score / math.sqrt(2.0)),
+            prediction=z_score > z_threshold,
+            green_positions=green,
+            first_scored_position=first,
+        )

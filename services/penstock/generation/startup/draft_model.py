@@ -17,11 +17,12 @@ from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
+from penstock.common.units import format_size
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.engine.config import EngineConfig
-from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory
+from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.runner.drafter import ModelDrafter
@@ -54,7 +55,7 @@ class DraftModel:
         weights = format_weights(self.model.num_bytes, self.model.mapped_bytes)
         return (
             f"drafts    {self.name} ({config.architecture}, {config.num_parameters / 1e6:.1f} M parameters, "
-            f"{weights}), kv pool {format_memory(kv.num_bytes)} = "
+            f"{weights}), kv pool {format_size(kv.num_bytes)} = "
             f"{kv.num_blocks * kv.block_size} tokens"
         )
 

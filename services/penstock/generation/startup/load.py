@@ -17,6 +17,7 @@ from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
+from penstock.common.units import format_size
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
@@ -27,7 +28,7 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.modes import MODES
 from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.host.arena import Arena
-from penstock.generation.host.memory import format_memory, format_weights, kv_pool_blocks, parse_memory, trim_heap
+from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.options.hf_json import load_defaults
@@ -41,6 +42,7 @@ from penstock.generation.startup.batch_tuning import (
     tune_batch_tokens,
 )
 from penstock.generation.startup.draft_model import DraftModel, load_draft_weights, make_draft_model
+from penstock.generation.startup.plugin_registry import NO_PLUGINS, PluginRegistry, load_plugins
 from penstock.generation.weights.files import PACKED_FILE, is_packed
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
@@ -68,6 +70,7 @@ class LoadedModel:
     folder: Path
     batch: BatchTuning
     draft: DraftModel | None = None
+    plugins: PluginRegistry = NO_PLUGINS
 
     def warm_up(self) -> None:
         """Run all models once. Writes into blocks of the pools, so none may be in use or cached."""
@@ -86,7 +89,7 @@ class LoadedModel:
             f"on {self.device.describe()}",
             # Before the rest: `penstock serve` has room for three lines.
             *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
-            f"kv pool   {format_memory(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
+            f"kv pool   {format_size(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
             f"batch     {self.batch.describe()}",
             *([] if self.draft is None else [self.draft.status_line()]),
@@ -117,6 +120,7 @@ def _load(
 ) -> LoadedModel:
     timer = StartupTimer()
     kv_memory = parse_memory(config.kv_memory)
+    plugins = load_plugins(config.logits_processor, config.stopping_criteria)
     folder = resolve_model(config.model)
     model_config = read_model_config(folder)
     context = _context(config.max_context, model_config)
@@ -162,7 +166,7 @@ def _load(
     )
     found = None if prefixes is None else prefixes.result()
     return LoadedModel(
-        model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft
+        model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft, plugins
     )
 
 
@@ -205,8 +209,10 @@ def _defaults(folder: Path, model: ModelConfig, *, has_token_bytes: bool) -> Mod
     if defaults.options.token_healing and not has_token_bytes:
         raise StartupError("generation_config.json has token_healing, which needs a tokenizer.json", flag="MODEL")
     pad = model.pad_token_id if defaults.pad_token_id is None else defaults.pad_token_id
+    bos = model.bos_token_id if defaults.bos_token_id is None else defaults.bos_token_id
     # A pad id outside the vocabulary is common, and no group of beams can count as such a token.
-    return replace(defaults, pad_token_id=pad if pad is not None and pad < model.vocab_size else None)
+    pad, bos = (one if one is not None and one < model.vocab_size else None for one in (pad, bos))
+    return replace(defaults, pad_token_id=pad, bos_token_id=bos)
 
 
 def _context(wanted: int | None, model: ModelConfig) -> int:
@@ -244,7 +250,7 @@ def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: D
     available = device.memory().available + at_hand
     if weights > available:
         raise StartupError(
-            f"the weights take {format_memory(weights)} and {format_memory(available)} of memory is free: "
+            f"the weights take {format_size(weights)} and {format_size(available)} of memory is free: "
             "choose a smaller MODEL",
             flag="MODEL",
         )
@@ -303,10 +309,18 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
         max_running_sequences=config.max_running_sequences,
         max_queued_requests=config.max_queued_requests,
         max_draft_rows=config.max_draft_rows,
+        deadline_headroom=config.deadline_headroom,
+        tenant_share=config.tenant_share,
+        tenant_slowdown=config.tenant_slowdown,
+        tenant_memory_seconds=config.tenant_memory_seconds,
         prefix_cache=config.prefix_cache,
         dump_groups=config.dump_groups,
         dump_sequences=config.dump_sequences,
         dump_wait_seconds=config.dump_wait_seconds,
+        heartbeat_seconds=config.heartbeat_seconds,
+        overdue_step_factor=config.overdue_step_factor,
+        hung_step_seconds=config.hung_step_seconds,
+        hung_step_factor=config.hung_step_factor,
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from google.protobuf import json_format
 
 from penstock.common.errors import PenstockError, to_status
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.common.pace import Pace
+from penstock.common.unknown_fields import refuse_unknown_fields
+from penstock.generation.core.modes import AnyWatermark
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -22,6 +25,7 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.engine.dump import EngineDump
 from penstock.generation.engine.stats import EngineLoad, EngineStats
+from penstock.generation.engine.step_watch import StepView
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.compound_kinds import WATERMARK
 from penstock.generation.options.detect_watermark import DEFAULT_Z_THRESHOLD, DetectWatermarkCommand
@@ -42,6 +46,10 @@ GenerateResponse = generation_pb2.GenerateResponse
 SessionEvent = generation_pb2.SessionEvent
 SessionResponse = generation_pb2.SessionResponse
 
+# Tenants with something waiting that a report lists: a router takes one that is not there for one with little.
+MAX_REPORTED_TENANTS = 64
+# Fields of a request that must be known whole.
+_OPTIONS: tuple[Literal["config", "stop", "output", "constraint"], ...] = ("config", "stop", "output", "constraint")
 _DTYPES = {
     "float32": common_pb2.D_TYPE_FLOAT32,
     "float16": common_pb2.D_TYPE_FLOAT16,
@@ -55,13 +63,17 @@ def to_generate_options(
 ) -> GenerateOptions:
     """Return a GenerateRequest as plain data, unchecked but for the lists that cost microseconds an entry to convert.
 
-    Raises InvalidArgument for one of those beyond its bound: a message has room for millions, and the loop would stall.
+    Raises InvalidArgument for options that this release does not know, and for one of those lists beyond its bound: a
+    message has room for millions, and the loop would stall.
     """
     for field, entries, most in (
         ("resumed_token_ids", message.resumed_token_ids, limits.max_return_sequences),
         ("eos_token_ids", message.eos_token_ids, limits.max_eos_token_ids),
     ):
         check_count(field, entries, most)
+    for name in _OPTIONS:
+        if message.HasField(name):
+            refuse_unknown_fields(getattr(message, name), name)
     return GenerateOptions(
         request_id=message.request_id,
         attempt_epoch=message.attempt_epoch,
@@ -74,11 +86,13 @@ def to_generate_options(
         eos_token_ids=tuple(message.eos_token_ids),
         seed=message.seed if message.HasField("seed") else None,
         cache_salt=message.cache_salt,
+        fair_share_key=message.fair_share_key,
         adapter=message.adapter,
         priority=message.priority,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         model=message.model,
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
+        begins_text=message.begins_text,
     )
 
 
@@ -96,7 +110,7 @@ def to_detect_watermark(
     )
 
 
-def _watermark(config: config_pb2.WatermarkingConfig, limits: RequestLimits) -> WatermarkOptions:
+def _watermark(config: config_pb2.WatermarkingConfig, limits: RequestLimits) -> AnyWatermark:
     """Return a WatermarkingConfig with transformers' defaults for unset fields, unchecked."""
     return WATERMARK.from_proto(config, "watermarking_config", limits, "max_watermark_context")
 
@@ -250,13 +264,33 @@ def from_error(error: PenstockError) -> generation_pb2.RequestError:
     )
 
 
-def from_load(load: EngineLoad, state: int, max_queued_requests: int) -> admin_pb2.Load:
+def from_load(load: EngineLoad, view: StepView, state: int, max_queued_requests: int, start_id: str) -> admin_pb2.Load:
     """Return the facts that a router needs to place a request. `state` is a ModelState's number."""
     return admin_pb2.Load(
-        **load._asdict(),
+        **{**load._asdict(), "pace": _pace(load.pace)},
+        step_seconds=view.seconds,
+        step_overdue=view.is_overdue,
+        step_hung=view.is_hung,
         draining=state == common_pb2.MODEL_STATE_DRAINING,
         state=from_state(state),
         max_queued_requests=max_queued_requests,
+        process_start_id=start_id,
+    )
+
+
+def _pace(pace: Pace) -> admin_pb2.Pace:
+    most = heapq.nlargest(MAX_REPORTED_TENANTS, pace.waiting.items(), key=lambda item: item[1])
+    return admin_pb2.Pace(
+        tokens_per_second=pace.tokens_per_second,
+        step_seconds=pace.step_seconds,
+        least_step_seconds=pace.least_step_seconds,
+        full_step_seconds=pace.full_step_seconds,
+        output_tokens=pace.output_tokens,
+        output_shares=pace.output_shares,
+        batch_tokens=pace.batch_tokens,
+        headroom=pace.headroom,
+        is_busy=pace.is_busy,
+        waiting=[admin_pb2.TenantWaiting(fair_share_key=key, tokens=tokens) for key, tokens in most],
     )
 
 

@@ -22,6 +22,7 @@ def to_score(message: generation_pb2.ScoreRequest, limits: RequestLimits) -> Sco
         items=[ScoreItem(list(item.prompt_token_ids), list(item.continuation_token_ids)) for item in message.items],
         model=message.model,
         cache_salt=message.cache_salt,
+        fair_share_key=message.fair_share_key,
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
     )
 
@@ -33,6 +34,7 @@ def to_embed(message: generation_pb2.EmbedRequest, limits: RequestLimits) -> Emb
         inputs=[list(entry.ids) for entry in message.inputs],
         model=message.model,
         cache_salt=message.cache_salt,
+        fair_share_key=message.fair_share_key,
         normalize=message.normalize,
     )
 

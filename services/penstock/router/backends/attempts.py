@@ -19,13 +19,18 @@ from penstock.common.errors import (
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.router.backends.backend import Backend
+from penstock.router.backends.deaths import Blame
+from penstock.router.backends.outliers import Probe
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import Loss, RequestState
+from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2
 
+# A trial ends with a token, for which nothing is called.
+_TRIAL_LOOK_SECONDS = 0.02
 _log = get_logger("penstock.router")
 
 
@@ -53,6 +58,28 @@ class RetryBudget:
         return True
 
 
+class Trial:
+    """Trial of one of several requests that may be to blame for deaths, with its next attempt."""
+
+    def __init__(self, state: RequestState, needed: int) -> None:
+        """Begin it. It is passed with `needed` tokens more."""
+        self.state = state
+        self._attempt = state.attempts
+        self._tokens = state.num_tokens + needed
+        state.suspect.is_tried = True
+
+    @property
+    def has_passed(self) -> bool:
+        """True once it has gone on for long enough, or to its end."""
+        return self.state.num_tokens >= self._tokens or self.state.finished is not None
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has passed, was given up, or was lost again."""
+        state = self.state
+        return self.has_passed or state.closed or (state.attempts > self._attempt and state.attempt is None)
+
+
 class Attempts:
     """Starts attempts; called by the handlers of the streams. Belongs to one event loop."""
 
@@ -68,6 +95,8 @@ class Attempts:
         self._suffix = secrets.token_hex(3)
         # Model -> number of requests that wait for their prompt's ids.
         self._preparing: Counter[str] = Counter()
+        # Key of a backend -> the suspect that is being tried there.
+        self._trials: dict[str, Trial] = {}
 
     def prepare(self, model: str) -> Callable[[], None]:
         """Set room aside before a prompt is computed; call the result once the request is placed or given up.
@@ -80,7 +109,7 @@ class Attempts:
 
     def check_capacity(self, model: str) -> None:
         """Check that a request that came now could be placed. Raises as `place`."""
-        if sum(max(0, backend.room) for backend in self._pool.ready(model)) <= self._preparing[model]:
+        if sum(max(0, backend.room) for backend in self._pool.usable(model)) <= self._preparing[model]:
             raise self.nowhere(model)
 
     def _prepared(self, model: str) -> None:
@@ -102,6 +131,10 @@ class Attempts:
         Raises Unavailable, ResourceExhausted or FailedPrecondition when no backend can take it.
         """
         self.note_request()
+        outliers, probed = self._pool.outliers, self._pool.to_probe(state.spec.model)
+        if probed is not None:
+            self._submit(state, probed, outliers.begin_probe(probed.key))
+            return
         backend = self._choose(state)
         if backend is None:
             raise self.nowhere(state.spec.model)
@@ -116,8 +149,15 @@ class Attempts:
         if loss is None:
             return
         begun = state.has_tokens
+        self._note_lost_attempt(state)
+        blame = await self.check_blame(state.suspect)
+        if state.closed:
+            return
         self._check_limits(state, loss, begun)
-        backend = await self._wait_for_backend(state)
+        if blame is Blame.SHARED:
+            backend = await self._wait_for_trial(state)
+        else:
+            backend = await self._wait_for_backend(state)
         if state.closed:
             return
         if backend is None:
@@ -130,22 +170,70 @@ class Attempts:
         _log.info("request moved", request_id=current_request_id.get(), begun=begun, attempt=state.attempts + 1)
         self._submit(state, backend)
 
-    def _check_limits(self, state: RequestState, loss: Loss, begun: bool) -> None:
-        if self._pool.is_poison(state):
+    async def check_blame(self, suspect: Suspect) -> Blame:
+        """Return what backends' deaths say about a request, once it is known which of them are deaths.
+
+        Raises Internal POISON when it is the cause.
+        """
+        deaths = self._pool.deaths
+        # A verdict comes in time by itself; the limit is for a clock that does not run.
+        until = time.monotonic() + 2 * self._config.death_verdict_seconds
+        while (blame := deaths.blame(suspect)) is Blame.OPEN:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            await self._pool.changed(left)
+        if blame is Blame.OWN:
+            deaths.convict(suspect)
             self._metrics.poisoned.inc()
             raise Internal("every backend that ran this request died", reason="POISON")
-        if begun and state.moves >= self._config.max_moves:
+        return blame
+
+    def _note_lost_attempt(self, state: RequestState) -> None:
+        made = state.num_tokens - state.tokens_before
+        state.suspect.longest_attempt = max(state.suspect.longest_attempt, made)
+
+    def _check_limits(self, state: RequestState, loss: Loss, begun: bool) -> None:
+        # What another's trial cost it is not held against it.
+        excused = state.suspect.excused
+        if begun and state.moves >= self._config.max_moves + excused:
             raise _given_up(state, loss, "it was moved as often as allowed", begun=begun)
-        if not begun and state.attempts >= self._config.max_attempts:
+        if not begun and state.attempts >= self._config.max_attempts + excused:
             raise _given_up(state, loss, "it was tried as often as allowed", begun=begun)
         if not begun and not self.may_retry():
             raise _given_up(state, loss, "too many requests are being retried", begun=begun)
 
     def _choose(self, state: RequestState) -> Backend | None:
         spec = state.spec
-        return self._policy.choose(
-            self._pool.ready(spec.model), spec.prefix_hashes, session=spec.session, avoid=state.lost_on
-        )
+        avoid = state.lost_on | self._on_trial() if self._trials else state.lost_on
+        return self._policy.choose(self._pool.usable(spec.model), spec.prefix_hashes, session=spec.session, avoid=avoid)
+
+    def _on_trial(self) -> set[str]:
+        """Return the keys of backends with a trial that is not over. What is over is judged."""
+        for key, trial in list(self._trials.items()):
+            if trial.is_over:
+                del self._trials[key]
+                trial.state.suspect.is_tried = False
+                if trial.has_passed:
+                    self._pool.deaths.acquit(trial.state.suspect)
+        return set(self._trials)
+
+    async def _wait_for_trial(self, state: RequestState) -> Backend | None:
+        """Return a backend on which no other suspect is being tried: the one where a death costs least."""
+        until = time.monotonic() + self._config.quarantine_wait_seconds
+        while not state.closed:
+            taken = self._on_trial()
+            free = [one for one in self._pool.usable(state.spec.model) if not one.is_full and one.key not in taken]
+            if free:
+                backend = min(free, key=lambda one: one.in_flight)
+                needed = min(state.suspect.longest_attempt + 1, self._config.quarantine_tokens)
+                self._trials[backend.key] = Trial(state, needed)
+                return backend
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            await self._pool.changed(min(left, _TRIAL_LOOK_SECONDS))
+        return None
 
     async def _wait_for_backend(self, state: RequestState) -> Backend | None:
         until = time.monotonic() + self._config.failover_wait_seconds
@@ -156,7 +244,7 @@ class Attempts:
                 return backend
         return None
 
-    def _submit(self, state: RequestState, backend: Backend) -> None:
+    def _submit(self, state: RequestState, backend: Backend, probe: Probe | None = None) -> None:
         command = generation_pb2.SessionRequest()
         request = command.submit
         request.CopyFrom(state.spec.template)
@@ -169,7 +257,8 @@ class Attempts:
         if state.has_tokens:
             _resume(request, state)
         state.attempts += 1
-        backend.submit(state, command)
+        state.tokens_before = state.num_tokens
+        backend.submit(state, command, probe)
 
     def nowhere(self, model: str) -> PenstockError:
         """Make the error for a request that no backend can take."""

@@ -16,12 +16,16 @@ import grpc
 
 from penstock.common.errors import PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
+from penstock.common.pace import Pace
 from penstock.router.aio import until_first, until_silent
+from penstock.router.backends.deaths import Deaths
+from penstock.router.backends.outliers import FAILURES, Outcome, Outliers, Probe, outcome_of
 from penstock.router.backends.prefix_index import PrefixIndex
-from penstock.router.backends.session import BackendSession
+from penstock.router.backends.session import FORGOTTEN_LOOKS, STEP_REASONS, BackendSession
 from penstock.router.config import RouterConfig, is_address, split_target
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import RequestState
+from penstock.router.requests.suspect import Death, Suspect
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.serving.channels import until_serving, watch_health
 from penstock.serving.transport import Channel, StreamCall, make_transport
@@ -83,9 +87,10 @@ class Backend:
         *,
         tokenizer_fingerprint: Callable[[], str],
         on_change: Callable[[], None],
-        on_death: Callable[[], int],
+        deaths: Deaths,
+        outliers: Outliers,
     ) -> None:
-        """Make it. `on_change`: its state changed. `on_death`: it was lost; returns a number unique to that death."""
+        """Make it. `on_change`: its state changed. It notes in `deaths` and `outliers` what happens to its requests."""
         self.where = where
         self.state = BackendState.CONNECTING
         self.info: model_pb2.GetModelInfoResponse | None = None
@@ -96,16 +101,28 @@ class Backend:
         self._metrics = metrics
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._on_change = on_change
-        self._on_death = on_death
+        self._deaths = deaths
+        self._outliers = outliers
+        # The process that reported last, and the ends of its connection that it has not answered for.
+        self._start_id = ""
+        self._last_step = 0
+        self._doubts: list[Death] = []
+        # Requests of the calls with a single answer.
+        self._callers: list[Suspect] = []
+        # The connection for calls of operators, there also while it is not ready; None between two connections.
+        self.channel: Channel | None = None
         self._session: BackendSession | None = None
         self._stub: GenerationStub | None = None
-        # Number of calls with a single answer that have none yet.
-        self._calls = 0
         self._report = admin_pb2.Load()
         self._reported_in_flight = 0
+        # Figures of the last report, and tokens by tenant that were sent since.
+        self.pace = Pace()
+        self.sent_tokens: dict[str, float] = {}
         self._has_report = self._serving = False
-        # Number of signs of life so far.
-        self._frames = 0
+        # Number of reports that show progress, so far.
+        self._progress = 0
+        # Death that the session's engine told of, before the process went.
+        self._told_death: Death | None = None
         self._prefixes = PrefixIndex(config.max_known_blocks)
 
     @property
@@ -116,7 +133,7 @@ class Backend:
     @property
     def in_flight(self) -> int:
         """Number of our requests at this backend, calls with a single answer included."""
-        return self._calls + (self._session.in_flight if self._session is not None else 0)
+        return len(self._callers) + (self._session.in_flight if self._session is not None else 0)
 
     @property
     def load(self) -> float:
@@ -152,46 +169,110 @@ class Backend:
         """Number of leading blocks that it probably has cached."""
         return self._prefixes.match(hashes)
 
-    def submit(self, state: RequestState, command: generation_pb2.SessionRequest) -> None:
+    def submit(self, state: RequestState, command: generation_pb2.SessionRequest, probe: Probe | None = None) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
         if self._session is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
         self._prefixes.add(state.spec.prefix_hashes)
         self._metrics.backend_requests(self.where.target).inc()
-        self._session.submit(state, command)
+        demand = state.spec.demand
+        if demand is not None:
+            self.sent_tokens[demand.tenant] = self.sent_tokens.get(demand.tenant, 0.0) + self.pace.tokens(demand)
+        self._session.submit(state, command, probe)
 
     async def call(
         self,
         call: Callable[[GenerationStub, float | None], Awaitable[AnswerT]],
         hashes: Sequence[int],
         deadline: float | None,
+        suspect: Suspect,
+        probe: Probe | None = None,
     ) -> AnswerT:
         """Make one call with a single answer.
 
-        `deadline` is a time of time.monotonic(); `hashes` are blocks that the backend will have cached.
+        `deadline` is a time of time.monotonic(); `hashes` are blocks that the backend will have cached; `suspect` is
+        who makes it, if the backend dies.
         Raises the backend's error; Unavailable BACKEND_LOST when the backend was lost meanwhile.
         """
         if self._stub is None:
             raise Unavailable("the backend was lost", reason="NO_BACKEND")
         self._prefixes.add(hashes)
         self._metrics.backend_requests(self.where.target).inc()
-        self._calls += 1
+        self._callers.append(suspect)
+        outcome = Outcome.NEUTRAL
         try:
-            return await call(self._stub, None if deadline is None else deadline - time.monotonic())
+            answer = await call(self._stub, None if deadline is None else deadline - time.monotonic())
+            self._note_outcome(Outcome.STARTED, probe)
+            outcome = Outcome.FINISHED
+            return answer
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
             # A status without a reason is not the backend's: the connection broke.
             if failure.reason == "UNKNOWN" and error.code() in _BROKEN:
+                self._doubt()
+                outcome = Outcome.LOST
                 raise _backend_lost() from error
+            if failure.reason in STEP_REASONS:
+                if failure.reason == "STEP_FAILED":
+                    self._on_step_failed(suspect)
+                outcome = Outcome.LOST
+                raise _backend_lost() from error
+            outcome = outcome_of(failure)
             raise failure from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Our own end of the connection was closed: the backend counts as lost.
+            self._doubt()
             raise _backend_lost() from None
         finally:
-            self._calls -= 1
+            self._callers.remove(suspect)
+            self._note_outcome(outcome, probe)
+
+    def _note_outcome(self, outcome: Outcome, probe: Probe | None) -> None:
+        """Count an outcome. A backend that is not ready has told so, and refuses by right."""
+        is_failure = outcome in FAILURES
+        if is_failure:
+            self._metrics.backend_failures(self.where.target, outcome.value).inc()
+        if not is_failure or probe is not None or self.state is BackendState.READY:
+            self._outliers.note(self.key, outcome, probe)
+
+    def _doubt(self) -> None:
+        """Note that the process may have died: a connection of it ended, with work of ours."""
+        running = [*self._callers, *(self._session.suspects() if self._session is not None else ())]
+        if self._told_death is not None:
+            return
+        if self._doubts and self._doubts[-1].is_death is None:
+            self._deaths.add(self._doubts[-1], running)
+            return
+        self._new_doubt(running)
+
+    def _new_doubt(self, suspects: list[Suspect]) -> Death:
+        doubt = self._deaths.doubt(suspects)
+        self._doubts.append(doubt)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._config.death_verdict_seconds, self._judge_by_time, doubt)
+        return doubt
+
+    def _judge_by_time(self, doubt: Death) -> None:
+        """Take a process that could not be reached for so long for dead. Until it answers, if it does."""
+        if doubt.is_death is None:
+            is_here = self._session is not None and self._has_report
+            self._deaths.judge(doubt, is_death=not is_here)
+            if is_here:
+                self._doubts.remove(doubt)
+
+    def _judge_by_start(self, report: admin_pb2.Load) -> None:
+        """Judge the doubts by the process that answers now. Services of the last release tell their steps only."""
+        known, started = self._start_id, report.process_start_id
+        is_other = started != known if started and known else report.step < self._last_step
+        for doubt in self._doubts:
+            self._deaths.judge(doubt, is_death=is_other)
+        self._doubts.clear()
+        if is_other:
+            # A process of its own: what the one before it did is forgotten.
+            self._outliers.forget(self.key)
 
     async def run(self) -> None:
         """Stay connected until cancelled; waits between attempts double up to the configured limit."""
@@ -217,18 +298,26 @@ class Backend:
         async with self._transport.open_channel(
             self.key, self._channel_config, connect_timeout_seconds=timeout
         ) as channel:
-            # A model that is still loading has no limits and no fingerprint yet.
-            if not await until_serving(channel.for_stubs, HEALTH_NAME):
-                raise _Lost("health ended")
-            stub = model_pb2_grpc.ModelServiceStub(channel.for_stubs)
-            request = model_pb2.GetModelInfoRequest()
-            self.info = await stub.GetModelInfo(request, timeout=timeout)
-            if not self._belongs_here(self.info):
-                self._set_state(BackendState.MISMATCH)
-                return
-            blocks = self.info.kv.num_blocks or self._config.max_known_blocks
-            self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
-            await self._serve(channel)
+            self.channel = channel
+            try:
+                await self._check_and_serve(channel)
+            finally:
+                self.channel = None
+
+    async def _check_and_serve(self, channel: Channel) -> None:
+        # A model that is still loading has no limits and no fingerprint yet.
+        if not await until_serving(channel.for_stubs, HEALTH_NAME):
+            raise _Lost("health ended")
+        stub = model_pb2_grpc.ModelServiceStub(channel.for_stubs)
+        self.info = await stub.GetModelInfo(
+            model_pb2.GetModelInfoRequest(), timeout=self._config.connect_timeout_seconds
+        )
+        if not self._belongs_here(self.info):
+            self._set_state(BackendState.MISMATCH)
+            return
+        blocks = self.info.kv.num_blocks or self._config.max_known_blocks
+        self._prefixes = PrefixIndex(min(blocks, self._config.max_known_blocks))
+        await self._serve(channel)
 
     def _belongs_here(self, info: model_pb2.GetModelInfoResponse) -> bool:
         ours, theirs = self._tokenizer_fingerprint(), info.tokenizer_fingerprint
@@ -252,35 +341,52 @@ class Backend:
         call: StreamCall[generation_pb2.SessionResponse] = await channel.open_stream(
             f"/{HEALTH_NAME}/Session", parse, joins=True
         )
-        session = BackendSession(call, self.key, self._detokenizer, self._metrics, self._note_activity)
+        session = BackendSession(
+            call,
+            self.key,
+            self._detokenizer,
+            self._metrics,
+            self._on_step_failed,
+            info=self.info,
+            on_outcome=self._note_outcome,
+        )
         self._session, self._stub = session, stub
         self._report, self._reported_in_flight = admin_pb2.Load(), 0
+        self.pace = Pace()
         self._has_report = self._serving = False
+        self._told_death = None
         try:
             await until_first(
                 session.run_reader(),
                 session.run_writer(),
                 self._watch_load(channel),
                 self._watch_health(channel),
-                self._watch_silence(),
+                self._watch_session(session),
+                self._watch_calls(),
+                self._watch_forgotten(session),
             )
             raise _Lost("a stream ended")
         finally:
-            self._session = self._stub = None
             self._end_session(session)
+            self._session = self._stub = None
             call.cancel()
 
     def _end_session(self, session: BackendSession) -> None:
         was_usable = self.state in (BackendState.READY, BackendState.DRAINING)
-        # A backend that stops while it has work of ours died; one without work may have been told to stop. One that
-        # drained was told to, even if its grace left work unfinished: no request is to blame for a restart.
-        died = was_usable and session.in_flight and not self._report.draining
-        death = self._on_death() if died else None
+        # A backend that stops while it has work of ours may have died; one without work may have been told to stop. One
+        # that drained was told to, even if its grace left work unfinished: no request is to blame for a restart.
+        if self._told_death is not None:
+            self._deaths.judge(self._told_death, is_death=True)
+            self._note_outcome(Outcome.LOST, None)
+        elif was_usable and self.in_flight and not self._report.draining:
+            self._doubt()
+            self._note_outcome(Outcome.LOST, None)
+        self._last_step = self._report.step
         self._set_state(BackendState.CONNECTING)
         self._prefixes.clear()
         if was_usable:
             self._metrics.backend_losses.labels(self.where.target).inc()
-        session.lose(None, death)
+        session.lose(None)
 
     async def _watch_load(self, channel: Channel) -> None:
         stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
@@ -292,10 +398,22 @@ class Backend:
         finally:
             reports.cancel()
 
+    def _on_step_failed(self, suspect: Suspect) -> None:
+        """Note that a step broke in which a request was: the process ends, and only such requests may be the cause."""
+        if self._told_death is None:
+            self._told_death = self._new_doubt([suspect])
+        else:
+            self._deaths.add(self._told_death, [suspect])
+
     def _take_report(self, report: admin_pb2.Load) -> None:
-        self._note_activity()
+        is_busy = report.HasField("step_seconds") and not report.step_overdue
+        self._progress += is_busy or report.step != self._report.step
         was_full = self.is_full
-        self._report, self._has_report = report, True
+        if not self._has_report:
+            self._judge_by_start(report)
+        self._report, self._has_report, self._start_id = report, True, report.process_start_id
+        self.pace = to_pace(report)
+        self.sent_tokens.clear()
         self._reported_in_flight = self.in_flight
         self._refresh_state()
         if was_full and not self.is_full:
@@ -308,19 +426,33 @@ class Backend:
                 self._serving = is_serving
                 self._refresh_state()
 
-    async def _watch_silence(self) -> None:
-        """Raise _Lost once a backend with work has been silent for the stall timeout."""
-        limit = self._config.stall_timeout_seconds
-        await until_silent(limit, lambda: self._frames, lambda: self.in_flight > 0)
-        raise _Lost(f"silent for {limit:g} s with {self.in_flight} requests")
+    async def _watch_session(self, session: BackendSession) -> None:
+        """Raise _Lost once a session with requests has been silent for the stall timeout.
 
-    def _note_activity(self) -> None:
-        self._frames += 1
+        Only its own messages count: reports come by another connection, and from a process whose engine may hang.
+        """
+        limit = self._config.stall_timeout_seconds
+        await until_silent(limit, lambda: session.frames, lambda: session.in_flight > 0)
+        raise _Lost(f"its session was silent for {limit:g} s with {session.in_flight} requests")
+
+    async def _watch_calls(self) -> None:
+        """Raise _Lost once calls with a single answer have waited for the stall timeout without progress."""
+        limit = self._config.stall_timeout_seconds
+        await until_silent(limit, lambda: self._progress, lambda: bool(self._callers))
+        raise _Lost(f"no progress for {limit:g} s with {len(self._callers)} calls")
+
+    async def _watch_forgotten(self, session: BackendSession) -> None:
+        """Give attempts up that stand still for the stall timeout while the backend has fewer requests than ours."""
+        while True:
+            await asyncio.sleep(self._config.stall_timeout_seconds / FORGOTTEN_LOOKS)
+            session.look_for_forgotten(self._report.waiting_requests + self._report.running_requests)
 
     def _refresh_state(self) -> None:
         report = self._report
         ready = report.state in (common_pb2.MODEL_STATE_UNSPECIFIED, common_pb2.MODEL_STATE_READY)
-        if self._serving and self._has_report and ready and not report.draining:
+        # One that was lost because its engine does not get on would be lost again.
+        is_stuck = report.step_hung or (report.step_overdue and self.state is not BackendState.READY)
+        if self._serving and self._has_report and ready and not report.draining and not is_stuck:
             self._set_state(BackendState.READY)
         elif self.state is BackendState.READY:
             self._set_state(BackendState.DRAINING)
@@ -330,6 +462,25 @@ class Backend:
             self.state = state
             _log.info("backend state", backend=self.key, state=state.name)
             self._on_change()
+
+
+def to_pace(report: admin_pb2.Load) -> Pace:
+    """Return a report's figures; those of a backend that reports none refuse nothing."""
+    if not report.HasField("pace"):
+        return Pace()
+    pace = report.pace
+    return Pace(
+        tokens_per_second=pace.tokens_per_second,
+        step_seconds=pace.step_seconds,
+        least_step_seconds=pace.least_step_seconds,
+        full_step_seconds=pace.full_step_seconds,
+        output_tokens=pace.output_tokens,
+        output_shares=tuple(pace.output_shares),
+        batch_tokens=max(pace.batch_tokens, 1),
+        headroom=pace.headroom,
+        is_busy=pace.is_busy,
+        waiting={entry.fair_share_key: entry.tokens for entry in pace.waiting},
+    )
 
 
 def _backend_lost() -> Unavailable:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
 from penstock.router.backends.backend import Backend, BackendAddress, BackendState
+from penstock.router.backends.deaths import Deaths
 from penstock.router.backends.discovery import resolve
+from penstock.router.backends.outliers import OutlierConfig, Outliers
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
-from penstock.router.requests.request_state import RequestState
 from penstock.router.tokenizer.detokenize import Detokenizer
 from penstock.v1 import model_pb2
 
 Resolver = Callable[[Iterable[str]], Awaitable[dict[str, set[BackendAddress]]]]
-# Number of deaths remembered, to tell a poisonous request from bad luck: far more than a request can survive.
-_MAX_DEATHS = 1024
 _log = get_logger("penstock.router")
 
 
@@ -52,8 +48,22 @@ class BackendPool:
         self._leaving: set[BackendAddress] = set()
         self._follower: asyncio.Task[None] | None = None
         self._waiters: set[asyncio.Future[None]] = set()
-        self._deaths: deque[tuple[float, int]] = deque(maxlen=_MAX_DEATHS)
-        self._death_numbers = itertools.count(1)
+        self.deaths = Deaths(self._wake)
+        self.outliers = Outliers(
+            OutlierConfig(
+                consecutive=config.eject_consecutive_failures,
+                share=config.eject_failure_share,
+                min_requests=config.eject_min_requests,
+                window_seconds=config.eject_window_seconds,
+                seconds=config.eject_seconds,
+                max_seconds=config.eject_max_seconds,
+                max_share=config.eject_max_share,
+                probe_seconds=config.probe_timeout_seconds,
+                probes=config.probes,
+            ),
+            self._peers,
+            self._on_ejection,
+        )
         self._models: dict[str, model_pb2.GetModelInfoResponse] = {}
 
     def start(self) -> None:
@@ -88,6 +98,16 @@ class BackendPool:
             and (not model or (backend.info and backend.info.model == model))
         ]
 
+    def usable(self, model: str = "") -> list[Backend]:
+        """Return the ready backends that are not ejected; the ejected ones when there is no other."""
+        ready = self.ready(model)
+        return [backend for backend in ready if not self.outliers.is_ejected(backend.key)] or ready
+
+    def to_probe(self, model: str) -> Backend | None:
+        """Return an ejected backend to which one request may be sent now, to see whether it has recovered."""
+        ejected = [backend for backend in self.ready(model) if self.outliers.wants_probe(backend.key)]
+        return next((backend for backend in ejected if not backend.is_full), None)
+
     def only_mismatches(self) -> bool:
         """True when every known backend was turned away for its tokenizer fingerprint."""
         states = {backend.state for backend in self._backends.values()}
@@ -115,12 +135,6 @@ class BackendPool:
             self._waiters.discard(waiter)
         return True
 
-    def is_poison(self, state: RequestState) -> bool:
-        """True when every backend that died since the request came ran it, and two or more died."""
-        since = state.timings.received_at
-        recent = {number for at, number in self._deaths if at >= since}
-        return len(state.deaths) >= 2 and recent <= state.deaths
-
     async def _follow_names(self) -> None:
         while True:
             found = await self._resolver(self._config.backend)
@@ -146,7 +160,8 @@ class BackendPool:
             self._metrics,
             tokenizer_fingerprint=self._tokenizer_fingerprint,
             on_change=self._on_change,
-            on_death=self._on_death,
+            deaths=self.deaths,
+            outliers=self.outliers,
         )
         self._backends[where] = backend
         self._tasks[where] = self._spawn(backend.run())
@@ -155,6 +170,7 @@ class BackendPool:
     def _remove(self, where: BackendAddress) -> None:
         self._tasks.pop(where).cancel()
         del self._backends[where]
+        self.outliers.forget(where.address)
         self._leaving.discard(where)
         _log.info("backend gone from its name", backend=where.address, target=where.target)
         self._on_change()
@@ -170,10 +186,19 @@ class BackendPool:
             if error is not None:
                 self._on_failure(error)
 
-    def _on_death(self) -> int:
-        number = next(self._death_numbers)
-        self._deaths.append((time.monotonic(), number))
-        return number
+    def _peers(self, key: str) -> list[str]:
+        """Keys of the ready backends of the same model, itself included."""
+        models = {backend.key: backend.info.model if backend.info else "" for backend in self.ready()}
+        return [one for one, model in models.items() if key in models and model == models[key]]
+
+    def _on_ejection(self, key: str, cause: str) -> None:
+        """Count an ejection, or the return of a backend (no cause)."""
+        for target in self._config.backend:
+            own = [backend.key for backend in self._backends.values() if backend.where.target == target]
+            if cause and key in own:
+                self._metrics.ejections.labels(target, cause).inc()
+            self._metrics.backends_ejected.labels(target).set(sum(map(self.outliers.is_ejected, own)))
+        self._on_change()
 
     def _on_change(self) -> None:
         for backend in self.ready():
@@ -182,7 +207,10 @@ class BackendPool:
         for target in self._config.backend:
             ready = sum(1 for backend in self.ready() if backend.where.target == target)
             self._metrics.backends_up.labels(target).set(ready)
+        self._wake()
+        self._notify()
+
+    def _wake(self) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._notify()

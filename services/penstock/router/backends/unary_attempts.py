@@ -6,21 +6,22 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, Unavailable
+from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.router.backends.attempts import Attempts
 from penstock.router.backends.backend import Backend, GenerationStub
+from penstock.router.backends.outliers import Probe
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
+from penstock.router.backends.session import STEP_REASONS
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.suspect import Suspect
 
 AnswerT = TypeVar("AnswerT")
 # (stub, seconds left) -> the call.
 Call = Callable[[GenerationStub, float | None], Awaitable[AnswerT]]
-# Number of backends that may die under one request: after as many it is taken for the cause.
-_MAX_LOSSES = 2
 _log = get_logger("penstock.router")
 
 
@@ -53,35 +54,37 @@ class UnaryAttempts:
         """
         self._attempts.note_request()
         lost_on: set[str] = set()
-        losses = 0
+        suspect = Suspect(time.monotonic())
         for attempt in range(self._config.max_attempts):
-            backend = await self._choose(model, hashes, lost_on, first=attempt == 0)
+            backend, probe = await self._choose(model, hashes, lost_on, first=attempt == 0)
             try:
-                return await backend.call(call, hashes, deadline)
+                return await backend.call(call, hashes, deadline, suspect, probe)
             except PenstockError as error:
                 if not _is_elsewhere(error):
                     raise
                 lost_on.add(backend.key)
-                losses += error.reason == "BACKEND_LOST"
-                self._check_again(error, attempt, losses)
+                await self._check_again(error, attempt, suspect)
             self._metrics.retries.inc()
             _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 2)
         raise self._attempts.nowhere(model)
 
-    def _check_again(self, error: PenstockError, attempt: int, losses: int) -> None:
-        if losses >= _MAX_LOSSES:
-            self._metrics.poisoned.inc()
-            raise Internal("every backend that ran this request died", reason="POISON")
+    async def _check_again(self, error: PenstockError, attempt: int, suspect: Suspect) -> None:
+        await self._attempts.check_blame(suspect)
         if attempt + 1 >= self._config.max_attempts or not self._attempts.may_retry():
             raise error
 
-    async def _choose(self, model: str, hashes: Sequence[int], avoid: set[str], *, first: bool) -> Backend:
+    async def _choose(
+        self, model: str, hashes: Sequence[int], avoid: set[str], *, first: bool
+    ) -> tuple[Backend, Probe | None]:
         until = time.monotonic() + (0.0 if first else self._config.failover_wait_seconds)
+        probed = self._pool.to_probe(model) if first else None
+        if probed is not None:
+            return probed, self._pool.outliers.begin_probe(probed.key)
         while True:
-            backend = self._policy.choose(self._pool.ready(model), hashes, avoid=avoid)
+            backend = self._policy.choose(self._pool.usable(model), hashes, avoid=avoid)
             left = until - time.monotonic()
             if backend is not None:
-                return backend
+                return backend, None
             if left <= 0 or not await self._pool.changed(left):
                 raise self._attempts.nowhere(model)
 
@@ -90,4 +93,4 @@ def _is_elsewhere(error: PenstockError) -> bool:
     """True when another backend may be able to answer."""
     if isinstance(error, DeadlineExceeded):
         return False
-    return isinstance(error, Unavailable) or error.reason == "ENGINE_FAILED"
+    return isinstance(error, Unavailable) or error.reason in STEP_REASONS

@@ -1,18 +1,20 @@
 """Admission of requests: bounds on the live and on the waiting ones, fair between tenants.
 
-Waiting requests are let in one per tenant in turn. When the queue is full the tenant with the most waiting requests
-loses its newest one, so that one tenant's flood cannot shut out another.
+Waiting requests are let in by tokens: the tenant that was given least comes first. When the queue is full the tenant
+with the most waiting requests loses its newest one, so that one tenant's flood cannot shut out another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
+from penstock.common.fair_order import FairOrder
 from penstock.router.config import RouterConfig
 
 DEFAULT_TENANT = "default"
@@ -25,15 +27,34 @@ def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] 
     return hashlib.sha256(str(dict(metadata or ()).get("authorization", "")).encode()).hexdigest()
 
 
+def fair_share_key(tenant: str) -> str:
+    """Key by which backends serve tenants fairly: it says nothing about the tenant. Empty for the only one."""
+    return "" if tenant == DEFAULT_TENANT else hashlib.sha256(f"fair share:{tenant}".encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that waits for a place."""
+
+    place: asyncio.Future[None]
+    tokens: float
+
+
 class Admission:
     """Places for live requests, and the queue of those that wait. Belongs to one event loop."""
 
-    def __init__(self, *, max_live: int, max_waiting: int, retry_after_seconds: float) -> None:
+    def __init__(
+        self, *, max_live: int, max_waiting: int, retry_after_seconds: float, tenant_share: float = 1.0
+    ) -> None:
+        """Make it. `tenant_share`: share of the places that one tenant may have, where tenants are told apart."""
         self._max_live = max_live
         self._max_waiting = max_waiting
         self._retry_after = retry_after_seconds
+        self._max_of_tenant = max(1, int(tenant_share * max_live))
         self._live = 0
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._live_of: Counter[str] = Counter()
+        self._queues: dict[str, deque[_Waiting]] = {}
+        self._order = FairOrder()
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -56,8 +77,8 @@ class Admission:
         """Return when no request is live or waiting."""
         await self._empty.wait()
 
-    async def enter(self, tenant: str, timeout: float | None) -> None:
-        """Wait for a place; the caller must `leave` once it returned.
+    async def enter(self, tenant: str, timeout: float | None, tokens: float = 1.0) -> None:
+        """Wait for a place; the caller must `leave` once it returned. `tokens`: expected of prompt and output.
 
         Raises Unavailable (DRAINING), ResourceExhausted (QUEUE_FULL) at once, DeadlineExceeded after `timeout` s.
         """
@@ -65,15 +86,17 @@ class Admission:
             raise Unavailable("the router is draining", reason="DRAINING", retry_after_seconds=self._retry_after)
         if timeout is not None and timeout <= 0:
             raise _expired()
-        if self._live < self._max_live and not self._queues:
-            self._take()
+        # While there is a place, those that wait have their share already.
+        if self._live < self._max_live and self._may_take(tenant):
+            self._take(tenant)
             return
         if self.waiting >= self._max_waiting:
             self._shed(tenant)
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(tenant, deque()).append(place)
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), tokens)
+        self._queues.setdefault(tenant, deque()).append(waiting)
+        self._order.wait(tenant)
         self._empty.clear()
-        entered = False
+        place, entered = waiting.place, False
         try:
             async with asyncio.timeout(timeout):
                 await place
@@ -83,33 +106,41 @@ class Admission:
         finally:
             if not entered and place.done() and not place.cancelled() and place.exception() is None:
                 # It was let in and cancelled in the same turn of the loop.
-                self.leave()
-            self._forget(tenant, place)
+                self.leave(tenant)
+            self._forget(tenant, waiting)
 
-    def leave(self) -> None:
-        """Give the place back, and let the next one in."""
+    def leave(self, tenant: str) -> None:
+        """Give a tenant's place back, and let the next ones in."""
         self._live -= 1
-        while self._queues and self._live < self._max_live:
-            tenant, queue = next(iter(self._queues.items()))
-            place = queue.popleft()
-            self._queues.move_to_end(tenant)
-            if not queue:
-                del self._queues[tenant]
-            if not place.done():
-                self._take()
-                place.set_result(None)
+        self._live_of[tenant] -= 1
+        if not self._live_of[tenant]:
+            del self._live_of[tenant]
+        while self._live < self._max_live:
+            following = next((one for one in self._order if self._may_take(one)), None)
+            if following is None:
+                break
+            waiting = self._queues[following].popleft()
+            if not waiting.place.done():
+                self._order.charge(following, waiting.tokens)
+                self._take(following)
+                waiting.place.set_result(None)
+            self._drop_if_empty(following)
         self._note_empty()
 
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Give the place back at the end of the block."""
+    def leaving(self, tenant: str) -> Iterator[None]:
+        """Give a tenant's place back at the end of the block."""
         try:
             yield
         finally:
-            self.leave()
+            self.leave(tenant)
 
-    def _take(self) -> None:
+    def _may_take(self, tenant: str) -> bool:
+        return tenant == DEFAULT_TENANT or self._live_of[tenant] < self._max_of_tenant
+
+    def _take(self, tenant: str) -> None:
         self._live += 1
+        self._live_of[tenant] += 1
         self._empty.clear()
 
     def _shed(self, tenant: str) -> None:
@@ -117,9 +148,8 @@ class Admission:
         largest, queue = max(self._queues.items(), key=lambda item: len(item[1]), default=(tenant, deque()))
         if len(queue) <= len(self._queues.get(tenant, ())) + 1:
             raise self._full()
-        place = queue.pop()
-        if not queue:
-            del self._queues[largest]
+        place = queue.pop().place
+        self._drop_if_empty(largest)
         if not place.done():
             place.set_exception(self._full())
 
@@ -130,13 +160,17 @@ class Admission:
             retry_after_seconds=self._retry_after,
         )
 
-    def _forget(self, tenant: str, place: asyncio.Future[None]) -> None:
+    def _forget(self, tenant: str, waiting: _Waiting) -> None:
         queue = self._queues.get(tenant)
-        if queue is not None and place in queue:
-            queue.remove(place)
-            if not queue:
-                del self._queues[tenant]
+        if queue is not None and waiting in queue:
+            queue.remove(waiting)
+            self._drop_if_empty(tenant)
         self._note_empty()
+
+    def _drop_if_empty(self, tenant: str) -> None:
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._order.forget(tenant)
 
     def _note_empty(self) -> None:
         if self._live == 0 and not self._queues:

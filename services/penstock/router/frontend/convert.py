@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 from penstock.common.errors import InvalidArgument, ResourceExhausted
+from penstock.common.pace import Demand
+from penstock.common.unknown_fields import refuse_unknown_fields
 from penstock.router.config import RouterConfig
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.tokenizer.pipeline import Prompt
@@ -16,11 +18,13 @@ from penstock.v1 import config_pb2, generation_pb2, model_pb2, text_pb2, tokeniz
 PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
 PublicResponse = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
 MAX_SEED = 2**63 - 1
-# Prompt ids that the detokenizer sees as context of a completion: enough for a character split over byte tokens.
-CONTEXT_IDS = 4
+# More than any context has.
+MAX_OUTPUT_TOKENS = 1 << 31
 # Clients receive at most 4 MiB by default.
 MAX_RESPONSE_BYTES = 4 << 20
-_OPTIONS = ("config", "stop", "output", "constraint")
+# Of text, roughly: for forecasts of a prompt that is not encoded yet.
+BYTES_PER_TOKEN = 4
+_OPTIONS: tuple[Literal["config", "stop", "output", "constraint"], ...] = ("config", "stop", "output", "constraint")
 # Fields that have another name here than in the generation service.
 _FIELDS: Mapping[str, str] = {"seed": "config.seed", "prompt_token_ids": "prompt", "token_ids": "prompt"}
 
@@ -31,6 +35,9 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
     _check_length("session_id", request.session_id, config.max_session_id_chars)
     _check_length("cache_salt", request.cache_salt, config.max_session_id_chars)
     _check_options_size(request, config.max_options_bytes)
+    for name in _OPTIONS:
+        if request.HasField(name):
+            refuse_unknown_fields(getattr(request, name), name)
     if request.config.HasField("seed") and request.config.seed > MAX_SEED:
         raise InvalidArgument("config.seed", "must be in [0, 2^63 - 1]")
     if request.config.num_return_sequences > config.max_sequences:
@@ -44,11 +51,27 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
         raise InvalidArgument("prompt", "text or token_ids must be set")
 
 
+def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
+    """Begin an empty prompt of Generate with the beginning-of-sequence id, the request's or else the model's.
+
+    As generate() without an input. Without either it stays empty, which `check_prompt` refuses.
+    """
+    if prompt.token_ids or isinstance(request, text_pb2.ChatRequest):
+        return
+    if request.config.HasField("bos_token_id"):
+        prompt.token_ids.append(request.config.bos_token_id)
+    elif info is not None and info.HasField("bos_token_id"):
+        prompt.token_ids.append(info.bos_token_id)
+
+
 def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
     """Refuse an empty prompt, and one that leaves no room in the context. Raises InvalidArgument."""
     field = prompt_field(request)
     if not prompt.token_ids:
-        raise InvalidArgument(field, "must have at least one token")
+        text = "must have at least one token"
+        if field == "prompt":
+            text += ": the model has no id to begin with, and config.bos_token_id is unset"
+        raise InvalidArgument(field, text, reason="EMPTY_PROMPT")
     limit = info.limits.max_context_tokens if info is not None else 0
     if limit and len(prompt.token_ids) >= limit:
         raise InvalidArgument(
@@ -95,7 +118,7 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
 
 
 def to_template(
-    request: PublicRequest, prompt: Prompt, *, model: str, salt: str, fingerprint: str
+    request: PublicRequest, prompt: Prompt, *, model: str, salt: str, key: str, fingerprint: str
 ) -> generation_pb2.GenerateRequest:
     """Make the request for any backend, without the fields of an attempt. `seed` is always set."""
     template = generation_pb2.GenerateRequest(
@@ -104,10 +127,12 @@ def to_template(
         constraint=request.constraint if request.HasField("constraint") else None,
         seed=request.config.seed if request.config.HasField("seed") else secrets.randbits(63),
         cache_salt=salt,
+        fair_share_key=key,
         adapter=request.adapter,
         priority=request.priority,
         tokenizer_fingerprint=fingerprint,
         model=model,
+        begins_text=isinstance(request, text_pb2.ChatRequest),
     )
     template.config.CopyFrom(request.config)
     if request.HasField("output"):
@@ -115,6 +140,21 @@ def to_template(
         # The router adds the text; generation has none.
         template.output.ClearField("echo")
     return template
+
+
+def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResponse | None) -> Demand:
+    """Estimate the size of a request whose prompt is not encoded yet. `key`: its `fair_share_key`."""
+    config, prompt_tokens = request.config, request.ByteSize() // BYTES_PER_TOKEN
+    if isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("token_ids"):
+        prompt_tokens = len(request.token_ids.ids)
+    # Unset: as much as fits the context, of which answers take a part only.
+    longest = max(info.limits.max_context_tokens - prompt_tokens, 1) if info is not None else MAX_OUTPUT_TOKENS
+    return Demand(
+        tenant=key,
+        prompt_tokens=prompt_tokens,
+        max_output_tokens=min(config.max_new_tokens, longest) if config.HasField("max_new_tokens") else longest,
+        sequences=max(1, config.num_return_sequences, config.num_beams),
+    )
 
 
 def num_sequences(request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> int:
@@ -140,8 +180,18 @@ def wants_tensors(output: config_pb2.OutputConfig) -> bool:
     return output.output_scores or output.output_logits or output.output_hidden_states or output.output_attentions
 
 
-def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.DecodeStreamOpen:
-    """Make the decode options. A completion goes on from its prompt's last characters; a chat answer begins anew."""
+def skips_special_tokens(request: PublicRequest) -> bool:
+    """True when special tokens are no text, which is the default."""
+    return request.output.skip_special_tokens if request.output.HasField("skip_special_tokens") else True
+
+
+def to_decode_options(
+    request: PublicRequest, prompt: Prompt, context_of: Callable[[Sequence[int], bool], Sequence[int]]
+) -> tokenizer_pb2.DecodeStreamOpen:
+    """Make the decode options. A completion goes on from its prompt's text; a chat answer begins anew.
+
+    `context_of` returns the end of a prompt that the text depends on, with special tokens skipped or not.
+    """
     options = tokenizer_pb2.DecodeStreamOpen(
         stop_strings=request.stop.stop_strings,
         include_stop_string_in_output=request.stop.include_stop_string_in_output,
@@ -149,7 +199,11 @@ def to_decode_options(request: PublicRequest, prompt: Prompt) -> tokenizer_pb2.D
     if request.output.HasField("skip_special_tokens"):
         options.skip_special_tokens = request.output.skip_special_tokens
     if isinstance(request, text_pb2.GenerateTextRequest):
-        options.prefix_token_ids.extend(prompt.token_ids[-CONTEXT_IDS:])
+        context = context_of(prompt.token_ids, skips_special_tokens(request))
+        options.prefix_token_ids.extend(context)
+        options.prefix_is_cut = len(context) < len(prompt.token_ids)
+        # The echo of ids leaves out a character that they do not complete; what becomes of it is told with the answer.
+        options.return_open_end = request.output.echo and prompt.text is None
     return options
 
 

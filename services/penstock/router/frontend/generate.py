@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,12 @@ from penstock.common.errors import (
     trailing_metadata,
 )
 from penstock.common.logging import get_logger
+from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id, new_request_id
 from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.chat.chat_output import ChatParser
 from penstock.router.frontend import convert
-from penstock.router.frontend.admission import tenant_of
+from penstock.router.frontend.admission import fair_share_key, tenant_of
 from penstock.router.frontend.drain import GraceEnd, grace_over
 from penstock.router.frontend.parts import Parts
 from penstock.router.frontend.stream_writer import StreamKind, StreamWriter
@@ -106,18 +108,21 @@ class _Call:
         self._model = parts.pool.choose_model(self._request.model)
         parts.attempts.check_capacity(self._model)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
-        await parts.admission.enter(tenant, self._left())
-        place, room = _Place(parts.admission.leave), None
+        demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
+        held = [_Place(parts.forecast.expect(self._model, demand, self._left()))]
         try:
-            room = _Place(parts.attempts.prepare(self._model))
+            await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
+            place = _Place(partial(parts.admission.leave, tenant))
+            held.append(place)
+            held.append(_Place(parts.attempts.prepare(self._model)))
             self._timings.route = time.monotonic() - self._timings.received_at
             prompt = await self._prompt()
-            state = self._make_state(request_id, tenant, prompt)
-            await self._stream(state, prompt, place, room, grace_end)
+            state = self._make_state(request_id, tenant, prompt, demand)
+            # All but the place: placed or not, from there on the backends' own figures count it.
+            await self._stream(state, prompt, place, [one for one in held if one is not place], grace_end)
         finally:
-            if room is not None:
-                room.give_back()
-            place.give_back()
+            for one in held:
+                one.give_back()
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
         return self._parts.pool.models.get(self._model)
@@ -128,11 +133,12 @@ class _Call:
             prompt = await pipeline.chat(request, self._left())
         else:
             prompt = await pipeline.text(request, self._left())
+        convert.begin_prompt(prompt, request, self._info())
         convert.check_prompt(prompt, request, self._info())
         self._timings.template, self._timings.tokenize = prompt.template_seconds, prompt.tokenize_seconds
         return prompt
 
-    def _make_state(self, request_id: str, tenant: str, prompt: Prompt) -> RequestState:
+    def _make_state(self, request_id: str, tenant: str, prompt: Prompt, demand: Demand) -> RequestState:
         request, parts = self._request, self._parts
         info = self._info()
         salt = convert.cache_salt(tenant, request.cache_salt)
@@ -140,15 +146,21 @@ class _Call:
         spec = RequestSpec(
             request_id=request_id,
             template=convert.to_template(
-                request, prompt, model=self._model, salt=salt, fingerprint=parts.link.fingerprint
+                request,
+                prompt,
+                model=self._model,
+                salt=salt,
+                key=demand.tenant,
+                fingerprint=parts.link.fingerprint,
             ),
             num_sequences=convert.num_sequences(request, info),
-            decode_options=convert.to_decode_options(request, prompt),
+            decode_options=convert.to_decode_options(request, prompt, parts.detokenizer.context),
             make_parser=self._parser(prompt),
             wants_token_ids=request.output.return_token_ids,
             wants_logprobs=request.output.HasField("top_logprobs"),
             wants_tensors=convert.wants_tensors(request.output),
             model=self._model,
+            demand=replace(demand, prompt_tokens=len(prompt.token_ids)),
             session=f"{tenant}:{request.session_id}" if request.session_id else "",
             prefix_hashes=routing_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
             if block_size
@@ -167,7 +179,7 @@ class _Call:
         return partial(ChatParser, parse_tools=bool(request.tools), in_reasoning=prompt.opens_reasoning)
 
     async def _stream(
-        self, state: RequestState, prompt: Prompt, place: _Place, room: _Place, grace_end: GraceEnd
+        self, state: RequestState, prompt: Prompt, place: _Place, coming: Sequence[_Place], grace_end: GraceEnd
     ) -> None:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(state.spec.template.config, self._left())
@@ -188,8 +200,8 @@ class _Call:
         grace_end.state, grace_end.error = state, lambda: writer.as_seen(grace_over())
         try:
             begin = time.monotonic()
-            # Placed or not, from here on the backends' own figures count it.
-            room.give_back()
+            for one in coming:
+                one.give_back()
             parts.attempts.place(state)
             self._timings.route += time.monotonic() - begin
             await writer.run(echo)
@@ -217,8 +229,7 @@ class _Call:
     async def _echo(self, prompt: Prompt) -> str:
         if not self._request.output.echo:
             return ""
-        output = self._request.output
-        skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+        skip = convert.skips_special_tokens(self._request)
         return await self._parts.pipeline.echo_text(prompt, self._left(), skip_special_tokens=skip)
 
 

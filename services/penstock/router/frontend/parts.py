@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from penstock.router.backends.attempts import Attempts
+from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission
@@ -27,6 +28,7 @@ class Parts:
     pipeline: Pipeline
     pool: BackendPool
     attempts: Attempts
+    forecast: Forecast
     admission: Admission
     drain: Drain
     detokenizer: Detokenizer

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted
+from penstock.common.pace import Demand
+from penstock.router.backends.forecast import Forecast
 from penstock.router.backends.pool import BackendPool
 from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
-from penstock.router.frontend.admission import Admission, tenant_of
-from penstock.router.frontend.convert import MAX_RESPONSE_BYTES, cache_salt
+from penstock.router.frontend.admission import Admission, fair_share_key, tenant_of
+from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
 from penstock.router.metrics import RouterMetrics
@@ -24,6 +26,7 @@ from penstock.router.tokenizer.token_text import TokenTexts
 from penstock.serving.transport import ServerCall
 from penstock.v1 import common_pb2, generation_pb2, text_pb2
 
+_Request = text_pb2.ScoreTextRequest | text_pb2.EmbedTextRequest | text_pb2.DetectWatermarkTextRequest
 AnswerT = TypeVar("AnswerT", text_pb2.ScoreTextResponse, text_pb2.EmbedTextResponse)
 
 
@@ -48,6 +51,7 @@ class ScoreEmbedFlow:
     texts: ScoreEmbedTexts
     pool: BackendPool
     attempts: UnaryAttempts
+    forecast: Forecast
     admission: Admission
     drain: Drain
     token_texts: TokenTexts
@@ -55,7 +59,7 @@ class ScoreEmbedFlow:
 
     async def score(self, request: text_pb2.ScoreTextRequest, context: ServerCall) -> text_pb2.ScoreTextResponse:
         """Raises PenstockError; fields are named as in the request."""
-        async with self._admitted("Score", request.model, context) as call:
+        async with self._admitted("Score", request, context) as call:
             self._check_count("items", len(request.items))
             items = await self.texts.items(request.items, call.left)
             message = self._score_request(request, items, call)
@@ -69,7 +73,7 @@ class ScoreEmbedFlow:
 
     async def embed(self, request: text_pb2.EmbedTextRequest, context: ServerCall) -> text_pb2.EmbedTextResponse:
         """Raises PenstockError; fields are named as in the request."""
-        async with self._admitted("Embed", request.model, context) as call:
+        async with self._admitted("Embed", request, context) as call:
             self._check_count("texts", len(request.texts))
             inputs = await self.texts.inputs(request.texts, call.left)
             message = generation_pb2.EmbedRequest(
@@ -77,6 +81,7 @@ class ScoreEmbedFlow:
                 inputs=[common_pb2.TokenIds(ids=ids) for ids in inputs],
                 normalize=request.normalize,
                 cache_salt=cache_salt(call.tenant, ""),
+                fair_share_key=fair_share_key(call.tenant),
             )
             answer: generation_pb2.EmbedResponse = await self._ask(
                 lambda stub, left: stub.Embed(message, timeout=left), call, (), ""
@@ -88,7 +93,7 @@ class ScoreEmbedFlow:
         self, request: text_pb2.DetectWatermarkTextRequest, context: ServerCall
     ) -> text_pb2.DetectWatermarkTextResponse:
         """Raises PenstockError; fields are named as in the request."""
-        async with self._admitted("DetectWatermark", request.model, context) as call:
+        async with self._admitted("DetectWatermark", request, context) as call:
             output = request.WhichOneof("output")
             if output is None:
                 raise InvalidArgument("output", "text or token_ids must be set")
@@ -110,7 +115,7 @@ class ScoreEmbedFlow:
             return text_pb2.DetectWatermarkTextResponse(evidence=answer.evidence, token_ids=message.token_ids)
 
     @asynccontextmanager
-    async def _admitted(self, method: str, model: str, context: ServerCall) -> AsyncIterator[_Call]:
+    async def _admitted(self, method: str, request: _Request, context: ServerCall) -> AsyncIterator[_Call]:
         """Hold a place from admission during the block, and count how the call ended."""
         remaining = context.time_remaining()
         begin = time.monotonic()
@@ -118,11 +123,14 @@ class ScoreEmbedFlow:
         status = "INTERNAL"
         try:
             tenant = tenant_of(self.config, context.invocation_metadata())
-            call = _Call(self.pool.choose_model(model), tenant, deadline)
+            call = _Call(self.pool.choose_model(request.model), tenant, deadline)
             self.attempts.check_capacity(call.model)
+            demand = Demand(fair_share_key(tenant), request.ByteSize() // BYTES_PER_TOKEN, 0)
+            if remaining is not None:
+                self.forecast.check(call.model, demand, remaining)
             async with self.drain.attended():
-                await self.admission.enter(tenant, call.left)
-                with self.admission.leaving():
+                await self.admission.enter(tenant, call.left, demand.prompt_tokens)
+                with self.admission.leaving(tenant):
                     yield call
             status = "OK"
             self.metrics.score_embed.observe(time.monotonic() - begin)
@@ -150,6 +158,7 @@ class ScoreEmbedFlow:
                 for item in items
             ],
             cache_salt=cache_salt(call.tenant, ""),
+            fair_share_key=fair_share_key(call.tenant),
         )
         if request.HasField("top_logprobs"):
             message.top_logprobs = request.top_logprobs

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.common.errors import PenstockError, ResourceExhausted
+from penstock.common.pace import Demand
 from penstock.router.chat.chat_output import ChatParser, ChatPiece
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.delta_buffer import DeltaBuffer, PendingDelta
 from penstock.router.requests.returned_sequence import Piece, ReturnedSequence
+from penstock.router.requests.suspect import Suspect
 from penstock.v1 import common_pb2, generation_pb2, tokenizer_pb2
 
 
@@ -31,8 +33,6 @@ class Loss:
 
     # The backend's own error, if it sent one.
     error: PenstockError | None
-    # Set when the backend itself is gone: a number unique to that death.
-    death: int | None
     backend: str
 
 
@@ -63,6 +63,8 @@ class RequestSpec:
     wants_logprobs: bool = False
     wants_tensors: bool = False
     model: str = ""
+    # Its size, for forecasts.
+    demand: Demand | None = None
     session: str = ""
     prefix_hashes: list[int] = field(default_factory=list)
     # The router's own warnings, for Started.
@@ -97,8 +99,11 @@ class RequestState:
         self.attempt: AttemptHandle | None = None
         # Number of attempts so far; the attempt_epoch of the next one.
         self.attempts = 0
+        # Tokens when the present attempt began.
+        self.tokens_before = 0
         self.moves = 0
-        self.deaths: set[int] = set()
+        # What is held against it when backends die.
+        self.suspect = Suspect(timings.received_at)
         self.lost_on: set[str] = set()
         # Pieces at the tokenizer.
         self.undecoded = 0
@@ -122,6 +127,11 @@ class RequestState:
     def has_tokens(self) -> bool:
         """True once any backend has emitted a token."""
         return any(sequence.token_ids for sequence in self.sequences.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that backends have emitted, over all sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences.values())
 
     @property
     def all_sequences_ended(self) -> bool:
@@ -156,8 +166,6 @@ class RequestState:
     def on_lost(self, loss: Loss) -> None:
         """Note that the attempt ended before the request: the handler will find another backend."""
         self.attempt = None
-        if loss.death is not None:
-            self.deaths.add(loss.death)
         self.lost_on.add(loss.backend)
         if self.closed:
             return

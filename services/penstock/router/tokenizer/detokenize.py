@@ -27,6 +27,8 @@ DecodeCall: TypeAlias = StreamCall[tokenizer_pb2.DecodeStreamResponse]
 _MAX_IN_FLIGHT = 2
 # Steps in one message: keeps it small enough for the tokenizer to answer on its event loop.
 _MAX_STEPS = 32
+# Ids of a prompt that a DecodeStream sees as context: enough for a character, also between special tokens.
+_MAX_CONTEXT_IDS = 64
 
 
 class Batch:
@@ -64,6 +66,22 @@ class Detokenizer:
     def use_table(self, table: DecodeTable) -> None:
         """Decode here from now on. Call it before the first batch."""
         self._table = table
+
+    def context(self, prompt: Sequence[int], skip_special_tokens: bool) -> Sequence[int]:
+        """Return the end of a prompt that the text of its answer depends on."""
+        if self._table is None:
+            return prompt[-_MAX_CONTEXT_IDS:]
+        return self._table.context(prompt, skip_special_tokens)
+
+    def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str | None:
+        """Return the text of ids alone, stop strings included; None where the tokenizer is what decodes."""
+        if self._table is None:
+            return None
+        detokenizer = self._table.make(skip_special_tokens)
+        try:
+            return detokenizer.push(token_ids) + detokenizer.finish()
+        except IndexError:
+            return ""
 
     def add(
         self,
@@ -268,5 +286,5 @@ def _opened(options: tokenizer_pb2.DecodeStreamOpen, table: DecodeTable) -> Text
     """Make the decoder of a new sequence. Raises IndexError when an id of the prompt is not in the table."""
     skip = options.skip_special_tokens if options.HasField("skip_special_tokens") else True
     decoder = TextDecoder(table.make(skip), options.stop_strings, options.include_stop_string_in_output)
-    decoder.replay(options.prefix_token_ids, ())
+    decoder.replay(options.prefix_token_ids, (), is_cut=options.prefix_is_cut, with_open_end=options.return_open_end)
     return decoder

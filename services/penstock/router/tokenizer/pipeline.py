@@ -69,11 +69,13 @@ class Pipeline:
             config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
 
     async def echo_text(self, prompt: Prompt, timeout: float | None, *, skip_special_tokens: bool) -> str:
-        """Return the prompt as text: as it was sent, or decoded when it was sent as ids."""
+        """Return the prompt as text: as it was sent; of ids their text, up to a character that they do not complete."""
         if prompt.text is not None:
             return prompt.text
         sequences = [common_pb2.TokenIds(ids=prompt.token_ids)]
-        request = tokenizer_pb2.DecodeRequest(sequences=sequences, skip_special_tokens=skip_special_tokens)
+        request = tokenizer_pb2.DecodeRequest(
+            sequences=sequences, skip_special_tokens=skip_special_tokens, without_open_end=True
+        )
         answer = await self._link.decode(request, timeout)
         return answer.texts[0] if answer.texts else ""
 

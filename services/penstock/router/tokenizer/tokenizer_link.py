@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
@@ -25,6 +26,8 @@ from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 HEALTH_NAME = "penstock.v1.TokenizerService"
 # Tries of one unary call: it is sent again only when the tokenizer was not there.
 MAX_TRIES = 3
+# Pings in the time after which silence is a loss.
+_PINGS = 8
 AnswerT = TypeVar("AnswerT")
 _KINDS: dict[int, TableKind] = {
     tokenizer_pb2.DECODE_TABLE_KIND_BYTE_LEVEL: "byte_level",
@@ -53,6 +56,11 @@ class TokenizerLink:
         self._stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub | None = None
         self._ready = asyncio.Event()
         self._lost_at = time.monotonic()
+        # Calls with a single answer that wait for it, and signs of life meanwhile: answers to them and to pings.
+        self._waiting = 0
+        self._answers = 0
+        # True: the present connection ends because nothing answered.
+        self._is_silent = False
         # Chosen at the first connection: a live sequence must be decoded in one place.
         self._is_decoding_chosen = config.detokenize == "tokenizer"
 
@@ -108,22 +116,33 @@ class TokenizerLink:
             self.last_problem = str(error)
         finally:
             was_ready = self.is_ready
-            self._lost()
+            self._lost(self._silent_seconds() if self._is_silent else 0.0)
+            self._is_silent = False
         _log.info("tokenizer connection ended", tokenizer=address, cause=self.last_problem, was_ready=was_ready)
         return was_ready
 
-    def _lost(self) -> None:
+    def _lost(self, silent_seconds: float) -> None:
         if self.is_ready:
             self._ready.clear()
             self._stub = None
-            self._lost_at = time.monotonic()
+            self._lost_at = time.monotonic() - silent_seconds
+            wait = self._config.tokenizer_wait_seconds - silent_seconds
+            # A try to connect to one that is stopped may take longer than the streams shall wait.
+            asyncio.get_running_loop().call_later(wait, self._give_up_late)
             self._metrics.tokenizer_up.set(0)
             self._metrics.tokenizer_reconnects.inc()
             self._on_change()
 
+    def _silent_seconds(self) -> float:
+        """Part of the time that streams wait which a silent tokenizer has used up; some is left for another one."""
+        config = self._config
+        return max(
+            0.0, min(config.tokenizer_stall_seconds, config.tokenizer_wait_seconds - config.reconnect_max_seconds)
+        )
+
     def _give_up_late(self) -> None:
         """Fail streams that have waited too long for text while there is no tokenizer."""
-        if time.monotonic() - self._lost_at >= self._config.tokenizer_wait_seconds:
+        if not self.is_ready and time.monotonic() - self._lost_at >= self._config.tokenizer_wait_seconds:
             self._detokenizer.fail_outstanding(_away())
 
     async def _connect_and_serve(self, address: str) -> None:
@@ -151,7 +170,9 @@ class TokenizerLink:
                 self._detokenizer.run_reader(call),
                 self._detokenizer.run_writer(call),
                 self._watch_health(channel),
-                self._watch_silence(),
+                self._watch_stream(),
+                self._watch_calls(),
+                self._ping(channel),
             )
             raise _Lost("a stream ended")
         finally:
@@ -190,37 +211,74 @@ class TokenizerLink:
             async for _ in updates:
                 pass
 
-    async def _watch_silence(self) -> None:
-        limit, detokenizer = self._config.tokenizer_stall_seconds, self._detokenizer
-        await until_silent(limit, lambda: detokenizer.answers, lambda: detokenizer.outstanding > 0)
+    async def _watch_stream(self) -> None:
+        """Raise _Lost once the messages of the DecodeStream have waited for too long."""
+        detokenizer = self._detokenizer
+        await self._until_silent(lambda: detokenizer.answers, lambda: detokenizer.outstanding > 0)
+
+    async def _watch_calls(self) -> None:
+        """Raise _Lost once calls have waited for too long, and pings, too: a call may take its time."""
+        await self._until_silent(lambda: self._answers, lambda: self._waiting > 0)
+
+    async def _until_silent(self, signs: Callable[[], int], is_due: Callable[[], bool]) -> None:
+        limit = self._config.tokenizer_stall_seconds
+        await until_silent(limit, signs, is_due)
+        self._is_silent = True
         raise _Lost(f"no answer for {limit:g} s")
+
+    async def _ping(self, channel: Channel) -> None:
+        """Ask for health while calls wait: a process that is stopped or cut off does not answer, a busy one does."""
+        health = health_pb2_grpc.HealthStub(channel.for_stubs)
+        request = health_pb2.HealthCheckRequest(service=HEALTH_NAME)
+        while True:
+            await asyncio.sleep(self._config.tokenizer_stall_seconds / _PINGS)
+            if self._waiting:
+                await health.Check(request)
+                self._answers += 1
 
     async def _call(
         self,
         call: Callable[[tokenizer_pb2_grpc.TokenizerServiceAsyncStub, float | None], Awaitable[AnswerT]],
         timeout: float | None,
     ) -> AnswerT:
-        until = None if timeout is None else time.monotonic() + timeout
+        begin = time.monotonic()
+        until = None if timeout is None else begin + timeout
         for attempt in range(MAX_TRIES):
-            stub = await self._wait_for_stub(until)
+            stub = await self._wait_for_stub(begin, until)
             left = None if until is None else until - time.monotonic()
+            self._waiting += 1
             try:
-                return await call(stub, left)
+                answer = await call(stub, left)
+                self._answers += 1
+                return answer
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
-                if isinstance(failure, DeadlineExceeded):
-                    raise _late() from error
-                if not isinstance(failure, Unavailable) or attempt == MAX_TRIES - 1:
-                    raise failure from error
+                # Our own end of the connection was closed: the tokenizer was silent.
+                if self._stub is stub or error.code() is not grpc.StatusCode.CANCELLED:
+                    if isinstance(failure, DeadlineExceeded):
+                        raise _late() from error
+                    if not isinstance(failure, Unavailable) or attempt == MAX_TRIES - 1:
+                        raise failure from error
                 if self._stub is stub:
                     # Refused rather than lost (draining): give the link a moment to notice.
                     await asyncio.sleep(self._config.reconnect_min_seconds)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The same, by grpc.aio.
+            finally:
+                self._waiting -= 1
         raise _away()
 
-    async def _wait_for_stub(self, until: float | None) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
+    async def _wait_for_stub(self, begin: float, until: float | None) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
+        """Return the stub, once there is one. `begin`: when the call came; what a silent tokenizer took counts."""
         if self._stub is not None:
             return self._stub
-        patience = self._config.tokenizer_wait_seconds
+        config = self._config
+        # Time to reach another one is left in any case.
+        least = min(config.tokenizer_wait_seconds, config.reconnect_max_seconds)
+        patience = max(config.tokenizer_wait_seconds - (time.monotonic() - begin), least)
         left = patience if until is None else min(patience, until - time.monotonic())
         try:
             async with asyncio.timeout(left):

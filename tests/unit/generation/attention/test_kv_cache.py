@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, quantise
-from penstock.generation.host.memory import AUTO_FRACTION, format_memory, host_memory, kv_pool_blocks, parse_memory
+from penstock.generation.host.memory import AUTO_FRACTION, host_memory, kv_pool_blocks, parse_memory
 
 
 def pool(num_blocks: int = 6, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> KVCachePool:
@@ -161,10 +161,6 @@ def blocks(memory: int | None, available: int, max_blocks: int | None = None) ->
     return kv_pool_blocks(
         memory, bytes_per_block=100, block_size=16, available=available, max_context_tokens=1000, max_blocks=max_blocks
     )
-
-
-def test_sizes_are_shown_with_their_unit() -> None:
-    assert [format_memory(n) for n in (10, 2048, 3 * 2**20, 2**31)] == ["10 B", "2 KiB", "3 MiB", "2 GiB"]
 
 
 def fake_host(root: Path, files: dict[str, str]) -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from factories.kernels import TOLERANCE, Context, Layer, Shape, assert_close, contexts, shapes
-from factories.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.kernels import TOLERANCE, Context, Layer, Shape, assert_close, contexts, shapes
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import Attention

@@ -338,3 +338,40 @@ async def test_steps_and_requests_show_in_the_metrics() -> None:
         'penstock_iteration_tokens_total_sum{model_name="tiny"} 3.0',
     ):
         assert line in text, line
+
+
+async def test_a_session_that_waits_gets_heartbeats_and_one_that_has_frames_gets_none() -> None:
+    harness = Harness()
+    session = harness.session("a")
+    harness.hub.beat()
+    assert [(message.heartbeat, message.step) for message in session.buffer._messages] == [(True, 7)]
+    harness.hub.beat()
+    assert len(session.buffer._messages) == 1, "a reader that is behind has signs of life enough"
+    session.buffer._messages.clear()
+    harness.step(("a", {"deltas": (delta(0, 5),)}))
+    session.buffer._messages.clear()
+    harness.hub.beat()
+    assert not session.buffer._messages, "it was told something since the last beat"
+    harness.hub.beat()
+    assert len(session.buffer._messages) == 1
+
+
+async def test_a_session_without_requests_gets_no_heartbeat() -> None:
+    harness = Harness()
+    session, _ = harness.session(), harness.stream("b")
+    harness.hub.beat()
+    assert not session.buffer._messages
+
+
+async def test_the_hub_is_busy_while_requests_are_live() -> None:
+    harness = Harness()
+    waiting = asyncio.ensure_future(harness.hub.wait_busy())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    harness.session("a")
+    await waiting
+    harness.step(("a", {"finished": finished()}))
+    again = asyncio.ensure_future(harness.hub.wait_busy())
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()

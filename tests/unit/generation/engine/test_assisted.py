@@ -6,7 +6,16 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
-from factories.engine import Answer, FakeDrafter, FakeRunner, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import (
+    Answer,
+    FakeDrafter,
+    FakeRunner,
+    collect,
+    engine_config,
+    make_engine,
+    request,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import PLAIN, AssistantSchedule, DecodingMode
@@ -213,7 +222,7 @@ def test_nobody_gives_way_for_a_draft() -> None:
     assert engine.stats.preemptions == 0
 
 
-def test_the_drafter_hears_of_every_sequence_that_is_gone() -> None:
+def test_the_drafter_is_told_of_every_sequence_that_is_gone() -> None:
     drafter = FakeDrafter(0.5)
     engine, _ = make_engine(drafter=drafter)
     run(engine, request([1], max_new_tokens=5, num_return_sequences=3, do_sample=True, mode=MODEL))

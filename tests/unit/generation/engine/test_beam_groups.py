@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from factories.engine import Answer, engine_config, make_engine, ranking, request, run
+from factories.engine.fake_engine import Answer, engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import EarlyStopping

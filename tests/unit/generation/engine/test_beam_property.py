@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factories.engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import EarlyStopping

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.engine import Answer, collect, engine_config, make_engine, request, run
-from factories.engine import candidates as answer_row
+from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import candidates as answer_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import Internal, InvalidArgument
@@ -180,7 +180,7 @@ def test_a_request_that_is_cut_off_counts_no_token_since_none_was_said() -> None
     assert engine.load().kv_blocks_used == 0
 
 
-def test_sequences_that_were_delivered_whole_are_settled_and_parts_of_one_are_refused() -> None:
+def test_sequences_that_were_delivered_whole_have_ended_and_parts_of_one_are_refused() -> None:
     options = {"max_new_tokens": 6, "num_return_sequences": 2, "eos_token_ids": (4,), "mode": BeamOptions(3)}
     answer = answer_of(request([1, 2], resumed_token_ids=[[7, 4], [1, 2, 3, 5, 6, 7]], **options))
     assert answer.finished is not None
@@ -258,18 +258,18 @@ def test_a_length_penalty_beyond_a_float_is_its_limit(penalty: float, best: floa
     assert [one.score for one in hypotheses] == [best]
 
 
-def test_when_a_search_is_settled() -> None:
-    def settled(early: EarlyStopping, best: float, length: int = 4, penalty: float = 1.0) -> bool:
+def test_when_a_search_is_decided() -> None:
+    def decided(early: EarlyStopping, best: float, length: int = 4, penalty: float = 1.0) -> bool:
         hypotheses = Hypotheses(2, BeamOptions(2, length_penalty=penalty, early_stopping=early), 10)
         hypotheses.add((1, 2), -2.0, Stop(FinishReason.STOP_EOS))
-        assert not hypotheses.is_settled(-1e9, 1)
+        assert not hypotheses.is_decided(-1e9, 1)
         hypotheses.add((1, 2), -4.0, Stop(FinishReason.STOP_EOS))
-        return hypotheses.is_settled(best, length)
+        return hypotheses.is_decided(best, length)
 
-    assert settled(EarlyStopping.TRUE, 0.0)
+    assert decided(EarlyStopping.TRUE, 0.0)
     # The worst has -2 per token.
-    assert not settled(EarlyStopping.FALSE, -7.9)
-    assert settled(EarlyStopping.FALSE, -8.0)
-    assert not settled(EarlyStopping.NEVER, -19.9)
-    assert settled(EarlyStopping.NEVER, -20.0)
-    assert settled(EarlyStopping.NEVER, -2.0, penalty=-1.0)
+    assert not decided(EarlyStopping.FALSE, -7.9)
+    assert decided(EarlyStopping.FALSE, -8.0)
+    assert not decided(EarlyStopping.NEVER, -19.9)
+    assert decided(EarlyStopping.NEVER, -20.0)
+    assert decided(EarlyStopping.NEVER, -2.0, penalty=-1.0)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from factories.engine import engine_config
+from factories.engine.fake_engine import engine_config
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import SamplingParams

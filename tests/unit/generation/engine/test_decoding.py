@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from factories.engine import engine_config, make_engine, ranking, request, run
+from factories.engine.fake_engine import engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import Emission, FinishReason, Logprob, Request, SequenceFinish

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from factories.engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
-from penstock.common.errors import Aborted, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from factories.engine.fake_engine import Answer, FakeDrafter, collect, engine_config, make_engine, request, run
+from penstock.common.errors import Aborted, Internal, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.generation.core.modes import GuidanceOptions
 from penstock.generation.core.request import Emission, FinishedOutput, FinishReason, RequestTimings, SequenceFinish
 from penstock.generation.core.sampling_params import SamplingParams
@@ -167,7 +167,7 @@ def test_max_time_ends_every_sequence_well_and_counts_from_the_first_step() -> N
     assert [delta.finish is not None for delta in answers[item.request_id].deltas][-2:] == [True, True]
 
 
-def test_a_resumed_sequence_that_had_ended_is_settled_and_the_others_go_on() -> None:
+def test_a_resumed_sequence_that_had_ended_ends_at_once_and_the_others_go_on() -> None:
     engine, _ = make_engine()
     resumed = [[7, 8, 9], [7]]
     item = request([1], max_new_tokens=3, num_return_sequences=2, do_sample=True, resumed_token_ids=resumed)
@@ -259,8 +259,11 @@ def test_a_broken_step_is_raised_and_then_every_request_gets_its_end() -> None:
     runner.fail_at_step = 2
     with pytest.raises(RuntimeError, match="device lost"):
         engine.step()
-    collect(answers, engine.fail_all(Unavailable("x", reason="TEST")))
-    assert [error_of(answers[item.request_id]).reason for item in (running, queued)] == ["TEST", "TEST"]
+    collect(answers, engine.fail_all())
+    errors = [error_of(answers[item.request_id]) for item in (running, queued)]
+    assert [error.reason for error in errors] == ["STEP_FAILED", "ENGINE_FAILED"]
+    assert isinstance(errors[0], Internal)
+    assert isinstance(errors[1], Unavailable), "nothing of it was sent, and nothing of it was in the step"
 
 
 def test_stopping_tells_who_may_retry_elsewhere() -> None:
@@ -270,7 +273,7 @@ def test_stopping_tells_who_may_retry_elsewhere() -> None:
     engine.add(queued)
     answers: dict[str, Answer] = {}
     collect(answers, engine.step())
-    collect(answers, engine.fail_all())
+    collect(answers, engine.stop_all())
     assert isinstance(error_of(answers[queued.request_id]), Unavailable)
     assert isinstance(error_of(answers[running.request_id]), Aborted)
     assert error_of(answers[running.request_id]).metadata == {"last_seq": "0"}

@@ -6,8 +6,17 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
-from factories.engine import Answer, collect, engine_config, is_unconditional, make_engine, ranking, request, run
-from factories.sequences import params, sequence
+from factories.engine.fake_engine import (
+    Answer,
+    collect,
+    engine_config,
+    is_unconditional,
+    make_engine,
+    ranking,
+    request,
+    run,
+)
+from factories.engine.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
@@ -43,7 +52,7 @@ def test_both_branches_get_the_same_output_and_only_the_guided_one_speaks() -> N
     assert engine.load().kv_blocks_used == 0
 
 
-def test_without_a_negative_prompt_the_guide_starts_from_the_last_prompt_token() -> None:
+def test_without_a_negative_prompt_the_unconditional_branch_starts_from_the_last_prompt_token() -> None:
     engine, _ = make_engine()
     item = request([1, 2, 3], max_new_tokens=3, guidance=guidance())
     assert run(engine, item)[item.request_id].ids == {0: guided([1, 2, 3], [3], 3)}
@@ -131,7 +140,7 @@ class FailingRunner:
         self._runner.release(seq_ids)
 
 
-def test_a_guide_without_numbers_ends_its_request() -> None:
+def test_an_unconditional_branch_without_numbers_ends_its_request() -> None:
     config = engine_config()
     engine = Engine(config, FailingRunner(config), None)
     item = request([1, 2, 3], guidance=guidance(4))

@@ -6,13 +6,22 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from factories.engine import Answer, FakeRunner, collect, engine_config, request
-from penstock.common.errors import Cancelled, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, request
+from penstock.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
+from penstock.common.pace import Pace
 from penstock.generation.core.request import FinishReason, Request, RequestOutput
 from penstock.generation.core.step import RunnerOutput, SchedulerOutput
 from penstock.generation.engine.engine import Engine
@@ -243,7 +252,7 @@ async def test_stopping_ends_every_request_and_joins_the_thread() -> None:
         assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
 
 
-async def test_a_broken_step_ends_every_stream_internal_and_reports_the_failure() -> None:
+async def test_a_broken_step_ends_every_stream_tells_who_was_in_it_and_reports_the_failure() -> None:
     runner = GatedRunner(engine_config(max_running_sequences=1))
     runner.fail_at_step = 1
     async with running(runner) as bench:
@@ -253,11 +262,11 @@ async def test_a_broken_step_ends_every_stream_internal_and_reports_the_failure(
         assert runner.entered.acquire(timeout=60)
         bench.loop.submit(late := request([3]))
         runner.open()
-        for item in (*items, late):
+        for item, reason in zip((*items, late), ("STEP_FAILED", "ENGINE_FAILED", "ENGINE_FAILED"), strict=True):
             last = (await bench.end_of(item)).finished
             assert last is not None
             assert last.error is not None
-            assert (last.error.reason, "device" in last.error.message) == ("ENGINE_FAILED", False)
+            assert (last.error.reason, "device" in last.error.message) == (reason, False)
         await bench.until(lambda: bool(bench.failures))
         assert [str(failure) for failure in bench.failures] == ["device lost"]
 
@@ -294,3 +303,40 @@ async def test_many_requests_from_many_threads_each_get_exactly_one_end() -> Non
             await bench.end_of(item)
         assert len(bench.answers) == len(items)
         assert bench.loop.load.kv_blocks_used == 0
+
+
+async def test_one_tenant_leaves_a_part_of_the_queue_to_others() -> None:
+    runner = GatedRunner(engine_config(max_running_sequences=1, max_queued_requests=4))
+    async with running(runner) as bench:
+        bench.loop.submit(request([1], max_new_tokens=2, fair_share_key="a"))
+        assert runner.entered.acquire(timeout=60)
+        for number in range(3):
+            bench.loop.submit(request([number + 2], fair_share_key="a"))
+        with pytest.raises(ResourceExhausted) as caught:
+            bench.loop.submit(request([9], fair_share_key="a"))
+        assert caught.value.reason == "QUEUE_FULL"
+        bench.loop.submit(request([9], fair_share_key="b"))
+        runner.open()
+
+
+async def test_requests_that_no_step_has_seen_yet_count_in_the_forecast() -> None:
+    """Many that come while one step runs are not all let in: each knows of those before it."""
+    runner = GatedRunner(engine_config(max_running_sequences=1))
+    async with running(runner) as bench:
+        pace = Pace(tokens_per_second=10.0, step_seconds=0.01, full_step_seconds=0.01, is_busy=True)
+        bench.loop.submit(request([1], max_new_tokens=2))
+        assert runner.entered.acquire(timeout=60)
+        bench.loop._load = bench.loop._load._replace(pace=pace)
+        soon = time.monotonic() + 10.0
+        # 20 tokens each, at 10 a second, and the 3 of the first request.
+        for number in range(4):
+            bench.loop.submit(request([number + 2] * 10, max_new_tokens=10, deadline=soon))
+        with pytest.raises(ResourceExhausted) as caught:
+            bench.loop.submit(request([9] * 10, max_new_tokens=10, deadline=soon))
+        assert caught.value.reason == "OVERLOADED"
+        # One that another backend began goes on.
+        resumed = request([1] * 10, max_new_tokens=10, deadline=soon, resumed_token_ids=[[3]])
+        bench.loop.submit(resumed)
+        with pytest.raises(DeadlineExceeded):
+            bench.loop.submit(request([1], deadline=time.monotonic() - 1.0))
+        runner.open()

@@ -25,10 +25,36 @@ def mode_classes() -> frozenset[str]:
     return frozenset(found - {"ModeRegistry", "ModeSpec", "Decision", "DecodingStrategy"})
 
 
+@functools.cache
+def own_options() -> frozenset[str]:
+    """Names of the options that some mode has, and others have not."""
+    trees = [ast.parse(path.read_text()) for path in DECODING.glob("*.py")]
+    modes = [
+        node
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "DecodingMode" in map(ast.unparse, node.bases)
+    ]
+    return frozenset(
+        line.target.id
+        for mode in modes
+        for line in mode.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
+
+
 def is_mode(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and (
         node.attr in MODE_FIELDS or (node.attr == "guidance" and "params" in ast.unparse(node.value))
     )
+
+
+def is_mode_or_local(node: ast.AST) -> bool:
+    return is_mode(node) or (isinstance(node, ast.Name) and node.id in MODE_FIELDS)
+
+
+def is_own_option(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value in own_options()
 
 
 def is_name_of_a_mode(node: ast.AST) -> bool:
@@ -49,14 +75,18 @@ def questions(source: str, classes: frozenset[str], *, may_make: bool = False) -
             case ast.BoolOp():
                 asked = any(map(is_mode, node.values))
             case ast.Call(func=ast.Name(id="isinstance" | "type" | "getattr" | "hasattr")):
-                asked = any(is_mode(one) for one in node.args) or not classes.isdisjoint(
+                # Whatever it is called, an object that is asked for a mode's option is a mode's.
+                asked = any(is_mode_or_local(one) or is_own_option(one) for one in node.args) or not classes.isdisjoint(
                     one.id for argument in node.args for one in ast.walk(argument) if isinstance(one, ast.Name)
                 )
             case ast.ImportFrom():
                 asked = not may_make and not classes.isdisjoint(alias.name for alias in node.names)
             case ast.Attribute():
                 old = {"beams", "contrastive", "assistance", "dola"}
-                asked = node.attr in old and ast.unparse(node.value).split(".")[-1] in ("params", "modes")
+                is_old = node.attr in old and ast.unparse(node.value).split(".")[-1] in ("params", "modes")
+                # A class that is reached by its module; messages of protos have names of their own.
+                owner = ast.unparse(node.value)
+                asked = is_old or (node.attr in classes and not may_make and not owner.endswith("_pb2"))
             case _:
                 asked = False
         if asked:
@@ -66,6 +96,7 @@ def questions(source: str, classes: frozenset[str], *, may_make: bool = False) -
 def test_nobody_outside_decoding_asks_which_mode_a_request_is_in() -> None:
     classes = mode_classes()
     assert {"BeamOptions", "DolaOptions", "BeamSearch"} <= classes
+    assert {"num_beams", "penalty_alpha"} <= own_options()
     found = {
         path.relative_to(GENERATION).as_posix(): asked
         for path in sorted(GENERATION.rglob("*.py"))
@@ -90,6 +121,10 @@ def test_nobody_outside_decoding_asks_which_mode_a_request_is_in() -> None:
         "match params.mode:\n    case _: pass",
         "from penstock.generation.engine.decoding.beam_options import BeamOptions",
         "x = getattr(params.mode, 'num_beams', 1)",
+        "import penstock.generation.engine.decoding.beam_options as b\nx = isinstance(mode, b.BeamOptions)",
+        "from penstock.generation.engine.decoding import beam_options\nx = beam_options.BeamOptions",
+        "x = hasattr(mode, 'num_beams')",
+        "x = getattr(anything, 'penalty_alpha', None)",
     ],
 )
 def test_a_question_is_seen(source: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factories.engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import Request
@@ -27,6 +27,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
         "eos_token_ids": draw(st.sampled_from([(), (3,), (3, 4, 5, 6, 7)])),
         "priority": draw(st.integers(0, 2)),
         "cache_salt": draw(st.sampled_from(["", "tenant"])),
+        "fair_share_key": draw(st.sampled_from(["", "a", "b"])),
         "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from factories.engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
 from penstock.generation.core.request import FinishReason, Request
 
 

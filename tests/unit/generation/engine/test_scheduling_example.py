@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from factories.engine import engine_config, make_engine, request
+from factories.engine.fake_engine import engine_config, make_engine, request
 from factories.source_tree import ROOT
 
 _ROW = re.compile(r"^\| ([ABC]) \| (\d+) \| (\d+) \| (\d+) \| ([\d ]+) \|$", re.MULTILINE)

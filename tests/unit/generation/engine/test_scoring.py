@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.engine import engine_config, make_engine, request, run
+from factories.engine.fake_engine import engine_config, make_engine, request, run
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted
 from penstock.generation.core.request import Purpose, Request
 from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import Request
@@ -148,6 +148,27 @@ def test_a_failure_of_the_one_that_computes_is_its_own() -> None:
     assert error is not None
     assert error.reason == "MODEL_OUTPUT_NAN"
     assert [len(answers[item.request_id].ids[0]) for item in items[1:]] == [3, 3]
+
+
+def test_blocks_of_a_request_without_numbers_leave_the_prefix_cache() -> None:
+    engine, runner = make_engine()
+    engine._runner = sick = SickRunner(runner, sick=0)
+    prompt = [*COMMON, 0]
+    run(engine, bad := request(prompt, max_new_tokens=3))
+    assert engine.load().kv_blocks_evictable == 0, "nobody shall read what it left"
+    sick._sick = -1
+    answers = run(engine, again := request(prompt, max_new_tokens=3))
+    assert bad.request_id not in answers
+    assert answers[again.request_id].started.cached_tokens == 0  # type: ignore[union-attr]
+
+
+def test_blocks_that_a_healthy_request_holds_stay_its_own() -> None:
+    engine, runner = make_engine()
+    engine._runner = SickRunner(runner, sick=0)
+    healthy, bad = request([*COMMON, 1], max_new_tokens=6), request([*COMMON, 0], max_new_tokens=6)
+    answers = run(engine, healthy, bad)
+    assert len(answers[healthy.request_id].ids[0]) == 6
+    assert engine.load().kv_blocks_used == 0
 
 
 def test_what_a_long_prompt_leaves_of_its_share_goes_back_to_it() -> None:

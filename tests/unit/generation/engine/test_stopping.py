@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from factories.engine import make_engine, request, run
+from factories.engine.fake_engine import make_engine, request, run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import FinishReason, SequenceFinish
@@ -38,6 +38,16 @@ def first_stop(judge: StopCriteria, ids: list[int], prompt: list[int] | None = N
         if stop is not None:
             return count, stop
     return None
+
+
+def test_stop_strings_that_nothing_can_match_are_no_criteria() -> None:
+    """Without a table of the tokens' bytes they would never end anything."""
+    with pytest.raises(ValueError, match="stop strings"):
+        StopCriteria(SamplingParams(9, stop_strings=("stop",)), 9, None)
+    engine, _ = make_engine()
+    with pytest.raises(ValueError, match="stop strings"):
+        engine.add(request([1], stop_strings=("stop",)))
+    assert not engine.has_work
 
 
 def naive(table: TokenBytes, ids: list[int], strings: tuple[str, ...]) -> tuple[int, str] | None:
@@ -84,6 +94,8 @@ def test_a_stop_string_may_be_completed_in_the_middle_of_a_token() -> None:
 
 def test_the_prompt_takes_no_part_in_a_match() -> None:
     assert first_stop(criteria(stop_strings=("stop",)), [3], prompt=[2]) is None
+    params = SamplingParams(9, stop_strings=("stop",))
+    assert first_stop(StopCriteria(params, 9, TABLE, [2]), [3], prompt=[2]) is None
     assert first_stop(criteria(stop_token_ids=((2, 3),)), [3], prompt=[2]) is None
 
 
@@ -183,3 +195,24 @@ def test_a_candidate_is_judged_as_it_would_be_once_appended_and_leaves_no_trace(
         assert foreseen == [stop, stop]
         if stop is not None:
             return
+
+
+def test_the_text_of_an_output_goes_on_from_its_prompts() -> None:
+    table = TokenBytes(dict(enumerate(PIECES)), special=[20], leading=Leading.STRIP_ONE)
+    # A space and "st"; a character that the prompt begins.
+    for prompt, ids, string in (([2], [5, 2], " st"), ([0, 10, 11], [12], "中")):
+        params = SamplingParams(9, stop_strings=(string,))
+        after, anew = (first_stop(StopCriteria(params, 9, table, context), ids, prompt) for context in (prompt, ()))
+        assert after == (len(ids), Stop(FinishReason.STOP_STRING, string=string))
+        assert anew is None
+
+
+@pytest.mark.parametrize(("begins_text", "reason"), [(True, FinishReason.LENGTH), (False, FinishReason.STOP_STRING)])
+def test_a_request_says_whether_its_text_begins_anew(begins_text: bool, reason: FinishReason) -> None:
+    table = TokenBytes({7: b"a", 8: b" a"}, special=[], leading=Leading.STRIP_ONE)
+    wanted = request([7], max_new_tokens=1, stop_strings=(" a",))
+    wanted.begins_text = begins_text
+    engine, _ = make_engine(script={0: 8}, stop_text=table)
+    finished = run(engine, wanted)[wanted.request_id].finished
+    assert finished is not None
+    assert finished.sequences[0].reason is reason

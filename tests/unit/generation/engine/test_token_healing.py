@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from factories.engine import Answer, collect, engine_config, make_engine, ranking, request, run
+from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, ranking, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument

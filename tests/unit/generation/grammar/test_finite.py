@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from factories.schemas import SCHEMAS
+from factories.engine.schemas import SCHEMAS
 from penstock.generation.grammar.finite import has_finite_document
 from penstock.generation.grammar.spec import ConstraintKind
 from penstock.generation.grammar.translate import Untranslatable, to_lark

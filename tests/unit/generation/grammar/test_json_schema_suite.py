@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories.grammars import accepts, grammar_tokenizer, spellings
+from factories.engine.grammars import accepts, grammar_tokenizer, spellings
 from penstock.generation.grammar.matching import new_matcher
 from penstock.generation.grammar.state import CompiledGrammar
 from penstock.generation.grammar.trial_process import answer_to
@@ -59,7 +59,7 @@ def groups(folder: str, name: str) -> list[dict[str, Any]]:
 
 
 def compile_schema(document: Any) -> CompiledGrammar | None:
-    """As the trial process does it, and then the service; None: refused, with a reason."""
+    """Compile in the trial process's way, then in the service's; None: refused, with a reason."""
     tokenizer = grammar_tokenizer()
     answer = answer_to(tokenizer, {"kind": "json_schema", "text": json.dumps(document), "choices": ()}, 10.0)
     if "lark" not in answer:

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from factories.grammars import EOS, VOCAB_SIZE, accepts, allowed, choice, compiled, ids_of, lark, regex, schema
+from factories.engine.grammars import EOS, VOCAB_SIZE, accepts, allowed, choice, compiled, ids_of, lark, regex, schema
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, PenstockError
@@ -166,7 +166,10 @@ def test_any_text_can_be_a_choice(values: list[str]) -> None:
 def test_white_space_in_json_is_bounded_unless_the_schema_says_otherwise() -> None:
     loose = compiled(schema({"type": "array"}))
     assert accepts(loose, "[\n    1,\n    2\n]")
-    assert not accepts(loose, "[" + " " * 65 + "1]")
+    assert accepts(loose, "[  1,\r\n" + " " * 32 + "2 ]")
+    assert not accepts(loose, "[   1]")
+    assert not accepts(loose, "[\n" + " " * 33 + "1]")
+    assert not accepts(loose, "[\n\n\n1]")
     tight = compiled(schema({"x-guidance": {"whitespace_flexible": False}, "type": "array"}))
     assert accepts(tight, "[1,2]")
     assert not accepts(tight, "[1, 2]")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.kernels import assert_close
-from factories.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.kernels import assert_close
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError

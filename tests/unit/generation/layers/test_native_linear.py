@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from factories.native import INSTRUCTION_SETS, use_instruction_set
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.layers.kernels import LayerKernels

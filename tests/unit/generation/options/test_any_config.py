@@ -33,6 +33,7 @@ TYPES = FieldDescriptor
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
     TYPES.TYPE_BOOL: st.booleans(),
     TYPES.TYPE_UINT32: INTEGERS,
+    TYPES.TYPE_INT64: INTEGERS | st.just(-(2**63)),
     TYPES.TYPE_UINT64: INTEGERS | st.just(2**64 - 1),
     TYPES.TYPE_FLOAT: FLOATS,
     TYPES.TYPE_DOUBLE: FLOATS,
@@ -54,7 +55,11 @@ def fill(draw: st.DrawFn, message: Message, names: list[str]) -> None:
                 fill(draw, added, list(added.DESCRIPTOR.fields_by_name))
         elif field.message_type is not None:
             value.SetInParent()
-            fill(draw, value, list(value.DESCRIPTOR.fields_by_name))
+            inner = list(value.DESCRIPTOR.fields_by_name)
+            if "synthid" in inner:
+                # Either watermark, not both.
+                inner = draw(st.sampled_from([["synthid"], [one for one in inner if one != "synthid"]]))
+            fill(draw, value, inner)
         elif field.is_repeated:
             value.extend(draw(st.lists(SCALARS[field.type], min_size=1, max_size=3)))
         else:

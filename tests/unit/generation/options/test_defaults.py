@@ -72,6 +72,9 @@ def test_what_is_not_honoured_is_named_unless_it_is_off(tmp_path: Path) -> None:
     }
     assert load(tmp_path, values).ignored == ("assistant_early_exit", "constraints", "made_up")
     assert load(tmp_path, {"num_beams": 1, "use_cache": True, "suppress_tokens": []}).ignored == ()
+    # No request draws by it.
+    assert load(tmp_path, {"seed": 7}).ignored == ("seed",)
+    assert load(tmp_path, {"seed": 7}).defaults.options.seed is None
 
 
 def test_every_option_of_the_file_is_taken(tmp_path: Path) -> None:
@@ -144,6 +147,9 @@ def test_every_option_of_the_file_is_taken(tmp_path: Path) -> None:
         {"num_assistant_tokens_schedule": "sometimes"},
         {"watermarking_config": {"ngram_len": 5}},
         {"watermarking_config": {"greenlist_ratio": 2}},
+        {"watermarking_config": {"keys": [1]}},
+        {"watermarking_config": {"ngram_len": 5, "keys": [True]}},
+        {"watermarking_config": {"ngram_len": 5, "keys": [1], "debug_mode": True}},
         {"dola_layers": "middle"},
         {"dola_layers": [1]},
         # Combinations that no request could run with.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.option_spec import OptionSpec, Scope
 from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
 from penstock.generation.options.resolve import resolve
-from penstock.generation.options.table import CONFIG, SECTIONS, RequestOptions
+from penstock.generation.options.table import CONFIG, SECTIONS, OutputOptions, RequestOptions, StopOptions
 from penstock.generation.options.warnings import _IDLE
 from penstock.v1 import config_pb2
 from transformers import GenerationConfig
@@ -35,14 +35,15 @@ MESSAGES: dict[str, Any] = {
 ROWS = [spec for specs in SECTIONS.values() for spec in specs.values()]
 # Resolved by hand into the modes' own options, the lengths and the ends; or facts about the request.
 MADE = {
-    "max_new_tokens", "min_new_tokens", "do_sample", "seed", "num_return_sequences", "eos_token_ids", "ignore_eos",
-    "stop_token_ids", "stop_strings", "include_stop_string_in_output", "skip_special_tokens", "top_logprobs",
-    "prompt_logprobs", "mode", "guidance", "tensors",
+    "max_new_tokens", "min_new_tokens", "do_sample", "seed", "num_return_sequences", "eos_token_ids", "stop_token_ids",
+    "stop_strings", "mode", "guidance", "tensors", "plugins",
 }  # fmt: skip
 # The wire's own, OpenAI's and Penstock's.
 NOT_OF_TRANSFORMERS = {
     "assistant_model", "negative_prompt_text", "negative_prompt_ids", "frequency_penalty", "presence_penalty",
     "logit_bias", "allowed_token_ids", "allowed_token_trie", "top_n_sigma", "seed",
+    # Arguments of generate() beside its configuration.
+    "logits_processor", "stopping_criteria",
 }  # fmt: skip
 
 
@@ -72,6 +73,35 @@ def test_every_parameter_of_the_sampler_comes_from_the_table_or_is_made_by_hand(
     assert len(taken) == len(set(taken))
     assert {*taken, *MADE} == {field.name for field in fields(SamplingParams)}
     assert not MADE & set(taken)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ({"stop": StopOptions(ignore_eos=True)}, ("ignore_eos", True)),
+        ({"stop": StopOptions(include_stop_string_in_output=True)}, ("include_stop_string_in_output", True)),
+        ({"output": OutputOptions(skip_special_tokens=False)}, ("skip_special_tokens", False)),
+        ({"output": OutputOptions(top_logprobs=0)}, ("top_logprobs", 0)),
+        ({"output": OutputOptions(prompt_logprobs=3)}, ("prompt_logprobs", 3)),
+    ],
+)
+def test_a_parameter_comes_from_whatever_section_its_row_is_in(part: dict[str, Any], value: tuple[str, Any]) -> None:
+    model = ModelFacts("tiny", vocab_size=100, max_context_tokens=50)
+    request = GenerateOptions(prompt_token_ids=[1], **part)
+    params = resolve(request, ModelDefaults(), model, RequestLimits()).params
+    assert getattr(params, value[0]) == value[1] != getattr(SamplingParams(1), value[0])
+
+
+@pytest.mark.parametrize("options", [RequestOptions, StopOptions, OutputOptions])
+def test_replaced_options_are_equal_to_options_made_so(options: Any) -> None:
+    """`dataclasses.replace` passes every field, the unset ones with the value that they read as."""
+    name = next(name for name, spec in options.specs.items() if spec.kind.type is bool)
+    made = replace(options(), **{name: True})
+    assert made == options(**{name: True})
+    assert dict(made.items()) == {name: True}
+    assert replace(made, **{name: None}) == options()
+    fallback = options(**{one: (1,) for one, spec in options.specs.items() if getattr(options, one) == ()})
+    assert dict(made.over(fallback).items()) == {**dict(fallback.items()), name: True}
 
 
 def test_every_option_is_transformers_unless_it_is_told_otherwise() -> None:

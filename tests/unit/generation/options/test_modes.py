@@ -89,6 +89,16 @@ def test_finished_groups_count_as_the_models_pad_token() -> None:
     beams = resolved(ModelDefaults(pad_token_id=7), num_beams=2).params.mode
     assert isinstance(beams, BeamOptions)
     assert beams.pad_token_id == 7
+    beams = resolved(ModelDefaults(pad_token_id=7), num_beams=2, pad_token_id=0).params.mode
+    assert isinstance(beams, BeamOptions)
+    assert beams.pad_token_id == 0
+
+
+def test_a_requests_own_ends_replace_the_models() -> None:
+    model = ModelDefaults(eos_token_ids=(7,), eos_sequences=((8, 9),))
+    plain, asked = resolved(model).params, resolved(model, eos_token_id=(3, 4)).params
+    assert (plain.eos_token_ids, plain.stop_token_ids) == ((7,), ((8, 9),))
+    assert (asked.eos_token_ids, asked.stop_token_ids) == ((3, 4), ())
 
 
 def test_contrastive_search_takes_top_k_from_the_defaults() -> None:

@@ -1,4 +1,4 @@
-"""Every impossible request is refused with the status and field of api.md."""
+"""Every impossible request is refused with its status and field."""
 
 from __future__ import annotations
 
@@ -77,11 +77,14 @@ def test_the_edges_are_allowed(options: dict[str, Any]) -> None:
     [
         ("prompt", {"prompt_token_ids": []}),
         ("prompt", {"prompt_token_ids": [100]}),
+        ("prompt", {"prompt_token_ids": [2**32 - 1]}),
         ("prompt", {"prompt_token_ids": [1] * 16}),
         ("eos_token_ids", {"eos_token_ids": (100,)}),
         ("resumed_token_ids", {"resumed_token_ids": [[100]]}),
         ("seed", {"seed": 2**63}),
+        ("seed", {"seed": 2**64 - 1}),
         ("timeout_seconds", {"timeout_seconds": 0.0}),
+        ("timeout_seconds", {"timeout_seconds": -1.0}),
         ("timeout_seconds", {"timeout_seconds": INF}),
         ("timeout_seconds", {"timeout_seconds": NAN}),
         ("request_id", {"request_id": "x" * 257}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Any
 
-from factories.engine import FakeRunner, engine_config, make_engine, request, run
+from factories.engine.fake_engine import FakeRunner, engine_config, make_engine, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.modes import PLAIN

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.attention.base import AttentionMetadata

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from factories.engine import run
-from factories.grammars import EOS, compiled, regex, text_tokenizer
-from factories.modes import ROOMY, load_service, new_engine, prepare, to_message
-from factories.run_kernels import new_sampler
+from factories.engine.fake_engine import run
+from factories.engine.grammars import EOS, compiled, regex, text_tokenizer
+from factories.engine.modes import ROOMY, load_service, new_engine, prepare, to_message
+from factories.models.run_kernels import new_sampler
 from penstock.common.checkpoint import demo_folder
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence

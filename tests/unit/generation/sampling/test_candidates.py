@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from factories.run_kernels import new_sampler
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
+from factories.models.run_kernels import new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.draw import Candidates, DrawKind, DrawSpec

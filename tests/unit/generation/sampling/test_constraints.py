@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from factories.run_kernels import new_sampler
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
+from factories.models.run_kernels import new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.draw import DrawKind, DrawSpec
-from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.modes import SynthIdOptions, WatermarkOptions
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from torch import Tensor
 
@@ -104,6 +104,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"eos_token_ids": EOS, "exponential_decay_length_penalty": (0, 1e-38)},
     {"watermark": WatermarkOptions(bias=3.4e38)},
     {"watermark": WatermarkOptions(bias=-3.4e38, hashing_key=2**63 - 1, seeding_scheme="selfhash", context_width=2)},
+    {"watermark": SynthIdOptions(3, (2**63 - 1, -(2**63), 0))},
     {"typical_p": 1e-38},
     {"epsilon_cutoff": 0.999999, "eta_cutoff": 0.999999},
     {"top_h": 1e-38},

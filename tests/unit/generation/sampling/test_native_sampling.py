@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from factories.engine import request, run
-from factories.model_engine import ROOMY
-from factories.native import INSTRUCTION_SETS, use_instruction_set
-from factories.sampling_batches import expected_draw, logits, random_batch
-from factories.sequences import params, sequence
+from factories.engine.fake_engine import request, run
+from factories.engine.model_engine import ROOMY
+from factories.engine.sampling_batches import expected_draw, logits, random_batch
+from factories.engine.sequences import params, sequence
+from factories.models.native import INSTRUCTION_SETS, use_instruction_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.common.checkpoint import demo_folder

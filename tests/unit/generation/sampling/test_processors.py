@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from factories.run_kernels import cpu_device, new_sampler
-from factories.sequences import params, sequence
+from factories.engine.sequences import params, sequence
+from factories.models.run_kernels import cpu_device, new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.sequence import Sequence

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from factories.run_kernels import new_sampler
-from factories.sampling_batches import VOCAB, expected_draw, logits, random_batch
-from factories.sequences import params, sequence
+from factories.engine.sampling_batches import VOCAB, expected_draw, logits, random_batch
+from factories.engine.sequences import params, sequence
+from factories.models.run_kernels import new_sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.sampling_params import derive_seed

@@ -1,4 +1,4 @@
-"""What a start does around the weights: it tells where its time goes, and measures steps without touching the pool."""
+"""Start-up around the weights: it tells where its time goes, and measures steps without touching the pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import tiny_checkpoint
+from factories.models.checkpoints import tiny_checkpoint
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories.checkpoints import VOCAB_SIZE, tiny_checkpoint
-from factories.native import use_native
-from factories.paged import PagedDriver, PagedSequence
+from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from factories.models.native import use_native
+from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
@@ -229,6 +229,30 @@ async def test_a_watch_ends_when_a_byte_of_the_file_is_written(tmp_path: Path) -
     error = await watch
     assert str(error).startswith(f"{second} was written to")
     assert "renaming" in str(error)
+
+
+def test_a_time_of_modification_that_is_put_back_does_not_hide_a_write(tmp_path: Path) -> None:
+    path, name = tmp_path / "weights", tmp_path / "name"
+    path.write_bytes(bytes(3 << 20))
+    file = MappedFile(path)
+    assert not file.was_written()
+    before = path.stat()
+    # Other changes than of data also change the time that cannot be put back.
+    os.link(path, name)
+    path.chmod(0o600)
+    until_later(path, before.st_ctime_ns)
+    assert not file.was_written()
+    with name.open("r+b") as out:
+        out.write(b"\1" * (3 << 20))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert file.was_written()
+
+
+def until_later(path: Path, changed: int) -> None:
+    """Clocks of file systems move in steps of milliseconds."""
+    while path.stat().st_ctime_ns == changed:
+        path.chmod(0o600)
 
 
 async def test_a_file_that_cannot_be_looked_at_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

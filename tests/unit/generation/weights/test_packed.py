@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from factories.checkpoints import tiny_checkpoint
-from factories.packed import load, native_device, packed, read, rewrite, use_packing
+from factories.models.checkpoints import tiny_checkpoint
+from factories.models.packed import load, native_device, packed, read, rewrite, use_packing
 from penstock.cli.pack import run_pack
 from penstock.common.errors import StartupError
 from penstock.generation import pack as packing
@@ -267,7 +267,7 @@ def test_a_full_disk_is_told_before_and_leaves_nothing(
     with monkeypatch.context() as full:
         usage = shutil.disk_usage(tmp_path)
         full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        assert "1000 B is free" in refused(lambda: packing.pack(model, output), "OUTPUT")
+        assert "0.98 KiB is free" in refused(lambda: packing.pack(model, output), "OUTPUT")
     with monkeypatch.context() as broken:
 
         def fail(descriptor: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from google.rpc import status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import InvalidArgument, ResourceExhausted, from_status
-from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, WatermarkOptions
+from penstock.common.pace import Pace
+from penstock.generation.core.modes import AssistantSchedule, EarlyStopping, SynthIdOptions, WatermarkOptions
+from penstock.generation.core.plugins import PluginChoice
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -23,12 +26,15 @@ from penstock.generation.core.request import (
     StartedOutput,
 )
 from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.engine.stats import EngineLoad
+from penstock.generation.engine.step_watch import StepView
 from penstock.generation.grammar.spec import ConstraintKind, ConstraintSpec
 from penstock.generation.options.kinds import as_written
 from penstock.generation.options.table import CONFIG, RequestOptions
 from penstock.generation.wire import convert
 from penstock.generation.wire.options import from_options, to_options, to_output
-from penstock.v1 import common_pb2, config_pb2, generation_pb2
+from penstock.router.backends.backend import to_pace
+from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 
 
 def float32(value: float) -> float:
@@ -113,6 +119,11 @@ EVERY_OPTION = RequestOptions(
     allowed_token_trie=((1, 2), (1, 3)),
     top_n_sigma=1.5,
     seed=9,
+    eos_token_id=(1, 2),
+    pad_token_id=0,
+    bos_token_id=5,
+    logits_processor=(PluginChoice("one"), PluginChoice("two", '{"a": 1}')),
+    stopping_criteria=(PluginChoice("three"),),
 )
 
 
@@ -143,7 +154,16 @@ def test_unspecified_is_unset() -> None:
     assert to_options(config) == RequestOptions()
 
 
+def test_synthid_travels_as_the_other_watermark_does() -> None:
+    for options in (SynthIdOptions(5, (7, -8)), SynthIdOptions(2, (1,), 3, 4, 5, True)):
+        one = RequestOptions(watermarking_config=options)
+        assert to_options(from_options(one)) == one
+
+
 def test_a_watermark_keeps_transformers_defaults_where_it_says_nothing() -> None:
+    short = config_pb2.SynthIDTextWatermarkingConfig(ngram_len=4, keys=[9])
+    config = config_pb2.GenerationConfig(watermarking_config=config_pb2.WatermarkingConfig(synthid=short))
+    assert to_options(config).watermarking_config == SynthIdOptions(4, (9,))
     config = config_pb2.GenerationConfig(watermarking_config=config_pb2.WatermarkingConfig(bias=2.5))
     assert to_options(config).watermarking_config == WatermarkOptions(bias=2.5)
 
@@ -304,3 +324,26 @@ def test_a_command_keeps_every_field() -> None:
     assert command.resumed_token_ids == [[3]]
     assert command.stop.stop_token_ids == ((4, 5),)
     assert command.constraint is None
+
+
+def test_a_pace_travels_in_the_load_report() -> None:
+    shares = [0.0] * 33
+    shares[5] = 0.5
+    waiting = {f"tenant-{number}": float(number) for number in range(100)}
+    pace = Pace(1.5, 0.25, 0.125, 0.5, 48.0, shares, 256, 1.25, True, waiting)
+    message = convert.from_load(EngineLoad(step=3, pace=pace), StepView(), 2, 10, "p")
+    assert message.step == 3
+    back = to_pace(message)
+    assert len(back.waiting) == convert.MAX_REPORTED_TENANTS
+    assert min(back.waiting.values()) == 100 - convert.MAX_REPORTED_TENANTS
+    assert back == replace(pace, waiting=back.waiting, output_shares=tuple(shares))
+    assert to_pace(admin_pb2.Load()) == Pace()
+
+
+@pytest.mark.parametrize("name", ["config", "stop", "output", "constraint"])
+def test_options_of_another_release_are_refused_by_their_number(name: str) -> None:
+    message = generation_pb2.GenerateRequest(prompt_token_ids=[1])
+    getattr(message, name).MergeFromString(b"\xba\x3e\x01x")
+    with pytest.raises(InvalidArgument, match="999") as caught:
+        convert.to_generate_options(message)
+    assert (caught.value.field, caught.value.reason) == (name, "UNKNOWN_FIELD")

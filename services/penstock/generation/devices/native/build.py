@@ -5,20 +5,25 @@ A build is not tied to the CPU that makes it: every kernel is compiled for each 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
 from penstock.generation.devices.native import LIBRARY
 from penstock.generation.devices.native.compilers import run_compilers
+from penstock.generation.devices.native.trust import digest, digest_path, obstacle, protect
 
+_log = get_logger("penstock.generation")
 SOURCES = Path(__file__).parent / "csrc"
 # Every file of kernels is compiled once for each of them; the operators (ops_*.cpp) pick one at run time. All file
 # names differ, across folders too.
@@ -68,9 +73,25 @@ def _folder(cache: Path, extra: tuple[str, ...] = ()) -> Path:
 
 
 def find(cache: Path) -> Path | None:
-    """Return the library of these sources and this torch that was built or used last; needs no compiler."""
-    built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.stat().st_mtime)
-    return built[-1] if built else None
+    """Return the library of these sources and this torch that was built or used last; needs no compiler.
+
+    One that others could have written is passed over, with a warning.
+    """
+    built = sorted(_folder(cache).glob(f"{LIBRARY}-*.so"), key=lambda path: path.lstat().st_mtime, reverse=True)
+    return next((library for library in built if _is_trusted(library, cache)), None)
+
+
+def _is_trusted(library: Path, cache: Path) -> bool:
+    reason = obstacle(library, cache)
+    if reason is not None:
+        _warn_of(reason)
+    return reason is None
+
+
+@functools.cache
+def _warn_of(reason: str) -> None:
+    """Warn once in a process."""
+    _log.warning("built kernels are not loaded: run `penstock build-kernels`", cause=reason)
 
 
 def library_path(cache: Path, compiler: str, *, sanitize: bool = False) -> Path:
@@ -88,11 +109,19 @@ def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
-def build(cache: Path, *, compiler: str | None = None, sanitize: bool = False) -> Path:
-    """Compile the kernels and return the library's path. About a minute on two cores.
+def build(
+    cache: Path,
+    *,
+    compiler: str | None = None,
+    sanitize: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _files: None,
+) -> Path:
+    """Compile the kernels and return the library's path. Three minutes on two cores.
+
+    `progress` gets the number of files that are compiled, from 0, and of all; linking is not counted.
 
     Nothing is compiled when this compiler did it before, or when no compiler is left but a library of an earlier one
-    is.
+    is. What others could have written is compiled anew, and folders of this user are closed to them.
 
     `sanitize`: the address and undefined-behaviour sanitizers check the library; its folder is one that `find` does not
     know. It can only be loaded where libasan was loaded first (tools/sanitize_kernels.py).
@@ -108,22 +137,26 @@ def build(cache: Path, *, compiler: str | None = None, sanitize: bool = False) -
             return found
         raise StartupError("the native kernels need a C++ compiler: install g++", flag="--kernels")
     target = library_path(cache, command, sanitize=sanitize)
-    if target.exists():
+    if target.exists() and _is_trusted(target, cache):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    protect(cache, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         extra = _SANITIZED if sanitize else ()
-        objects = _compile(command, Path(scratch), extra)
+        objects = _compile(command, Path(scratch), extra, progress)
         linked = Path(scratch) / target.name
         run_compilers(
             [[command, "-shared", *extra, "-o", str(linked), *map(str, objects), *_libraries()]], Path(scratch)
         )
+        linked.chmod(0o755)
+        recorded = digest_path(linked)
+        recorded.write_text(digest(linked))
+        os.replace(recorded, digest_path(target))
         # Atomic for other processes, which may be building the same.
         os.replace(linked, target)
     return target
 
 
-def _compile(command: str, scratch: Path, extra: tuple[str, ...]) -> list[Path]:
+def _compile(command: str, scratch: Path, extra: tuple[str, ...], progress: Callable[[int, int], None]) -> list[Path]:
     jobs: list[tuple[Path, Path, tuple[str, ...]]] = []
     for source in sorted(SOURCES.rglob("*.cpp")):
         if source.name.startswith("ops_"):
@@ -138,6 +171,7 @@ def _compile(command: str, scratch: Path, extra: tuple[str, ...]) -> list[Path]:
             for target, source, flags in jobs
         ],
         scratch,
+        progress,
     )
     return [target for target, _, _ in jobs]
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from penstock.generation.devices.native import LIBRARY
+from penstock.generation.devices.native.trust import digest_path
 
 DAY_SECONDS = 86400.0
 UNUSED_DAYS = 30
@@ -58,4 +59,5 @@ def _remove(path: Path) -> int:
         return size
     size = path.stat().st_size
     path.unlink()
+    digest_path(path).unlink(missing_ok=True)
     return size

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -15,8 +15,14 @@ from penstock.common.environment import current_environment
 from penstock.common.errors import StartupError
 
 
-def run_compilers(commands: Sequence[Sequence[str]], scratch: Path) -> None:
+def run_compilers(
+    commands: Sequence[Sequence[str]],
+    scratch: Path,
+    progress: Callable[[int, int], None] = lambda _done, _commands: None,
+) -> None:
     """Run all `commands`, one for each core at a time. Their temporary files go to `scratch`.
+
+    `progress` gets, on this thread, the number of those that ended, from 0, and of all.
 
     Raises StartupError as soon as one fails. Whatever is raised meanwhile, KeyboardInterrupt included, compilers that
     have not begun never do, and running ones are gone before it goes on.
@@ -24,8 +30,11 @@ def run_compilers(commands: Sequence[Sequence[str]], scratch: Path) -> None:
     running = _Running(scratch)
     with ThreadPoolExecutor(os.cpu_count() or 1, "compiler") as pool:
         try:
-            for job in as_completed([pool.submit(running.run, command) for command in commands]):
+            jobs = [pool.submit(running.run, command) for command in commands]
+            progress(0, len(jobs))
+            for done, job in enumerate(as_completed(jobs), 1):
                 job.result()
+                progress(done, len(jobs))
         except BaseException:
             running.kill_all()
             raise

@@ -57,11 +57,11 @@ class BeamSearch(BeamStrategy):
         running = self._choose(self.ranked(self._beams, self._drawn, self._keep))
         decision = Decision()
         length = self._beams[0].sequence.num_output_tokens + 1
-        if running and not self._hypotheses.is_settled(running[0].score, length):
+        if running and not self._hypotheses.is_decided(running[0].score, length):
             self._beams = self._placed(self.grow(self._beams, running, self._drawn, decision))
         else:
-            # When the processors leave no beam a token and no beam has ended, the open beams count as complete.
-            reason = None if self._hypotheses else FinishReason.CONSTRAINT_DONE
+            # When the processors leave no beam a token and no beam has ended, the open beams end here.
+            reason = None if self._hypotheses else FinishReason.LENGTH
             decision.emissions = self.emissions(self.ranking(reason))
             decision.dropped = [beam.sequence for beam in self._beams]
         self._drawn.clear()

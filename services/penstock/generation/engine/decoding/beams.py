@@ -195,7 +195,12 @@ class BeamStrategy(DecodingStrategy):
         return grown
 
     def close(self, hypotheses: Hypotheses, beam: Beam, reason: FinishReason) -> None:
-        """Add an open beam as ended with its last token."""
+        """Add an open beam as ended with its last token.
+
+        LENGTH is for a beam that has no token left: a whole path of the request's trie is CONSTRAINT_DONE all the same.
+        """
+        if reason is FinishReason.LENGTH and beam.output in (self._request.params.allowed_token_trie or ()):
+            reason = FinishReason.CONSTRAINT_DONE
         logprobs = beam.logprobs.unrolled() if beam.logprobs is not None else ()
         hypotheses.add(beam.output, beam.score, Stop(reason), logprobs)
 

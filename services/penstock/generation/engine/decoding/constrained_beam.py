@@ -77,8 +77,8 @@ class ConstrainedBeamSearch(BeamStrategy):
         chosen = self._in_turns(self._choose(ranked))
         decision = Decision()
         length = self._beams[0].sequence.num_output_tokens + 1
-        if not chosen or self._hypotheses.is_settled(ranked[0].score, length):
-            self._conclude(decision, None if self._hypotheses else FinishReason.CONSTRAINT_DONE)
+        if not chosen or self._hypotheses.is_decided(ranked[0].score, length):
+            self._conclude(decision, None if self._hypotheses else FinishReason.LENGTH)
         elif length == self._most:
             self._add_open(
                 [

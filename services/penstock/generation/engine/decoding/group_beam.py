@@ -111,10 +111,10 @@ class GroupBeamSearch(BeamStrategy):
         # The next group starts when this one has its first position; its beam shares the prompt of this group's beam.
         if length == 1 and index + 1 < len(self._groups):
             decision.forks.append((group.beams[0].sequence, self._begin(index + 1).sequence))
-        if not running or group.hypotheses.is_settled(ranked[0].score, length):
+        if not running or group.hypotheses.is_decided(ranked[0].score, length):
             if not group.hypotheses:
                 # The processors leave no beam any token.
-                self._close_all(group, FinishReason.CONSTRAINT_DONE)
+                self._close_all(group, FinishReason.LENGTH)
             self._finish(group, decision)
         elif length == self._most:
             for extension in running:

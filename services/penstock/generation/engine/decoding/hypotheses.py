@@ -67,7 +67,7 @@ class Hypotheses:
         self._best.sort(key=lambda one: one.score, reverse=True)
         del self._best[self._size :]
 
-    def is_settled(self, best_total: float, length: int) -> bool:
+    def is_decided(self, best_total: float, length: int) -> bool:
         """True when a search whose best open sequence has `length` tokens and scores `best_total` may end.
 
         `early_stopping` decides as in transformers. TRUE: once the list is full. FALSE: when the open sequence, at its

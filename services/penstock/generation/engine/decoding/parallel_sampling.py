@@ -35,6 +35,8 @@ class DolaOptions(DecodingMode):
     """Options of DoLa (Chuang et al. 2023): numbers of the layers whose early exits are contrasted with the last."""
 
     early_exits: tuple[int, ...] = ()
+    # The contrast leaves few tokens, so that ordinary options often forbid them all: transformers' argmax gives id 0.
+    last_resort = 0
     uses = frozenset({"dola_layers"})
 
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:

@@ -19,7 +19,9 @@ from penstock.generation.sampling.processors.penalties import (
     OpenAIPenalties,
     RepetitionPenalty,
 )
+from penstock.generation.sampling.processors.plugin_processors import PluginProcessors
 from penstock.generation.sampling.processors.sequence_bias import BadWords, SequenceBias
+from penstock.generation.sampling.processors.synthid import SynthId
 from penstock.generation.sampling.processors.temperature import Temperature
 from penstock.generation.sampling.processors.top_k import TopK
 from penstock.generation.sampling.processors.top_p import TopP
@@ -46,6 +48,7 @@ PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     BeginSuppressTokens,
     OpenAIPenalties,
     LogitBias,
+    PluginProcessors,
 )
 # These run on sampled rows, after the processors and the grammar's masks.
 WARPERS: tuple[type[Warper], ...] = (
@@ -61,4 +64,4 @@ WARPERS: tuple[type[Warper], ...] = (
 )
 OTHER_WARPERS = tuple(kind for kind in WARPERS if not kind.is_in_draw)
 # These run after the warpers.
-LATE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (Watermark, Renormalize)
+LATE_PROCESSORS: tuple[type[LogitsProcessor], ...] = (Watermark, SynthId, Renormalize)

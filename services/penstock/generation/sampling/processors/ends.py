@@ -14,7 +14,6 @@ from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsPr
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    import numpy as np
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     import numpy.typing as npt
-    import torch
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import RowState

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import RowState

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.sampling.ops.candidates import top_candidates
 from penstock.generation.sampling.ops.green_lists import SELF_HASH, are_green, green_bits
 from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from penstock.generation.core.modes import WatermarkOptions
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.sampling.processors.base import RowKernels, RowState
 
@@ -32,7 +32,7 @@ class Watermark(LogitsProcessor):
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
-        return params.watermark is not None
+        return isinstance(params.watermark, WatermarkOptions)
 
     def use(self, kernels: RowKernels) -> None:
         """See LogitsProcessor."""
@@ -42,7 +42,8 @@ class Watermark(LogitsProcessor):
         self_hashed = []
         for row, sequence in self._rows:
             options = sequence.params.watermark
-            if options is None or len(sequence.token_ids) < options.context_width:
+            assert isinstance(options, WatermarkOptions), "the row wants it"
+            if len(sequence.token_ids) < options.context_width:
                 continue
             if options.seeding_scheme == SELF_HASH:
                 self_hashed.append((row, options, sequence.token_ids))

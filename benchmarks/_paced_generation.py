@@ -1,0 +1,55 @@
+"""Generation service whose steps sleep in place of a model: its engine, scheduler and RPCs are the real ones.
+
+    python benchmarks/_paced_generation.py serve generation [FLAGS]
+
+PACED_STEP="FIXED PER_ROW": seconds of a step, and of each of its rows. The speed does not depend on what else the
+machine does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from typing import Any
+
+from penstock.cli.main import main
+from penstock.generation.app import GenerationApp
+from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
+
+_TOKEN = 300
+
+
+class PacedRunner:
+    """Runner that draws the same token for every sequence."""
+
+    def __init__(self, runner: Any, fixed: float, per_row: float) -> None:
+        self._runner = runner
+        self._fixed = fixed
+        self._per_row = per_row
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Sleep for the time of the rows."""
+        time.sleep(self._fixed + self._per_row * output.num_tokens)
+        token = SampledToken(_TOKEN)
+        return RunnerOutput({drawer.seq_id: token for entry in output.scheduled for drawer in entry.sample}, {})
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the model's."""
+        return getattr(self._runner, name)
+
+
+def _pace() -> None:
+    fixed, per_row = map(float, os.environ["PACED_STEP"].split())
+    start: Any = GenerationApp._start_engine
+
+    def start_paced(self: GenerationApp, loaded: Any) -> Any:
+        return start(self, dataclasses.replace(loaded, runner=PacedRunner(loaded.runner, fixed, per_row)))
+
+    GenerationApp._start_engine = start_paced  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _pace()
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""Load on a server while callers without a token try every known trick on its HTTP/2.
+
+A tokenizer service with a token file. Authorised callers ask for encodings, a probe asks for health, alone and beside
+an attacker in turns. The attacker is a process of its own (nice 19) with so many connections, which play the tricks one
+after the other and connect again whenever they are cut off. Told: the service's growth in memory, times of health,
+answered calls.
+
+    python benchmarks/attack.py --seconds 60 --transport asyncio
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / part) for part in (".", "services")]
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hpack import Encoder
+from penstock.common.config import ChannelConfig
+from penstock.http2 import frames
+from penstock.http2.channel import Http2Channel
+from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+from benchmarks._arguments import at_least
+from benchmarks._processes import end_with_parent, ending_with_us, stop_on_sigterm
+from benchmarks._report import Table, percentile
+
+MODEL = ROOT / "services" / "penstock" / "assets" / "demo"
+TOKEN = "open sesame"
+_ENCODE, _WATCH, _CHECK = (
+    "/penstock.v1.TokenizerService/Encode",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.health.v1.Health/Check",
+)
+_ENDS = frames.END_HEADERS | frames.END_STREAM
+_HELLO = frames.PREFACE + frames.settings(())
+_EMPTY = bytes(5)
+# Seconds that a connection plays a trick before the next.
+_TRICK_SECONDS = 2.0
+Trick = Callable[[], Any]
+
+
+def _head(path: str, stream: int, flags: int = frames.END_HEADERS, *more: tuple[str, str]) -> bytes:
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a"), ("te", "trailers")]
+    block = frames.request_headers([*fields, ("content-type", "application/grpc"), *more])
+    return frames.frame(frames.HEADERS, flags, stream, block)
+
+
+def _streams(make: Callable[[int], bytes], together: int = 50) -> Any:
+    """Yield what `make` gives for stream after stream, some of them at a time."""
+    for first in itertools.count(1, 2 * together):
+        yield b"".join(make(stream) for stream in range(first, first + 2 * together, 2))
+
+
+def _again(data: bytes) -> Any:
+    return itertools.repeat(data)
+
+
+def _data(stream: int, payload: bytes, flags: int = 0) -> bytes:
+    return frames.frame(frames.DATA, flags, stream, payload)
+
+
+def _blocked() -> Any:
+    """Watches that may send nothing, and frames that make room for none of them."""
+    yield frames.settings(((frames.INITIAL_WINDOW_SIZE, 0),))
+    yield b"".join(_head(_WATCH, stream) + _data(stream, _EMPTY, 1) for stream in range(1, 8000, 2))
+    for size in itertools.cycle((0, 1)):
+        yield frames.settings(((frames.INITIAL_WINDOW_SIZE, size),)) + 100 * frames.window_update(0, 1)
+
+
+def _continued() -> Any:
+    yield frames.frame(frames.HEADERS, 0, 1, b"\x82")
+    yield from itertools.repeat(frames.frame(frames.CONTINUATION, 0, 1) * 500)
+
+
+_HUFFMAN = Encoder().encode([("x", "a" * 20_000)], huffman=True)
+_BOMB = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4000 + b"\xbe" * 12_000
+TRICKS: dict[str, Trick] = {
+    "watches": lambda: _streams(lambda stream: _head(_WATCH, stream) + _data(stream, _EMPTY, 1)),
+    "headers without a body": lambda: _streams(lambda stream: _head(_CHECK, stream)),
+    "calls without a token": lambda: _streams(lambda stream: _head(_ENCODE, stream)),
+    "bodies that never end": lambda: _streams(
+        lambda stream: _head(_ENCODE, stream) + _data(stream, b"\0\0\x3f\xff\xff") + 3 * _data(stream, bytes(16_000)), 8
+    ),
+    "health with bodies that never end": lambda: _streams(
+        lambda stream: _head(_CHECK, stream) + _data(stream, b"\0\0\x00\x0f\xff") + _data(stream, bytes(4000))
+    ),
+    "health without end": lambda: _streams(lambda stream: _head(_CHECK, stream) + _data(stream, _EMPTY, 1)),
+    "rapid resets": lambda: _streams(lambda stream: _head(_WATCH, stream) + frames.reset(stream, frames.CANCEL)),
+    "unknown methods": lambda: _streams(lambda stream: _head("/a/b", stream, _ENDS)),
+    "malformed requests": lambda: _streams(lambda stream: _head("", stream, _ENDS, ("Connection", "x"))),
+    "SETTINGS": lambda: _again(frames.settings(((frames.INITIAL_WINDOW_SIZE, 1000),)) * 1000),
+    "PING": lambda: _again(frames.frame(frames.PING, 0, 0, bytes(8)) * 1000),
+    "answers to no PING": lambda: _again(frames.frame(frames.PING, 1, 0, bytes(8)) * 1000),
+    "WINDOW_UPDATE": lambda: _again(frames.window_update(0, 1) * 1000),
+    "windows of calls that wait": _blocked,
+    "PRIORITY": lambda: _again(frames.frame(frames.PRIORITY, 0, 1, bytes(5)) * 1000),
+    "empty DATA": lambda: itertools.chain((_head(_CHECK, 1),), _again(_data(1, b"") * 1000)),
+    "CONTINUATION": _continued,
+    "headers by Huffman code": lambda: _streams(
+        lambda stream: frames.frame(frames.HEADERS, _ENDS, stream, _HUFFMAN), 4
+    ),
+    "headers that grow": lambda: _streams(lambda stream: frames.frame(frames.HEADERS, _ENDS, stream, _BOMB), 4),
+    "many small headers": lambda: _streams(
+        lambda stream: frames.frame(frames.HEADERS, _ENDS, stream, b"\x00\x01a\x00" * 2000), 4
+    ),
+    "no HTTP/2": lambda: _again(os.urandom(4096)),
+    "nothing": lambda: iter((b"",)),
+}
+
+
+async def _play(address: str, name: str, until: float, *, reads: bool) -> None:
+    """Play a trick on connections, one after the other, until a time of time.monotonic()."""
+    host, _, port = address.rpartition(":")
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                reading = asyncio.ensure_future(_read(reader)) if reads else None
+                try:
+                    writer.write(_HELLO)
+                    for data in TRICKS[name]():
+                        writer.write(data)
+                        await writer.drain()
+                        await asyncio.sleep(0)
+                        if reading is not None and reading.done():
+                            break
+                    else:
+                        await asyncio.sleep(until - time.monotonic())
+                finally:
+                    writer.close()
+                    if reading is not None:
+                        reading.cancel()
+
+
+async def _read(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(OSError):
+        while await reader.read(1 << 16):
+            pass
+
+
+async def attack(address: str, seconds: float, connections: int, first: int) -> None:
+    """Play all tricks from the `first`, so many at a time, each also without reading the answers."""
+    print("attacking", flush=True)
+    end = time.monotonic() + seconds
+
+    async def one(place: int) -> None:
+        turns = itertools.cycle(list(itertools.product(TRICKS, (True, False))))
+        for name, reads in itertools.islice(turns, first + place * 2 * len(TRICKS) // connections, None):
+            if time.monotonic() >= end:
+                return
+            await _play(address, name, min(end, time.monotonic() + _TRICK_SECONDS), reads=reads)
+
+    await asyncio.gather(*(one(place) for place in range(connections)))
+
+
+class Load:
+    """Authorised callers, and a probe that asks for health."""
+
+    def __init__(self, address: str, callers: int) -> None:
+        self.address = address
+        self._callers = callers
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.answered = self.failed = 0
+        self.errors: Counter[str] = Counter()
+        self.health_seconds: list[float] = []
+        self.peak = 0.0
+
+    async def run(self, seconds: float) -> None:
+        """Call and probe for so long."""
+        end = time.monotonic() + seconds
+        await asyncio.gather(self._probe(end), *(self._call(end) for _ in range(self._callers)))
+
+    async def _call(self, end: float) -> None:
+        async with _channel(self.address, ("authorization", f"Bearer {TOKEN}")) as channel:
+            stub: Any = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+            request = tokenizer_pb2.EncodeRequest(texts=["The quick brown fox jumps over the lazy dog. " * 20])
+            while time.monotonic() < end:
+                try:
+                    await stub.Encode(request, timeout=10)
+                    self.answered += 1
+                except Exception:
+                    self.failed += 1
+
+    async def _probe(self, end: float) -> None:
+        while time.monotonic() < end:
+            # A connection for each, as probes of container runtimes make them.
+            begin = time.perf_counter()
+            async with _channel(self.address) as channel:
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                try:
+                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+                except grpc.aio.AioRpcError as error:
+                    self.errors[f"{error.code().name}: {error.details()}"] += 1
+            self.health_seconds.append(time.perf_counter() - begin)
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def _channel(address: str, *metadata: tuple[str, str]) -> AsyncIterator[Any]:
+    channel = Http2Channel(address, ChannelConfig(), timeout=10, decorate=lambda given: (*given, *metadata))
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace) -> Any:
+    port = _free_port()
+    with tempfile.NamedTemporaryFile("w", suffix=".tokens") as tokens:
+        tokens.write(TOKEN + "\n")
+        tokens.flush()
+        flags = ["--port", str(port), "--metrics-port", "-1", "--auth-token-file", tokens.name]
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "tokenizer", str(MODEL), *flags]
+        environment = {**os.environ, "PYTHONPATH": str(arguments.tree / "services")}
+        command += ["--transport", arguments.transport, "--log-level", "error", *arguments.flag]
+        process = subprocess.Popen(ending_with_us(*command), env=environment)
+        try:
+            yield f"127.0.0.1:{port}", psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                print("the service did not stop within 30 s", file=sys.stderr)
+
+
+async def _until_ready(address: str) -> None:
+    for _ in range(600):
+        with contextlib.suppress(Exception):
+            async with _channel(address) as channel:
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        await asyncio.sleep(0.1)
+    raise SystemExit("the service does not start")
+
+
+def _memory(process: psutil.Process) -> float:
+    """MiB of a process and what it started."""
+    return sum(one.memory_info().rss for one in (process, *process.children(recursive=True))) / 2**20
+
+
+async def _watch_memory(process: psutil.Process, load: Load) -> None:
+    while True:
+        with contextlib.suppress(psutil.Error):
+            load.peak = max(load.peak, _memory(process))
+        await asyncio.sleep(0.2)
+
+
+async def _turn(
+    arguments: argparse.Namespace, load: Load, process: psutil.Process, *, turn: int, attacked: bool
+) -> None:
+    seconds = arguments.seconds / arguments.rounds
+    attacker = None
+    if attacked:
+        command = [__file__, "--attack", load.address, "--seconds", str(seconds + 10), "--first", str(turn)]
+        command += ["--connections", str(arguments.connections), "--parent", str(os.getpid())]
+        out = asyncio.subprocess.PIPE
+        attacker = await asyncio.create_subprocess_exec("nice", "-n", "19", sys.executable, *command, stdout=out)
+        await attacker.stdout.readline()  # type: ignore[union-attr]
+    watching = asyncio.ensure_future(_watch_memory(process, load))
+    try:
+        await load.run(seconds)
+    finally:
+        watching.cancel()
+        if attacker is not None:
+            attacker.kill()
+            await attacker.wait()
+
+
+async def _measure(arguments: argparse.Namespace) -> bool:
+    with _server(arguments) as (address, process):
+        await _until_ready(address)
+        quiet, attacked = Load(address, arguments.callers), Load(address, arguments.callers)
+        await quiet.run(min(5.0, arguments.seconds))
+        quiet.forget()
+        for turn in range(arguments.rounds):
+            await _turn(arguments, quiet, process, turn=turn, attacked=False)
+            await _turn(arguments, attacked, process, turn=turn, attacked=True)
+        table = Table(
+            ("", "answered a second", "failed, and of health", "health p50 ms", "health p99 ms", "MiB at most"), None
+        )
+        figures = []
+        for name, load in (("quiet", quiet), ("attacked", attacked)):
+            rate = load.answered / arguments.seconds
+            p50, p99 = (1000 * percentile(load.health_seconds, share) for share in (0.5, 0.99))
+            failed = f"{load.failed} and {load.errors.total()}"
+            table.row(name, f"{rate:.0f}", failed, f"{p50:.1f}", f"{p99:.1f}", f"{load.peak:.0f}")
+            figures.append((rate, p99, load.peak))
+            for what, count in load.errors.most_common(5):
+                print(f"health, {name}: {count} of {what}", file=sys.stderr)
+        (rate, p99, memory), (rate_then, p99_then, memory_then) = figures
+        more = memory_then - memory
+        print(f"\n{more:+.0f} MiB; health p99 {p99_then / p99:.2f}x; answered {100 * rate_then / rate:.0f} %")
+        whole = not quiet.failed + attacked.failed + quiet.errors.total() + attacked.errors.total()
+        return whole and more <= 64 and p99_then <= 2 * p99 and rate_then >= 0.8 * rate
+
+
+def main() -> None:
+    """Command line."""
+    stop_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each part, in all its turns")
+    parser.add_argument("--rounds", type=at_least(1), default=6, help="turns of each part")
+    parser.add_argument("--connections", type=at_least(1), default=10, help="of the attacker")
+    parser.add_argument("--callers", type=at_least(1), default=4, help="with a token, each on a connection")
+    parser.add_argument("--transport", choices=("asyncio", "grpc"), default="asyncio", help="of the service")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="tree whose service is attacked")
+    parser.add_argument("--flag", action="append", default=[], help="further flag of the service")
+    parser.add_argument("--attack", help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.attack:
+        end_with_parent(arguments.parent)
+        asyncio.run(attack(arguments.attack, arguments.seconds, arguments.connections, 5 * arguments.first))
+    elif not asyncio.run(_measure(arguments)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Reason why a server gave no answer, found by asking its port again by hand: nobody there, TLS against plaintext, or
+certificates that one side does not accept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+
+from penstock.common.errors import StartupError
+
+SECONDS = 3.0
+# The beginning of HTTP/2, with empty settings: a server answers it with settings of its own.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+def silence_of(
+    address: str,
+    *,
+    tls: bool,
+    tls_ca: str | None,
+    client_cert: str | None,
+    client_key: str | None,
+    name: str | None,
+    hint: str = "is `penstock serve` running?",
+) -> StartupError:
+    """Make the error for `address`, which did not answer with these settings; it names the flag to change.
+
+    Blocks for some seconds at most. `name` is the one expected in the certificate when it is not the address's. `hint`
+    says what may be wrong where nobody answers.
+    """
+    host, _, port = address.removeprefix("dns:///").rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.create_connection((host, int(port)), SECONDS) as plain:
+            if not tls:
+                return _of_plaintext(address, host, plain)
+            return _of_tls(address, plain, tls_ca, client_cert, client_key, name or host)
+    except (OSError, ValueError, OverflowError):
+        return StartupError(f"no server answers at {address}; {hint}", flag="--address")
+
+
+def _of_plaintext(address: str, host: str, plain: socket.socket) -> StartupError:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(plain, server_hostname=host).close()
+    except ssl.SSLError as error:
+        if _is_plaintext(error):
+            return _too_slow(address)
+        # An alert: only TLS has them.
+    except OSError:
+        return _too_slow(address)
+    return StartupError(f"{address} speaks TLS: give --tls-ca FILE, or --tls for the system's CAs", flag="--tls-ca")
+
+
+def _is_plaintext(error: ssl.SSLError) -> bool:
+    """True when the other side answered a handshake with bytes that are no TLS, or hung up."""
+    signs = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", None)
+    return error.reason in signs or isinstance(error, ssl.SSLEOFError)
+
+
+def _of_tls(
+    address: str, plain: socket.socket, ca: str | None, cert: str | None, key: str | None, name: str
+) -> StartupError:
+    context = ssl.create_default_context(cafile=os.path.expanduser(ca) if ca else None)
+    context.set_alpn_protocols(["h2"])
+    if cert:
+        context.load_cert_chain(os.path.expanduser(cert), os.path.expanduser(key) if key else None, password="")
+    wants_certificate = StartupError(
+        f"{address} wants a client certificate that it knows: --client-cert and --client-key", flag="--client-cert"
+    )
+    try:
+        secure = context.wrap_socket(plain, server_hostname=name)
+    except ssl.SSLCertVerificationError as error:
+        why = error.verify_message
+        if "mismatch" in why:
+            flag = "--server-name"
+            return StartupError(f"the certificate of {address} is not for {name}: give {flag}", flag=flag)
+        return StartupError(f"the certificate of {address} is not accepted ({why}): give its CA", flag="--tls-ca")
+    except OSError as error:
+        if isinstance(error, ssl.SSLError) and not _is_plaintext(error):
+            # An alert of TLS 1.2.
+            return wants_certificate
+        return StartupError(f"{address} speaks no TLS: leave --tls and --tls-ca out", flag="--tls-ca")
+    with secure, contextlib.suppress(OSError):
+        secure.sendall(_PREFACE)
+        if secure.recv(1):
+            return _too_slow(address)
+    # TLS 1.3 refuses a client after the handshake.
+    return wants_certificate
+
+
+def _too_slow(address: str) -> StartupError:
+    return StartupError(f"{address} accepts connections but did not answer in time", flag="--connect-timeout-seconds")

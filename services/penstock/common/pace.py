@@ -1,0 +1,101 @@
+"""Forecast of a request's time at an engine, from what the engine has measured. Pure: no clock, no I/O.
+
+The engine makes the figures and checks requests by them; its load reports carry them, so that a router refuses what
+would come too late before any work is put into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Output tokens of a sequence that are expected before any answer was seen.
+FIRST_GUESS_TOKENS = 256
+
+
+# Budgets are told apart by their power of two.
+NUM_BUDGETS = 33
+
+
+def bucket_of(budget: int) -> int:
+    """Number of a budget's bucket, for `Pace.output_shares`."""
+    return min(budget.bit_length(), NUM_BUDGETS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Size of a request. `max_output_tokens`: of one returned sequence; 0 for Score and Embed."""
+
+    tenant: str
+    prompt_tokens: int
+    max_output_tokens: int
+    sequences: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Speed of an engine under its present load, and what waits there. The default knows nothing and refuses nothing.
+
+    A token is one of a prompt or of an output: the unit of waiting work, of throughput and of fairness.
+    """
+
+    # Throughput while requests waited; 0: none ever did.
+    tokens_per_second: float = 0.0
+    # Time of a step that draws, lately, and when the engine has little to do.
+    step_seconds: float = 0.0
+    least_step_seconds: float = 0.0
+    # Time from one step in which every tenant takes part to the next: what a tenant with waiting requests gets.
+    full_step_seconds: float = 0.0
+    # Mean output of a sequence; and by `bucket_of` its budget, the share of it that outputs took (0: not known).
+    output_tokens: float = FIRST_GUESS_TOKENS
+    output_shares: Sequence[float] = ()
+    # Rows of one step.
+    batch_tokens: int = 512
+    # Forecasts are multiplied by this before they are held against a deadline.
+    headroom: float = 1.0
+    # True: a newcomer waits for others.
+    is_busy: bool = False
+    # Tokens of waiting requests, by tenant.
+    waiting: Mapping[str, float] = field(default_factory=dict)
+
+    def output(self, demand: Demand) -> float:
+        """Output tokens to expect of each sequence of a request."""
+        budget, bucket = demand.max_output_tokens, bucket_of(demand.max_output_tokens)
+        share = self.output_shares[bucket] if bucket < len(self.output_shares) else 0.0
+        return budget * share if share else min(budget, self.output_tokens)
+
+    def tokens(self, demand: Demand) -> float:
+        """Tokens to expect of a request: what its tenant is charged."""
+        return demand.prompt_tokens + demand.sequences * self.output(demand)
+
+    def wait_seconds(self, demand: Demand, coming: Mapping[str, float] | None = None) -> float:
+        """Seconds until the request starts; O(tenants). `coming`: tokens by tenant that the report does not have yet.
+
+        Tenants take turns by tokens: before this request's turn each other one gets at most as much as its own does.
+        """
+        if not self.tokens_per_second or not (self.is_busy or coming):
+            return 0.0
+        waiting = dict(self.waiting)
+        for tenant, tokens in (coming or {}).items():
+            waiting[tenant] = waiting.get(tenant, 0.0) + tokens
+        share = waiting.pop(demand.tenant, 0.0) + self.tokens(demand)
+        return (share + sum(min(tokens, share) for tokens in waiting.values())) / self.tokens_per_second
+
+    def serving_seconds(self, demand: Demand) -> float:
+        """Seconds from a request's first step to its end, at the present speed."""
+        step_seconds = self.full_step_seconds if demand.tenant in self.waiting else self.step_seconds
+        return self._steps(demand) * step_seconds
+
+    def seconds_late(self, demand: Demand, left: float, coming: Mapping[str, float] | None = None) -> float:
+        """Seconds by which the request would miss its deadline, `left` seconds from now; 0: it would not.
+
+        It is also 0 for a request that nobody keeps waiting and that an idle engine could not end in time either:
+        nothing is gained by refusing that.
+        """
+        late = (self.wait_seconds(demand, coming) + self.serving_seconds(demand)) * self.headroom - left
+        if not self.is_busy and self._steps(demand) * self.least_step_seconds * self.headroom > left:
+            return 0.0
+        return max(late, 0.0)
+
+    def _steps(self, demand: Demand) -> float:
+        return self.output(demand) + -(-demand.prompt_tokens // self.batch_tokens)

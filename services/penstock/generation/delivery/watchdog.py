@@ -1,0 +1,86 @@
+"""Watchdog of the engine's thread: heartbeats while it makes progress, an alarm when one of its steps hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from penstock.common.logging import get_logger
+from penstock.generation.delivery.hub import OutputHub
+from penstock.generation.engine.dump import EngineDump
+from penstock.generation.engine.step_watch import StepView
+
+_log = get_logger("penstock.generation")
+
+
+class WatchedLoop(Protocol):
+    """Interface of the engine's loop to the watchdog."""
+
+    @property
+    def step_in_progress(self) -> StepView:
+        """Return the state of the step that the thread is in, at once."""
+
+    async def dump(self, wait_seconds: float | None = None) -> EngineDump:
+        """Return the engine's state, also when the thread hangs."""
+
+
+class Watchdog:
+    """Watchdog of one engine. It looks only while requests are live. Belongs to the event loop.
+
+    A step counts as hung when two looks in a row find it so: after a stop of the whole process the first one may find
+    a step that only lacked its time.
+    """
+
+    def __init__(
+        self,
+        loop: WatchedLoop,
+        hub: OutputHub,
+        seconds: float,
+        on_change: Callable[[bool], Awaitable[None]],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """It looks every `seconds`; `on_change` is called with True when a step hangs, and with False when it ended."""
+        self._loop = loop
+        self._hub = hub
+        self._seconds = seconds
+        self._on_change = on_change
+        self._sleep = sleep
+        # Begin of the step that the last look found hung.
+        self._suspect: float | None = None
+        self._is_hung = False
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            if not self._is_hung:
+                await self._hub.wait_busy()
+            await self._sleep(self._seconds)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look once: tell the callers that wait, and the alarm."""
+        view = self._loop.step_in_progress
+        if not view.is_overdue:
+            self._hub.beat()
+        if view.seconds >= self._seconds:
+            # The load has changed: a watcher sees how long the step runs.
+            self._hub.notify()
+        is_hung = view.is_hung and self._suspect == view.began
+        self._suspect = view.began if view.is_hung else None
+        if is_hung != self._is_hung and (is_hung or not view.is_hung):
+            self._is_hung = is_hung
+            await self._announce(view)
+
+    async def _announce(self, view: StepView) -> None:
+        await self._on_change(self._is_hung)
+        self._hub.notify()
+        if not self._is_hung:
+            _log.warning("the engine's step ended after all: health is SERVING again")
+            return
+        try:
+            state = (await self._loop.dump(0.0)).as_dict()
+        except Exception as error:
+            # It is read beside a thread that is stuck anywhere; the alarm must go out without it, too.
+            state = {"unreadable": repr(error)}
+        _log.error("an engine step hangs: health is NOT_SERVING", seconds=round(view.seconds, 1), state=state)

@@ -1,0 +1,128 @@
+"""Waiting groups, fair between tenants: by tokens from tenant to tenant, by `SequenceGroup.key` within one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from itertools import chain
+
+from penstock.common.fair_order import FairOrder
+from penstock.generation.engine.group import SequenceGroup
+from penstock.generation.engine.group_queue import GroupQueue
+
+
+class FairQueue:
+    """Queue of groups and counters of their tenants. A tenant is a request's `fair_share_key`.
+
+    A tenant is charged when a group of its starts, by the expected cost, and the difference when that group is over.
+    With one tenant the order is that of a GroupQueue.
+    """
+
+    def __init__(self, memory_seconds: float) -> None:
+        """`memory_seconds`: time for which a tenant that came last counts as being there."""
+        self._memory_seconds = memory_seconds
+        self._queues: dict[str, GroupQueue] = {}
+        self._order = FairOrder()
+        self._num_groups = 0
+        # Groups of each tenant that are not over, waiting or not.
+        self._live: Counter[str] = Counter()
+        self._charged: dict[SequenceGroup, int] = {}
+        # Tokens that wait, by tenant. Replaced, never changed: readers on other threads may keep it.
+        self.waiting_tokens: dict[str, float] = {}
+        # Number of prompt tokens of all groups here, computed or not.
+        self.prompt_tokens = 0
+        # The two tenants that came last, and when.
+        self._last = self._last_other = ("", float("-inf"))
+
+    def __len__(self) -> int:
+        return self._num_groups
+
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """Iterate over all groups, tenant by tenant."""
+        return chain.from_iterable(self._queues[tenant] for tenant in tuple(self._order))
+
+    def num_of(self, tenant: str) -> int:
+        """Return the number of a tenant's groups here."""
+        queue = self._queues.get(tenant)
+        return 0 if queue is None else len(queue)
+
+    def first(self, held: Collection[str] = ()) -> SequenceGroup | None:
+        """Return the group whose turn it is among tenants that are not `held`."""
+        for tenant in self._order:
+            if tenant not in held:
+                return self._queues[tenant].first
+        return None
+
+    def enter(self, group: SequenceGroup) -> None:
+        """Take a new group."""
+        tenant, now = group.request.fair_share_key, group.request.arrival_time
+        if tenant != self._last[0]:
+            self._last_other = self._last
+        self._last = (tenant, now)
+        self._live[tenant] += 1
+        self._add(group, is_new=True)
+
+    def put_back(self, group: SequenceGroup) -> None:
+        """Take a group back to its place: it was preempted, or passed over."""
+        self._add(group, is_new=False)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Take `group` out. Raises KeyError when it is not in the queue."""
+        tenant = group.request.fair_share_key
+        queue = self._queues[tenant]
+        queue.remove(group)
+        if not len(queue):
+            del self._queues[tenant]
+            self._order.stop_waiting(tenant)
+        self._count(group, -1)
+
+    def charge(self, group: SequenceGroup) -> None:
+        """Charge the tenant of a group that starts; nothing when it started before."""
+        if group not in self._charged:
+            self._charged[group] = group.cost
+            self._order.charge(group.request.fair_share_key, group.cost)
+
+    def close(self, group: SequenceGroup, tokens: int) -> None:
+        """Note that a group is over, and in no queue; `tokens` is its prompt and all that it generated."""
+        tenant, charged = group.request.fair_share_key, self._charged.pop(group, None)
+        if charged is not None:
+            self._order.charge(tenant, tokens - charged)
+        self._live[tenant] -= 1
+        if not self._live[tenant]:
+            del self._live[tenant]
+            self._order.forget(tenant)
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Tenants that have a group, waiting or not."""
+        return self._live.keys()
+
+    @property
+    def is_shared(self) -> bool:
+        """True when several tenants have a request, or had one come a short time before the last one of all."""
+        return len(self._live) > 1 or self._last_other[1] >= self._last[1] - self._memory_seconds
+
+    def has_others(self, tenant: str) -> bool:
+        """True when another tenant has a request, or had one come a short time before the last one of all."""
+        if len(self._live) > (tenant in self._live):
+            return True
+        other = self._last_other if self._last[0] == tenant else self._last
+        return other[1] >= self._last[1] - self._memory_seconds
+
+    def _add(self, group: SequenceGroup, *, is_new: bool) -> None:
+        tenant = group.request.fair_share_key
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = GroupQueue()
+        queue.add(group)
+        self._order.wait(tenant, is_new=is_new)
+        self._count(group, 1)
+
+    def _count(self, group: SequenceGroup, sign: int) -> None:
+        tenant, prompt = group.request.fair_share_key, len(group.request.prompt_token_ids)
+        self._num_groups += sign
+        self.prompt_tokens += sign * prompt
+        waiting = {**self.waiting_tokens, tenant: self.waiting_tokens.get(tenant, 0.0) + sign * group.cost}
+        if tenant not in self._queues:
+            del waiting[tenant]
+        self.waiting_tokens = waiting

@@ -1,0 +1,96 @@
+"""Watch on the engine's steps: how long the present one runs, beside what steps of its size took.
+
+A step that is slow is told from one that hangs by what such steps took before: long prompts take long, and so does any
+step of a large model. Nothing else tells them apart from outside.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from penstock.generation.engine.config import EngineConfig
+
+# Share of the slowest step of a size that is kept at each further one: one slow moment is forgotten after some tens.
+_KEPT = 0.9
+# Sizes are powers of two: the number of bits of the number of rows.
+_SIZES = 33
+
+
+class StepView(NamedTuple):
+    """State of the step in progress. All false and 0: there is none."""
+
+    seconds: float = 0.0
+    # time.monotonic() of its begin: tells it from other steps.
+    began: float = 0.0
+    # It has run far longer than such steps take. It may end yet; meanwhile there is no progress to tell of.
+    is_overdue: bool = False
+    # So much longer that nobody should wait for it.
+    is_hung: bool = False
+
+
+class StepWatch:
+    """Watch that the engine's thread writes, by plain attributes, and any thread reads."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._began: float | None = None
+        # Rows of the step in progress; 0: not known yet.
+        self.num_tokens = 0
+        # By size: seconds of the slowest step of late; 0: none yet.
+        self._slowest = [0.0] * _SIZES
+
+    def begin(self) -> None:
+        """Note that the thread begins a step, or the commands before it."""
+        self.num_tokens = 0
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """Note that it is done."""
+        began, self._began = self._began, None
+        size = self.num_tokens.bit_length()
+        if began is None or not size:
+            return
+        seconds, kept = time.monotonic() - began, _KEPT * self._slowest[size]
+        if seconds > kept:
+            self.note(self.num_tokens, seconds)
+        else:
+            self._slowest[size] = kept
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Note that a step of so many rows took so long.
+
+        One step at most doubles what counts as usual: after a hang that ended, the next one must be noticed as well.
+        """
+        size, slowest = num_tokens.bit_length(), self._slowest
+        known = slowest[size]
+        if known and seconds > self._config.heartbeat_seconds:
+            seconds = min(seconds, max(2 * known, self._config.heartbeat_seconds))
+        slowest[size] = max(seconds, _KEPT * known)
+
+    def look(self, now: float | None = None) -> StepView:
+        """Look at the step in progress; `now` is a time of time.monotonic(). O(1)."""
+        began = self._began
+        if began is None:
+            return StepView()
+        seconds = (time.monotonic() if now is None else now) - began
+        if seconds < self._config.heartbeat_seconds:
+            return StepView(seconds, began)
+        usual, hung_after = self._usual_seconds(), self._config.hung_step_seconds
+        overdue_after = hung_after if usual is None else usual * self._config.overdue_step_factor
+        hung_after = max(hung_after, (usual or 0.0) * self._config.hung_step_factor)
+        return StepView(seconds, began, seconds > overdue_after, seconds > hung_after)
+
+    def _usual_seconds(self) -> float | None:
+        """Return the most that a step of the present size took of late; None while no step is known.
+
+        A size that has not been is taken from the next smaller one by the number of rows, else from the next larger.
+        """
+        size, slowest = self.num_tokens.bit_length(), self._slowest
+        if not size:
+            return max(slowest) or None
+        for smaller in range(size, 0, -1):
+            if slowest[smaller]:
+                return float(slowest[smaller] * 2 ** (size - smaller))
+        return next((seconds for seconds in slowest[size:] if seconds), None)

@@ -1,0 +1,70 @@
+"""The server owner's own logits processors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.generation.core.plugins import plugin_failed
+from penstock.generation.sampling.processors.base import LARGEST_SCORE, LogitsProcessor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from penstock.generation.core.plugins import RequestPlugins
+    from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.sampling.processors.base import RowState
+
+_FIELD = "config.logits_processor"
+
+
+class PluginProcessors(LogitsProcessor):
+    """`logits_processor`: transformers' argument of that name, row by row and where it stands there.
+
+    One that raises, or answers with anything but finite scores and -inf, leaves its row as it is and sets the request's
+    error: the engine ends that request alone.
+    """
+
+    def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
+        self._rows = [(row, state.sequence) for row, state in zip(rows, states, strict=True)]
+        self._device = device
+
+    @staticmethod
+    def wants(params: SamplingParams) -> bool:
+        return params.plugins is not None and bool(params.plugins.processors)
+
+    def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
+        for row, sequence in self._rows:
+            plugins = sequence.params.plugins
+            if plugins is not None and plugins.error is None:
+                ids_1T = torch.tensor([sequence.token_ids], dtype=torch.int64, device=self._device)
+                scores_NV[row] = _processed(plugins, ids_1T, scores_NV[row : row + 1])[0]
+
+
+def _processed(plugins: RequestPlugins, ids_1T: torch.Tensor, scores_1V: torch.Tensor) -> torch.Tensor:
+    """Return the row after all processors; as it was when one fails, which is noted in `plugins`."""
+    given_1V = scores_1V
+    for name, call in plugins.processors:
+        try:
+            answer = call(ids_1T.clone(), given_1V.clone())
+            wrong = _fault(answer, scores_1V)
+        except Exception as error:
+            plugins.error = plugin_failed(_FIELD, name, error)
+            return scores_1V
+        if wrong:
+            plugins.error = plugin_failed(_FIELD, name, wrong)
+            return scores_1V
+        # What is removed stays -inf.
+        given_1V = torch.where(answer == -torch.inf, answer, answer.clamp(-LARGEST_SCORE, LARGEST_SCORE))
+    return given_1V
+
+
+def _fault(answer: Any, scores_1V: torch.Tensor) -> str:
+    if not isinstance(answer, torch.Tensor) or answer.shape != scores_1V.shape:
+        return f"did not return scores of the shape (1, {scores_1V.shape[1]})"
+    # False for a NaN, too.
+    return "" if bool((answer < torch.inf).all()) else "returned scores that are NaN or infinite"

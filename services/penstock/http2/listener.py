@@ -1,0 +1,100 @@
+"""Listening socket that survives a lack of file descriptors: it waits instead of trying, and of logging, on and on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from penstock.common.logging import get_logger
+
+# Connections that may wait to be accepted; beyond asyncio's 100 they would come a second later.
+_BACKLOG = 1024
+# Connections accepted in one turn of the event loop: live streams have their turn, too.
+_PER_TURN = 64
+# First and longest wait for descriptors or memory; waits double up to this.
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
+# Shortest time between two log lines about it.
+_LOG_SECONDS = 10.0
+_LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_log = get_logger("penstock.http2")
+
+
+class Listener:
+    """One socket and the connections that it accepts. Belongs to one event loop.
+
+    asyncio's own server tries a backlog's worth of times when descriptors are out, and logs each.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        handshake_seconds: float,
+    ) -> None:
+        """Make it of a bound socket, which is its own from now on. `handshake_seconds`: the time that TLS may take."""
+        self._socket = sock
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._handshake_seconds = handshake_seconds if tls is not None else None
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._wait = _FIRST_WAIT
+        self._told_at = -_LOG_SECONDS
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._socket.setblocking(False)
+        self._socket.listen(_BACKLOG)
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        for _ in range(_PER_TURN):
+            try:
+                connection, _address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _LACKS:
+                    raise
+                self._pause(error)
+                return
+            self._wait = _FIRST_WAIT
+            connection.setblocking(False)
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        # Whoever hangs up during the TLS handshake is nobody's error.
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
+            )
+
+    def _pause(self, error: OSError) -> None:
+        """Leave connections in the backlog for a while: accepting fails until something is closed."""
+        self._loop.remove_reader(self._socket)
+        self._retry = self._loop.call_later(self._wait, self._resume)
+        self._wait = min(2 * self._wait, _LONGEST_WAIT)
+        now = time.monotonic()
+        if now - self._told_at >= _LOG_SECONDS:
+            self._told_at = now
+            _log.warning("connections wait: they cannot be accepted", cause=error.strerror, hint="raise ulimit -n")
+
+    def _resume(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._socket, self._accept)

@@ -1,0 +1,167 @@
+"""HTTP endpoint beside gRPC: /metrics for Prometheus, /healthz and /readyz for probes, 404 elsewhere.
+
+Probes need no credentials. /metrics needs one of the server's bearer tokens where it has any.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import AI_PASSIVE, SOCK_STREAM, getaddrinfo, socket
+from socketserver import TCPServer
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from penstock.common.addresses import join_address
+from penstock.common.credentials import TokenFile
+from penstock.common.errors import StartupError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+    from penstock.common.config import ServerConfig
+
+# Seconds that a connection may take for its TLS handshake and its request.
+REQUEST_SECONDS = 10.0
+# Connections that are served at a time; further ones are closed at once. Prometheus and a prober need two.
+MOST_CONNECTIONS = 16
+# Copied for each answer: wsgiref adds to the list.
+_TEXT = (("Content-Type", "text/plain; charset=utf-8"),)
+
+
+@dataclass
+class BoundMetrics:
+    """A running endpoint."""
+
+    host: str
+    port: int
+    _server: WSGIServer = field(repr=False)
+
+    def close(self) -> None:
+        """Stop answering; the port is free within half a second, since the server checks that often."""
+        threading.Thread(target=self._shut_down, name="metrics-close", daemon=True).start()
+
+    def _shut_down(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def start_metrics_server(
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    *,
+    is_ready: Callable[[], bool],
+    config: ServerConfig | None = None,
+) -> BoundMetrics:
+    """Serve `registry` at http(s)://host:port/metrics from daemon threads; port 0 takes a free one.
+
+    `is_ready` answers /readyz. With `config` it uses that configuration's certificate, key, client CA and tokens.
+    Raises StartupError naming --metrics-port.
+    """
+    tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config and config.auth_token_file else None
+    context = _tls(config) if config is not None and config.is_tls else None
+    try:
+        family, *_ = getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM, flags=AI_PASSIVE)[0]
+        server_class = type("_Server", (_Server,), {"address_family": family})
+        server: WSGIServer = make_server(
+            host.strip("[]"),
+            port,
+            _pages(make_wsgi_app(registry), is_ready, tokens),
+            server_class,
+            handler_class=_Handler,
+        )
+    except OSError as error:
+        raise StartupError(
+            f"cannot serve metrics on {join_address(host, port)}: {error.strerror or 'failed'}", flag="--metrics-port"
+        ) from error
+    if context is not None:
+        # The handshake is of the connection's own thread: a caller that is silent holds nobody else up.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return BoundMetrics(host, server.server_port, server)
+
+
+def _tls(config: ServerConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    cert, key = (Path(path or "").expanduser() for path in (config.tls_cert, config.tls_key))
+    context.load_cert_chain(cert, key, password="")
+    if config.tls_client_ca is not None:
+        context.load_verify_locations(Path(config.tls_client_ca).expanduser())
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: TokenFile | None) -> WSGIApplication:
+    """Make the application of the three pages."""
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/healthz":
+            start_response("200 OK", [*_TEXT])
+            return [b"ok\n"]
+        if path == "/readyz":
+            ready = is_ready()
+            start_response("200 OK" if ready else "503 Service Unavailable", [*_TEXT])
+            return [b"ready\n" if ready else b"not ready\n"]
+        if path != "/metrics":
+            start_response("404 Not Found", [*_TEXT])
+            return [b"/metrics, /healthz or /readyz\n"]
+        if tokens is not None and not tokens.accepts(environ.get("HTTP_AUTHORIZATION")):
+            start_response("401 Unauthorized", [*_TEXT, ("WWW-Authenticate", "Bearer")])
+            return [b"/metrics needs a bearer token of --auth-token-file\n"]
+        return metrics(environ, start_response)
+
+    return application
+
+
+class _Server(ThreadingWSGIServer):
+    """Server with a bound on its connections."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def server_bind(self) -> None:
+        # http.server asks the name service for the host's name here, which may take seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
+        """Say nothing: a caller that hangs up, is silent or speaks no TLS is not this process's error."""
+
+
+class _Handler(WSGIRequestHandler):
+    # Of the socket: for every read, the handshake's included.
+    timeout = REQUEST_SECONDS
+
+    def address_string(self) -> str:
+        # The default asks the name service, for every request.
+        return str(self.client_address[0])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write no access log."""

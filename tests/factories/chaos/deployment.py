@@ -1,0 +1,170 @@
+"""Tokenizer, two generation processes behind relays, and router: real processes that a test hurts and mends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from factories.servers import stack
+from factories.wire.tcp_proxy import TcpProxy
+from penstock.generation.engine.failpoints import FAILPOINTS
+from penstock.v1 import admin_pb2, admin_pb2_grpc, text_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+BACKENDS = 2
+STALL_SECONDS = 2.0
+# float32: an id depends neither on the other rows of its batch nor on what is cached.
+_FLAGS = ("--kv-memory", "32MiB", "--threads", "1", "--dtype", "float32", "--hung-step-seconds", "1")
+PATIENCE_SECONDS = 120.0
+
+
+@dataclass
+class Backend:
+    """A generation process on the embedded model behind a relay. Another process takes its place when it ends."""
+
+    process: stack.Process
+    proxy: TcpProxy
+    folder: Path
+    flags: tuple[str, ...]
+    # Output of the process before this one.
+    past_output: str = ""
+
+    def order(self, name: str) -> None:
+        """Let a failpoint fire from the next step on."""
+        (self.folder / name).touch()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.popen.send_signal(number)
+
+    @asynccontextmanager
+    async def admin(self) -> AsyncIterator[Any]:
+        """Open a stub of the process itself, past the relay."""
+        async with grpc.aio.insecure_channel(self.process.address) as channel:
+            yield admin_pb2_grpc.GenerationAdminServiceStub(channel)
+
+    async def load(self) -> admin_pb2.Load:
+        """Ask the process itself, past the relay."""
+        async with self.admin() as stub:
+            stats: admin_pb2.GetPoolStatsResponse = await stub.GetPoolStats(admin_pb2.GetPoolStatsRequest())
+            return stats.load
+
+    async def mend(self, exit_code: int | None) -> None:
+        """End every fault. With `exit_code`: the process must end by it, and another one takes its place."""
+        self.proxy.thaw()
+        self.proxy.slow_down()
+        self.proxy.reset_after(1 << 60)
+        if exit_code is not None:
+            code = await asyncio.to_thread(self.process.popen.wait, PATIENCE_SECONDS)
+            assert code == exit_code, f"the process ended by {code}, not {exit_code}:\n{self.process.output()}"
+        for name in FAILPOINTS:
+            (self.folder / name).unlink(missing_ok=True)
+        if exit_code is None:
+            self.send(signal.SIGCONT)
+            return
+        self.past_output = self.process.output()
+        self.process.log.unlink(missing_ok=True)
+        self.process = stack.start("generation", *self.flags)
+        await asyncio.to_thread(self.process.wait_ready)
+        self.proxy.lead_to(self.process.address)
+
+
+@dataclass
+class Deployment:
+    """Everything that runs, and a client of the router."""
+
+    transport: str
+    backends: list[Backend]
+    tokenizer: stack.Process
+    router: stack.Process
+    client: Any
+    # Calls to Generate that the tests made.
+    calls: int = 0
+    # Details of the errors that they got.
+    told: list[str] = field(default_factory=list)
+
+    @property
+    def processes(self) -> dict[str, stack.Process]:
+        """All processes by a name that stays."""
+        backends = {f"generation {place}": one.process for place, one in enumerate(self.backends)}
+        return {"router": self.router, "tokenizer": self.tokenizer, **backends}
+
+    async def owner(self) -> Backend:
+        """Find the backend that runs a request."""
+        loads = await asyncio.gather(*(one.load() for one in self.backends))
+        busiest = max(range(BACKENDS), key=lambda place: loads[place].running_requests)
+        return self.backends[busiest]
+
+    async def until_whole(self) -> None:
+        """Wait until the router has every backend."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (await Figures.read(self.router)).total("penstock_router_backend_up") != BACKENDS:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+class Figures:
+    """Samples that one process serves at /metrics."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+
+    @staticmethod
+    async def read(process: stack.Process) -> Figures:
+        """Ask for them."""
+
+        def fetch() -> str:
+            with urllib.request.urlopen(f"http://{process.metrics_address}/metrics", timeout=60) as answer:
+                return str(answer.read().decode())
+
+        return Figures(await asyncio.to_thread(fetch))
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum the samples of `name` that have these labels."""
+        wanted = labels.items()
+        return sum(one.value for one in self._samples if one.name == name and wanted <= one.labels.items())
+
+
+@asynccontextmanager
+async def deployment(transport: str) -> AsyncIterator[Deployment]:
+    """Start it, ready with both backends; nothing is left of it."""
+    async with contextlib.AsyncExitStack() as exits:
+        ways = ("--transport", transport)
+        backends: list[Backend] = []
+        started: list[stack.Process] = []
+
+        def end() -> None:
+            for process in [*started, *(one.process for one in backends)]:
+                if process.popen.poll() is None:
+                    process.kill()
+                process.log.unlink(missing_ok=True)
+
+        exits.callback(end)
+        tokenizer = stack.start("tokenizer", *ways)
+        started.append(tokenizer)
+        for _ in range(BACKENDS):
+            folder = Path(exits.enter_context(tempfile.TemporaryDirectory()))
+            orders = ",".join(f"{name}@{folder / name}" for name in FAILPOINTS)
+            flags = (*_FLAGS, *ways, "--failpoints", orders, "--allow-failpoints")
+            process = stack.start("generation", *flags)
+            proxy = await exits.enter_async_context(TcpProxy(process.address))
+            backends.append(Backend(process, proxy, folder, flags))
+        targets = [word for one in backends for word in ("--backend", one.proxy.address)]
+        quick = ("--stall-timeout-seconds", str(STALL_SECONDS), "--reconnect-max-seconds", "0.2")
+        router = stack.start("router", "--tokenizer", tokenizer.address, *targets, *ways, *quick)
+        started.append(router)
+        for process in (*started, *(one.process for one in backends)):
+            await asyncio.to_thread(process.wait_ready)
+        channel = await exits.enter_async_context(grpc.aio.insecure_channel(router.address))
+        made = Deployment(transport, backends, tokenizer, router, text_pb2_grpc.TextServiceStub(channel))
+        await made.until_whole()
+        yield made

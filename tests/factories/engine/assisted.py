@@ -1,0 +1,57 @@
+"""Engines with a draft model, and draft models of chosen quality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from factories.engine.fake_engine import engine_config
+from factories.models.checkpoints import reference_model
+from factories.models.run_kernels import new_runner
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.engine import Engine
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.runner.drafter import ModelDrafter
+from penstock.generation.runner.model_runner import ModelRunner
+
+WIDE = engine_config(num_blocks=1200, max_batch_tokens=600, max_running_sequences=64, max_draft_rows=400)
+
+
+def noised_checkpoint(source: Path, folder: Path, noise: float, seed: int = 0) -> Path:
+    """Write the checkpoint with `noise` times each tensor's own spread added: a model that nearly agrees."""
+    model = reference_model(source)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter += noise * parameter.std() * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_runner(model: CausalLM, num_blocks: int, block_size: int) -> ModelRunner:
+    """Make a runner on a pool that shows reads of unwritten places."""
+    config = model.config
+    geometry = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    kv = KVCachePool(*geometry, model.dtype, model.device)
+    for layer in range(config.num_layers):
+        kv.key(layer).fill_(float("nan"))
+        kv.value(layer).fill_(float("nan"))
+    return new_runner(model, kv)
+
+
+def assisted_engine(
+    model: CausalLM, draft: CausalLM | None = None, config: EngineConfig = WIDE, *, draft_blocks: int | None = None
+) -> Engine:
+    """Make an engine over `model` with the draft model `draft` on a pool of its own."""
+    drafter = None
+    if draft is not None:
+        blocks = config.num_blocks if draft_blocks is None else draft_blocks
+        drafter = ModelDrafter(
+            make_runner(draft, blocks, config.block_size),
+            num_blocks=blocks,
+            block_size=config.block_size,
+            max_context_tokens=config.max_context_tokens,
+            max_prefill_tokens=config.max_batch_tokens,
+        )
+    return Engine(config, make_runner(model, config.num_blocks, config.block_size), None, drafter=drafter)

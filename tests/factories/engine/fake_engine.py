@@ -1,0 +1,292 @@
+"""An engine without a model: a runner that checks the KV pool it is told to use, and short ways to make requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+
+from penstock.generation.core.draw import Candidates, DrawKind
+from penstock.generation.core.request import (
+    Emission,
+    FinishedOutput,
+    Logprob,
+    PositionLogprobs,
+    Request,
+    RequestOutput,
+    StartedOutput,
+)
+from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.sequence import Sequence
+from penstock.generation.core.step import DraftRequest, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.assisted import ASSISTED
+from penstock.generation.engine.decoding.modes import ModeRegistry
+from penstock.generation.engine.decoding.parallel_sampling import PLAIN_SPEC
+from penstock.generation.engine.engine import Engine
+
+_ids = itertools.count()
+
+
+class FakeRunner:
+    """Runner whose draws are a pure function of (seed, all tokens before), read back from the KV by the block tables.
+
+    `kv[block][offset]` holds (token, position). A step fails when a sequence's context is not what its tokens say,
+    when two sequences write the same slot, when a draw is asked of a row that is not the drawer's last, or when a
+    sequence draws without its branch (whose tokens its draw then depends on, too).
+    """
+
+    def __init__(self, config: EngineConfig, *, vocab_size: int = 50, script: dict[int, int] | None = None) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.script = script or {}
+        self.kv: list[list[tuple[int, int] | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.steps: list[SchedulerOutput] = []
+        self.fail_at_step: int | None = None
+        # seq_ids that were computed and not released since.
+        self.known: set[int] = set()
+
+    def release(self, seq_ids: Items[int]) -> None:
+        self.known.difference_update(seq_ids)
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.steps.append(output)
+        self.release(output.released)
+        self.known.update(entry.sequence.seq_id for entry in output.scheduled)
+        if self.fail_at_step == len(self.steps):
+            raise RuntimeError("device lost")
+        assert 0 < output.num_tokens <= self.config.max_batch_tokens
+        destinations = {destination for _, destination in output.copies}
+        held = {block for entry in output.scheduled for block in entry.sequence.block_table}
+        assert len(destinations) == len(output.copies), "a block is copied to twice"
+        assert destinations <= held, "a copy that no sequence in this step needs"
+        for source, destination in output.copies:
+            self.kv[destination] = list(self.kv[source])
+        self._write(output)
+        sampled: dict[int, SampledToken] = {}
+        prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
+        branches = {
+            one.seq_id: one.token_ids for entry in output.scheduled for one in entry.sample if is_unconditional(one)
+        }
+        for entry in output.scheduled:
+            context = self._read(entry.sequence, entry.start + entry.num_tokens)
+            for drawer in entry.sample:
+                assert drawer.token_ids == context, "drawn from a row that is not the drawer's last"
+                if is_unconditional(drawer):
+                    continue
+                branch = drawer.unconditional
+                assert branch is None or branch.seq_id in branches, "drawn without its branch"
+                beside = [] if branch is None else [-1, *branches[branch.seq_id]]
+                sampled[drawer.seq_id] = self.draw(drawer, [*context, *beside])
+            for row, probe in entry.probes:
+                before = context[: entry.start + row + 1]
+                assert probe.token_ids == before, "a probe draws from a row that is not its last"
+                assert probe.origin is entry.sequence
+                sampled[probe.seq_id] = self.draw(probe, before)
+            ids = prompt_targets(entry)
+            if ids:
+                prompt_logprobs[entry.sequence.seq_id] = tuple(
+                    PositionLogprobs(Logprob(token_id, -1.0, 1)) for token_id in ids
+                )
+        return RunnerOutput(sampled, prompt_logprobs)
+
+    def draw(self, sequence: Sequence, context: Items[int]) -> SampledToken:
+        if sequence.num_output_tokens in self.script:
+            return SampledToken(self.script[sequence.num_output_tokens], logprob=-0.5)
+        seed = sequence.seed if sequence.params.do_sample else 0
+        if sequence.draw.kind is DrawKind.CANDIDATES:
+            return candidates(sequence, seed, context, self.vocab_size)
+        ranked = ranking(seed, context, self.vocab_size)
+        wants = sequence.params.top_logprobs
+        top = tuple(Logprob(token, score, rank) for rank, (token, score) in enumerate(ranked[: wants or 0], 1))
+        logprobs = None if wants is None else PositionLogprobs(Logprob(ranked[0][0], ranked[0][1], 1), top)
+        return SampledToken(ranked[0][0], logprob=None if wants is None else ranked[0][1], logprobs=logprobs)
+
+    def _write(self, output: SchedulerOutput) -> None:
+        written: set[tuple[int, int]] = set()
+        for entry in output.scheduled:
+            sequence = entry.sequence
+            assert entry.start == sequence.num_computed_tokens
+            assert 0 < entry.num_tokens <= sequence.num_tokens - entry.start
+            for position in range(entry.start, entry.start + entry.num_tokens):
+                index, offset = divmod(position, self.config.block_size)
+                slot = (sequence.block_table[index], offset)
+                assert slot not in written, "two sequences write the same slot"
+                written.add(slot)
+                self.kv[slot[0]][offset] = (sequence.token_ids[position], position)
+
+    def _read(self, sequence: Sequence, end: int) -> list[int]:
+        context: list[int] = []
+        for position in range(end):
+            index, offset = divmod(position, self.config.block_size)
+            slot = self.kv[sequence.block_table[index]][offset]
+            assert slot == (sequence.token_ids[position], position), "the KV pool holds something else"
+            context.append(slot[0])
+        return context
+
+
+class FakeDrafter:
+    """Drafter whose tokens are the runner's draws, each with probability `quality`, else other ones."""
+
+    def __init__(self, quality: float, *, vocab_size: int = 50, lengths: Items[int] = (99,)) -> None:
+        """`lengths`: how many tokens the answers have at most, in turns."""
+        self.quality = quality
+        self.vocab_size = vocab_size
+        self.calls: list[list[DraftRequest]] = []
+        self.released: list[int] = []
+        self._lengths = itertools.cycle(lengths)
+
+    def draft(self, orders: Items[DraftRequest]) -> list[list[int]]:
+        self.calls.append(list(orders))
+        assert all(order.num_tokens > 0 for order in orders)
+        assert all(order.sequence.num_draft_tokens == 0 for order in orders), "drafts upon drafts"
+        return [self._answer(order.sequence, min(order.num_tokens, next(self._lengths))) for order in orders]
+
+    def release(self, seq_ids: Items[int]) -> None:
+        self.released.extend(seq_ids)
+
+    def _answer(self, sequence: Sequence, count: int) -> list[int]:
+        seed = sequence.seed if sequence.params.do_sample else 0
+        context = list(sequence.token_ids)
+        for _ in range(count):
+            token = ranking(seed, context, self.vocab_size)[0][0]
+            is_right = hashlib.blake2b(repr(context).encode()).digest()[0] < 256 * self.quality
+            context.append(token if is_right else (token + 1) % self.vocab_size)
+        return context[sequence.num_tokens :]
+
+
+def prompt_targets(entry: ScheduledSequence) -> list[int]:
+    """Return the prompt tokens whose log-probabilities the entry's rows give."""
+    sequence = entry.sequence
+    if sequence.first_logprob_row is None:
+        return []
+    known = sequence.token_ids[: sequence.num_prompt_tokens]
+    if sequence.next_token_id is not None:
+        known = [*known, sequence.next_token_id]
+    first = max(entry.start, sequence.first_logprob_row)
+    return known[first + 1 : entry.start + entry.num_tokens + 1]
+
+
+def is_unconditional(sequence: Sequence) -> bool:
+    """True when the sequence is an unconditional branch: only another sequence's draw needs its row."""
+    return sequence.draw.kind is DrawKind.UNCONDITIONAL
+
+
+def ranking(seed: int, context: Items[int], vocab_size: int) -> list[tuple[int, float]]:
+    """Return some (token, logprob), best first: a pure function of the context."""
+    digest = hashlib.blake2b(repr((seed, list(context))).encode(), digest_size=32).digest()
+    tokens = dict.fromkeys(byte % vocab_size for byte in digest)
+    return [(token, -0.5 - 0.25 * rank - digest[0] / 1000) for rank, token in enumerate(tokens)]
+
+
+def candidates(sequence: Sequence, seed: int, context: Items[int], vocab_size: int) -> SampledToken:
+    """Return the best of `ranking`, after a penalty of 1 per time that a token is taken. Other tokens score -20."""
+    spec, listed = sequence.draw, sequence.params.top_logprobs
+    scores = {token: score - spec.taken_ids.count(token) for token, score in ranking(0, context, vocab_size)}
+    slot = spec.gumbel_slot
+    keys = scores if slot is None else {t: score + _noise((seed, len(context), slot, t)) for t, score in scores.items()}
+    best = sorted(keys, key=lambda token: (-keys[token], token))[: spec.num_candidates]
+    by_score = sorted(scores, key=lambda token: -scores[token])
+    found = Candidates(
+        token_ids=tuple(best),
+        scores=tuple(scores[token] for token in best),
+        keys=tuple(keys[token] for token in best),
+        extra_scores=tuple(scores.get(token, -20.0) for token in spec.extra_ids),
+        ranks=() if listed is None else tuple(by_score.index(token) + 1 for token in best),
+    )
+    if listed is None:
+        return SampledToken(-1, candidates=found)
+    top = tuple(Logprob(token, scores[token], rank) for rank, token in enumerate(by_score[:listed], 1))
+    return SampledToken(-1, candidates=found, logprobs=PositionLogprobs(None, top))
+
+
+def _noise(what: tuple[int, ...]) -> float:
+    """Return Gumbel noise: a pure function of its arguments."""
+    number = int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=6).digest(), "big")
+    return -math.log(-math.log((number + 0.5) / 2.0**48))
+
+
+def engine_config(**changes: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_context_tokens": 200,
+        "max_batch_tokens": 64,
+        "max_running_sequences": 16,
+    }
+    return EngineConfig(**(defaults | changes))
+
+
+def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) -> Request:
+    """Make a request from now (time 0). `fields` go to Request where it has them, else to SamplingParams."""
+    names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline", "fair_share_key"}
+    own = {name: fields.pop(name) for name in list(fields) if name in names}
+    params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
+    defaults: dict[str, Any] = {"request_id": f"r{next(_ids)}", "arrival_time": 0.0}
+    return Request(**(defaults | own), prompt_token_ids=list(prompt), params=params)
+
+
+class Answer:
+    """All outputs of one request. Adding one checks the numbering and that nothing follows the last word."""
+
+    def __init__(self) -> None:
+        self.started: StartedOutput | None = None
+        self.deltas: list[Emission] = []
+        self.finished: FinishedOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        assert self.finished is None, "something after Finished"
+        if output.started is not None:
+            assert self.started is None
+            assert not self.deltas
+            self.started = output.started
+        for delta in output.deltas:
+            assert self.started is not None
+            assert delta.seq == len(self.deltas), "a gap in seq"
+            self.deltas.append(delta)
+        self.finished = output.finished
+
+    @property
+    def ids(self) -> dict[int, list[int]]:
+        """New ids by returned sequence."""
+        ids: dict[int, list[int]] = {}
+        for delta in self.deltas:
+            ids.setdefault(delta.index, []).extend(delta.token_ids)
+        return ids
+
+
+def collect(answers: dict[str, Answer], outputs: Iterable[RequestOutput]) -> None:
+    for output in outputs:
+        answers.setdefault(output.request.request_id, Answer()).add(output)
+
+
+def run(engine: Engine, *requests: Request, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
+    """Add the requests, step until there is no work, check the pool after every step. Answers by request id.
+
+    `answers` are those of earlier steps, when the engine has been stepped before.
+    """
+    answers = {} if answers is None else answers
+    for item in requests:
+        engine.add(item)
+    for _ in range(10_000):
+        if not engine.has_work:
+            if isinstance(engine._runner, FakeRunner):
+                assert not engine._runner.known, "the idle runner did not release sequences that are gone"
+            return answers
+        collect(answers, engine.step())
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def make_engine(config: EngineConfig | None = None, **kwargs: Any) -> tuple[Engine, FakeRunner]:
+    config = config or engine_config()
+    runner = FakeRunner(config, **{key: kwargs.pop(key) for key in ("vocab_size", "script") if key in kwargs})
+    if "strategy" in kwargs:
+        # In the place of those of greedy search, sampling and assisted generation.
+        strategy = kwargs.pop("strategy")
+        kwargs["modes"] = ModeRegistry(dataclasses.replace(spec, strategy=strategy) for spec in (PLAIN_SPEC, ASSISTED))
+    return Engine(config, runner, kwargs.pop("stop_text", None), **kwargs), runner

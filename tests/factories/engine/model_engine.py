@@ -1,0 +1,74 @@
+"""Engine over a real (tiny) model, and the rule that a request's answer does not depend on others beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from factories.engine.fake_engine import Answer, collect, engine_config, run
+from factories.engine.pools import unwritten_pool
+from factories.models.run_kernels import cpu_device, new_runner
+from penstock.generation.core.request import Request
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
+from penstock.generation.engine.engine import Engine
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.registry import load_model
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+ROOMY = engine_config(num_blocks=300, max_batch_tokens=200, max_running_sequences=64)
+
+
+def load_tiny(folder: Path) -> CausalLM:
+    """Load the checkpoint in fp32 on one thread."""
+    return load_model(folder, dtype="float32", device=cpu_device())
+
+
+def model_engine(
+    model: CausalLM,
+    config: EngineConfig = ROOMY,
+    kv_dtype: torch.dtype | None = None,
+    modes: ModeRegistry = MODES,
+) -> Engine:
+    """Make an engine on a pool of its own, which shows reads of unwritten places."""
+    geometry = (model.config.num_layers, config.num_blocks, config.block_size)
+    heads = (model.config.num_kv_heads, model.config.head_dim)
+    kv = unwritten_pool(*geometry, *heads, kv_dtype or model.dtype)
+    return Engine(config, new_runner(model, kv), None, modes=modes)
+
+
+def answer_alone(model: CausalLM, item: Request, modes: ModeRegistry = MODES) -> Answer:
+    """Return the answer of an idle engine to the request."""
+    return run(model_engine(model, modes=modes), item)[item.request_id]
+
+
+def check_company(
+    model: CausalLM, make_requests: Callable[[], list[Request]], config: EngineConfig, modes: ModeRegistry = MODES
+) -> Engine:
+    """Check that every request gets the answer that it gets alone, one joining a step, and again with cached prefixes.
+
+    The engine is returned for its counters.
+    """
+    alone = {item.request_id: answer_alone(model, item, modes).ids for item in make_requests()}
+    engine = model_engine(model, config, modes=modes)
+    answers: dict[str, Answer] = {}
+    for item in make_requests():
+        engine.add(item)
+        collect(answers, engine.step())
+        engine.check_integrity()
+    run(engine, answers=answers)
+    assert {name: answer.ids for name, answer in answers.items()} == alone
+    again = run(engine, *make_requests())
+    assert {name: answer.ids for name, answer in again.items()} == alone
+    assert engine.load().kv_blocks_used == 0
+    return engine
+
+
+def golden_cases(mode: str, options: Iterable[str]) -> list[Mapping[str, Any]]:
+    """Return the cases of a golden file that use only keyword arguments among `options`."""
+    cases = json.loads((GOLDENS / f"{mode}.json").read_text(encoding="utf-8"))["cases"]
+    known = set(options)
+    return [case for case in cases if case["kwargs"].keys() <= known]

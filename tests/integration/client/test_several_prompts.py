@@ -1,0 +1,167 @@
+"""`generate_many` of both clients, against a server that is scripted by the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from penstock.v1 import common_pb2, generation_pb2, text_pb2, text_pb2_grpc
+from penstock_client import (
+    AsyncClient,
+    Client,
+    ClientConfig,
+    Completion,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+)
+
+MOST = 3
+
+
+class Echo(text_pb2_grpc.TextServiceServicer):
+    """Answers with the prompt. The first `together` calls wait for each other; "bad" and "full" are refused."""
+
+    def __init__(self, together: int) -> None:
+        self.lock, self.together = threading.Condition(), together
+        self.calls = self.open = self.peak = 0
+        self.cancelled = threading.Event()
+        self.is_held = threading.Event()
+
+    def Generate(self, request: text_pb2.GenerateTextRequest, context: Any) -> Iterator[text_pb2.GenerateTextResponse]:
+        with self.lock:
+            self.calls, self.open = self.calls + 1, self.open + 1
+            self.peak = max(self.peak, self.open)
+            self.lock.notify_all()
+            assert self.lock.wait_for(lambda: self.calls >= self.together, timeout=30)
+        try:
+            if request.text == "bad":
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "text: is bad")
+            if request.text == "full":
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+            yield text_pb2.GenerateTextResponse(started=generation_pb2.Started(seed=request.config.seed))
+            if request.text == "held":
+                context.add_callback(self.cancelled.set)
+                self.is_held.set()
+                assert self.cancelled.wait(30)
+                return
+            text = request.text or str(list(request.token_ids.ids))
+            yield text_pb2.GenerateTextResponse(delta=text_pb2.TextDelta(seq=0, text=text))
+            result = common_pb2.SequenceResult(finish_reason=common_pb2.FINISH_REASON_LENGTH)
+            yield text_pb2.GenerateTextResponse(finished=generation_pb2.Finished(sequences=[result]))
+        finally:
+            with self.lock:
+                self.open -= 1
+
+
+@contextmanager
+def serving(together: int = MOST) -> Iterator[tuple[str, Echo]]:
+    servicer = Echo(together)
+    server = grpc.server(ThreadPoolExecutor(16))
+    text_pb2_grpc.add_TextServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", servicer
+    finally:
+        server.stop(None)
+
+
+def ask(address: str, is_async: bool, prompts: Any, **options: Any) -> list[Completion | PenstockError]:
+    """Ask either client."""
+    config = ClientConfig(max_concurrent_prompts=MOST)
+    if not is_async:
+        with Client(address, config) as client:
+            return client.generate_many(prompts, **options)
+
+    async def run() -> list[Completion | PenstockError]:
+        async with AsyncClient(address, config) as client:
+            return await client.generate_many(prompts, **options)
+
+    return asyncio.run(run())
+
+
+both = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+
+
+@both
+def test_answers_and_errors_come_in_the_prompts_order_and_so_many_run_at_once(is_async: bool) -> None:
+    prompts = ["one", [1, 2], "bad", "two", "full", *map(str, range(20))]
+    with serving() as (address, servicer):
+        answers = ask(address, is_async, iter(prompts), seed=7)
+        assert len(answers) == len(prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if prompt == "bad":
+                assert isinstance(answer, InvalidArgument)
+            elif prompt == "full":
+                assert isinstance(answer, ResourceExhausted)
+            else:
+                assert isinstance(answer, Completion)
+                assert (answer.text, answer.started.seed) == (str(prompt), 7)
+        # The first calls waited for each other, so at least so many ran together.
+        assert servicer.peak == MOST
+
+
+@both
+def test_another_number_at_once_and_no_prompt_at_all(is_async: bool) -> None:
+    with serving(together=1) as (address, servicer):
+        assert ask(address, is_async, []) == []
+        answers = ask(address, is_async, ["a", "b", "c"], concurrency=1)
+        assert [answer.text for answer in answers if isinstance(answer, Completion)] == ["a", "b", "c"]
+        assert servicer.peak == 1
+
+
+@both
+@pytest.mark.parametrize(
+    ("prompts", "options", "kind"),
+    [
+        ("one text", {}, TypeError),
+        (["a"], {"no_such_option": 1}, TypeError),
+        (["a"], {"request_id": "r"}, ValueError),
+        (["a"], {"concurrency": 0}, ValueError),
+        ([["a"]], {}, TypeError),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_sent(
+    is_async: bool, prompts: Any, options: dict[str, Any], kind: type[Exception]
+) -> None:
+    with serving() as (address, servicer):
+        with pytest.raises(kind):
+            ask(address, is_async, prompts, **options)
+        assert servicer.calls == 0
+
+
+def test_several_prompts_for_generate_are_told_what_takes_them() -> None:
+    with serving() as (address, _), Client(address) as client, pytest.raises(TypeError, match="generate_many"):
+        client.generate(["one", "two"])  # type: ignore[arg-type]
+
+
+async def test_a_cancelled_call_cancels_its_streams() -> None:
+    with serving(together=2) as (address, servicer):
+        async with AsyncClient(address) as client:
+            task = asyncio.create_task(client.generate_many(["held", "one"]))
+            assert await asyncio.to_thread(servicer.is_held.wait, 30)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(servicer.cancelled.wait, 30)
+
+
+def test_an_interrupted_call_ends_its_streams() -> None:
+    def prompts() -> Iterator[str]:
+        yield "held"
+        assert servicer.is_held.wait(30)
+        raise KeyboardInterrupt
+
+    with serving(together=1) as (address, servicer), Client(address) as client:
+        stream = lambda request: client._stream(client._stub.Generate, request, None)  # noqa: E731
+        requests = (text_pb2.GenerateTextRequest(text=prompt) for prompt in prompts())
+        with pytest.raises(KeyboardInterrupt):
+            client._channel.results(stream, requests, 2)
+        assert servicer.cancelled.wait(30)

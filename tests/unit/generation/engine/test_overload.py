@@ -1,0 +1,147 @@
+"""Load beyond capacity, in simulated time: refused early, no work for nothing, and one tenant's flood is its own."""
+
+from __future__ import annotations
+
+import pytest
+from factories.engine.fake_engine import engine_config, make_engine, request, run
+from factories.engine.open_loop import Flow, simulate
+from penstock.common.errors import DeadlineExceeded
+from penstock.common.pace import Demand, Pace
+from penstock.generation.engine.fair_turns import FairTurns
+
+SECONDS = 12.0
+
+
+def goodput(flow: Flow) -> float:
+    """Answers a second that come in time, after the first third: queues fill first."""
+    (outcome,) = simulate([flow])
+    return len(outcome.good) / SECONDS
+
+
+@pytest.mark.parametrize("deadline", [0.6, 3.0])
+def test_three_times_the_capacity_keeps_the_goodput_and_refuses_the_rest(deadline: float) -> None:
+    # Capacity without deadlines is about 62 a second; 0.6 s is less than an answer takes when 64 run.
+    peak = max(goodput(Flow(rate, deadline_seconds=deadline, end=SECONDS)) for rate in (50.0, 65.0))
+    (outcome,) = simulate([Flow(190.0, deadline_seconds=deadline, end=SECONDS)])
+    assert len(outcome.good) / SECONDS >= 0.9 * peak
+    assert len(outcome.late) <= 0.02 * len(outcome.good)
+    assert outcome.refused > len(outcome.good)
+    assert min(outcome.pushbacks) >= 1.0
+
+
+def test_a_load_that_fits_is_not_refused() -> None:
+    (outcome,) = simulate([Flow(40.0, deadline_seconds=1.0, end=SECONDS)])
+    assert not outcome.refused
+    assert not outcome.late
+
+
+def test_answers_shorter_than_allowed_are_learnt() -> None:
+    """Requests that may have 1000 tokens and take 32 are judged by the 32."""
+    pace = Pace(tokens_per_second=1000.0, step_seconds=0.02, least_step_seconds=0.01, full_step_seconds=0.02)
+    demand = Demand("", 40, 1000)
+    assert pace.output(demand) == 256
+    learnt = Pace(output_shares=[0.032 if bucket == 10 else 0.0 for bucket in range(33)])
+    assert learnt.output(demand) == pytest.approx(32)
+
+
+def test_a_flood_leaves_another_tenants_p99_within_twice_of_its_solo() -> None:
+    quiet = Flow(5.0, tenant="b", begin=1.0, end=SECONDS)
+    (solo,) = simulate([quiet])
+    # Beside a flood with deadlines, and one without any, which fills the queue.
+    for deadline in (3.0, None):
+        flood, beside = simulate([Flow(150.0, tenant="a", deadline_seconds=deadline, end=SECONDS), quiet])
+        assert not beside.refused
+        assert len(beside.good) == len(solo.good) or not beside.late
+        assert beside.p99 <= 2 * solo.p99
+        assert flood.good
+
+
+def test_tenants_take_turns_by_tokens() -> None:
+    """One with long prompts gets fewer requests through than one with short prompts, both waiting all the time."""
+    engine, runner = make_engine(engine_config(max_running_sequences=1, tenant_slowdown=0.0))
+    for number in range(12):
+        for tenant, length in (("long", 30), ("short", 6)):
+            prompt = [number + 1] * length
+            engine.add(request(prompt, request_id=f"{tenant}{number}", max_new_tokens=2, fair_share_key=tenant))
+    run(engine)
+    first = dict.fromkeys(
+        "long" if entry.sequence.num_prompt_tokens == 30 else "short"
+        for step in runner.steps[:1]
+        for entry in step.scheduled
+    )
+    assert list(first) == ["long"]
+    order = [entry.sequence.seq_id for step in runner.steps for entry in step.scheduled if entry.num_prompt_rows]
+    lengths = [
+        entry.sequence.num_prompt_tokens for step in runner.steps for entry in step.scheduled if entry.num_prompt_rows
+    ]
+    assert len(order) == 24
+    # 32 tokens of one are as many as 8 each of four others.
+    assert lengths[:10].count(6) == 8
+
+
+def test_one_tenants_order_is_that_of_arrival_and_priority() -> None:
+    engine, runner = make_engine(engine_config(max_running_sequences=1))
+    for number, priority in enumerate((0, 0, 1, 0)):
+        engine.add(request([number + 1] * 4, arrival_time=float(number), priority=priority, max_new_tokens=1))
+    run(engine)
+    firsts = [entry.sequence.token_ids[0] for step in runner.steps for entry in step.scheduled]
+    assert firsts == [3, 1, 2, 4]
+
+
+def test_a_tenant_has_its_share_of_running_sequences_while_there_are_others() -> None:
+    engine, _ = make_engine(engine_config(max_running_sequences=8, tenant_slowdown=0.0))
+    for number in range(12):
+        engine.add(request([number + 1] * 4, fair_share_key="a", max_new_tokens=50))
+    engine.step()
+    assert engine.load().running_requests == 8
+    other, _ = make_engine(engine_config(max_running_sequences=8, tenant_slowdown=0.0))
+    other.add(request([99] * 4, fair_share_key="b", max_new_tokens=50))
+    for number in range(12):
+        other.add(request([number + 1] * 4, fair_share_key="a", max_new_tokens=50))
+    other.step()
+    # Six are three quarters of eight.
+    assert other.load().running_requests == 7
+
+
+def test_a_crowd_rests_as_long_as_its_steps_are_slow() -> None:
+    turns = FairTurns(1.5)
+    widths = {"a": 40, "b": 2}
+    assert turns.choose(widths) == frozenset()
+    turns.stepped(0.04, 0.01, is_light=False)
+    rested = 0
+    while turns.choose(widths):
+        turns.stepped(0.01, 0.01, is_light=True)
+        rested += 1
+    # (40 + 5 x 10) / 6 = 15 ms.
+    assert rested == 5
+    turns.stepped(0.04, 0.01, is_light=False)
+    assert turns.choose({"a": 40}) == frozenset()
+    assert turns.choose({"a": 12, "b": 10}) == frozenset()
+
+
+def test_expired_work_is_never_prefilled() -> None:
+    engine, runner = make_engine(engine_config(), clock=lambda: now)
+    now = 0.0
+    engine.add(request([1] * 8, deadline=1.0))
+    now = 1.5
+    (output,) = engine.step()
+    assert output.finished is not None
+    assert isinstance(output.finished.error, DeadlineExceeded)
+    assert not runner.steps
+
+
+def test_a_request_that_cannot_end_in_time_any_more_is_not_begun() -> None:
+    """It was accepted, and what runs before it took longer than forecast."""
+    now = [0.0]
+    engine, runner = make_engine(engine_config(max_running_sequences=1), clock=lambda: now[0])
+    engine.add(request([1] * 4, max_new_tokens=20))
+    for _ in range(5):
+        now[0] += 0.1
+        engine.step()
+    engine.add(request([2] * 4, max_new_tokens=20, arrival_time=now[0], deadline=now[0] + 4.0, request_id="late"))
+    now[0] += 3.0
+    ended = [output for output in engine.step() if output.finished is not None]
+    assert [output.request.request_id for output in ended] == ["late"]
+    assert ended[0].finished is not None
+    assert isinstance(ended[0].finished.error, DeadlineExceeded)
+    assert all(entry.sequence.token_ids[0] == 1 for step in runner.steps for entry in step.scheduled)

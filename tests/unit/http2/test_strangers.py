@@ -1,0 +1,97 @@
+"""Connections without credentials share little work, and who asks for least is served first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from penstock.http2.strangers import Strangers
+
+
+class Stranger:
+    """A connection that notes what happens to it."""
+
+    def __init__(self, *, is_busy: bool = False) -> None:
+        self.work = self.worked_at = 0.0
+        self.is_busy = is_busy
+        self.is_evicted = False
+        self.went_on = asyncio.Event()
+
+    def evict(self) -> None:
+        self.is_evicted = True
+
+    def go_on(self) -> None:
+        self.went_on.set()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def some(strangers: Strangers, count: int) -> list[Stranger]:
+    made = [Stranger() for _ in range(count)]
+    for one in made:
+        strangers.add(one)
+    return made
+
+
+async def test_nobody_waits_while_all_ask_for_little(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.1)
+    for one in some(strangers, 5) * 20:
+        assert strangers.may_go_on(one)
+        strangers.spend(one, 0.004)
+        clock[0] += 0.05
+    assert not strangers.are_many
+
+
+async def test_who_asks_for_most_waits_and_others_do_not(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.1)
+    loud, quiet = some(strangers, 2)
+    strangers.spend(loud, 1.0)
+    assert strangers.are_many
+    assert strangers.may_go_on(quiet)
+    assert not strangers.may_go_on(loud)
+    assert strangers.may_go_on(quiet)
+
+
+async def test_those_that_wait_go_on_one_after_the_other(clock: list[float]) -> None:
+    strangers = Strangers(10, 1.0)
+    loud = some(strangers, 3)
+    for one in loud:
+        strangers.spend(one, 0.4)
+    for one in loud:
+        assert not strangers.may_go_on(one)
+    clock[0] += 1.15
+    for place, one in enumerate(loud):
+        strangers._next()
+        assert [other.went_on.is_set() for other in loud] == [at <= place for at in range(3)]
+        # Its work delays the next.
+        strangers.spend(one, 0.5)
+        assert strangers.are_many
+
+
+async def test_work_is_forgotten_with_time(clock: list[float]) -> None:
+    strangers = Strangers(10, 0.1)
+    (loud,) = some(strangers, 1)
+    strangers.spend(loud, 0.5)
+    assert not strangers.may_go_on(loud)
+    clock[0] += 10
+    assert strangers.may_go_on(loud)
+
+
+async def test_of_too_many_the_oldest_without_calls_goes_and_then_the_oldest() -> None:
+    strangers = Strangers(2, 0.1)
+    busy, idle = Stranger(is_busy=True), Stranger()
+    strangers.add(busy)
+    strangers.add(idle)
+    third = Stranger(is_busy=True)
+    strangers.add(third)
+    assert (busy.is_evicted, idle.is_evicted) == (False, True)
+    strangers.discard(idle)
+    strangers.add(Stranger())
+    assert busy.is_evicted
+    assert not third.is_evicted

@@ -1,0 +1,73 @@
+"""Calls with a single answer, when the connections of the backends that they are sent to end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from penstock.common.errors import Internal, Unavailable
+from penstock.router.backends.attempts import Attempts
+from penstock.router.backends.deaths import Deaths
+from penstock.router.backends.policy import Policy, PolicyConfig
+from penstock.router.backends.unary_attempts import UnaryAttempts
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import RouterMetrics
+from prometheus_client import CollectorRegistry
+
+
+class Backends:
+    """Backends that lose every call until the last of `losses`; each loss is a death or is not."""
+
+    def __init__(self, losses: list[bool]) -> None:
+        self.deaths = Deaths(lambda: None)
+        self.calls = 0
+        self._losses = losses
+        self._all: list[Any] = [
+            SimpleNamespace(key=key, call=self.call, load=0.0, is_full=False, kv_pressure=0.0, match=lambda _: 0)
+            for key in "abcd"
+        ]
+
+    def usable(self, _: str) -> list[Any]:
+        return self._all
+
+    def to_probe(self, _: str) -> None:
+        return None
+
+    async def call(self, _: Any, __: Any, ___: Any, suspect: Any, probe: Any) -> str:
+        assert probe is None
+        self.calls += 1
+        if self.calls > len(self._losses):
+            return "answer"
+        self.deaths.judge(self.deaths.doubt([suspect]), is_death=self._losses[self.calls - 1])
+        raise Unavailable("the backend was lost", reason="BACKEND_LOST")
+
+
+async def answer(backends: Any) -> Any:
+    config, metrics = RouterConfig(), RouterMetrics(CollectorRegistry())
+    policy: Policy[Any] = Policy(PolicyConfig())
+    attempts = Attempts(backends, policy, config, metrics)
+    call: Any = None
+    return await UnaryAttempts(backends, policy, attempts, config, metrics).run(
+        call, model="", hashes=(), deadline=None
+    )
+
+
+async def test_connections_that_end_are_no_deaths() -> None:
+    backends = Backends([False, False])
+    assert await answer(backends) == "answer"
+
+
+async def test_two_deaths_are_not_followed_by_a_third_try() -> None:
+    backends = Backends([True, True])
+    with pytest.raises(Internal) as caught:
+        await answer(backends)
+    assert caught.value.reason == "POISON"
+    assert backends.calls == 2
+
+
+async def test_three_losses_are_the_last() -> None:
+    backends = Backends([False, False, False])
+    with pytest.raises(Unavailable) as caught:
+        await answer(backends)
+    assert caught.value.reason == "BACKEND_LOST"

@@ -1,0 +1,82 @@
+"""Fields of a message are counted on the wire as protobuf reads it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from penstock.common.errors import InvalidArgument
+from penstock.serving.message_fields import bounded, check_fields
+from penstock.v1 import text_pb2
+
+CHAT = text_pb2.ChatRequest.DESCRIPTOR
+
+
+def refused(data: bytes, limit: int, descriptor: Any = CHAT) -> InvalidArgument | None:
+    try:
+        check_fields(data, descriptor, limit)
+    except InvalidArgument as error:
+        return error
+    return None
+
+
+def test_the_field_with_the_most_entries_is_named() -> None:
+    request = text_pb2.ChatRequest(model="m", messages=[{}] * 5)
+    data = request.SerializeToString()
+    assert refused(data, 6) is None
+    error = refused(data, 5)
+    assert error is not None
+    assert (error.field, error.reason) == ("messages", "TOO_MANY")
+    assert "--max-message-fields" in error.message
+
+
+def test_fields_within_messages_count_and_lists_of_numbers_are_one() -> None:
+    request = text_pb2.GenerateTextRequest()
+    request.token_ids.ids.extend(range(10_000))
+    request.config.logit_bias.update({1: 1.0, 2: 2.0})
+    data = request.SerializeToString()
+    # token_ids, ids; config, two entries of a key and a value each.
+    descriptor = text_pb2.GenerateTextRequest.DESCRIPTOR
+    assert refused(data, 9, descriptor) is None
+    error = refused(data, 8, descriptor)
+    assert error is not None
+    assert (error.field or "").startswith("config.logit_bias")
+
+
+def test_deep_messages_are_counted_without_recursion() -> None:
+    value = b""
+    for _ in range(5000):
+        # ListValue.values in Value.list_value
+        value = b"\x0a" + _length(value) + value
+        value = b"\x32" + _length(value) + value
+    entry = b"\x12" + _length(value) + value
+    struct = b"\x0a" + _length(entry) + entry
+    assert refused(b"\x2a" + _length(struct) + struct, 2000) is not None
+
+
+def _length(data: bytes) -> bytes:
+    size, out = len(data), bytearray()
+    while size >= 128:
+        out.append(size & 127 | 128)
+        size >>= 7
+    out.append(size)
+    return bytes(out)
+
+
+def test_bytes_that_are_no_message_are_left_to_the_parser() -> None:
+    draw = random.Random(1)
+    parse = bounded(text_pb2.ChatRequest.FromString, 20)
+    for _ in range(5000):
+        data = draw.randbytes(draw.randrange(200))
+        try:
+            parse(data)
+        except (DecodeError, InvalidArgument):
+            continue
+
+
+def test_a_short_message_is_parsed_at_once() -> None:
+    assert bounded(text_pb2.ChatRequest.FromString, 1000)(b"\x12\x00" * 1000).messages
+    with pytest.raises(InvalidArgument):
+        bounded(text_pb2.ChatRequest.FromString, 1000)(b"\x12\x00" * 1001)
