@@ -102,7 +102,13 @@ def main() -> int:
     with both_trees(options) as (base, tree):
         with progress:
             guard = prepare(options, base, tree, progress)
-            guard.measure()
+            try:
+                guard.measure()
+            except (KeyboardInterrupt, SystemExit):
+                # Half an hour of rounds is worth a table.
+                if not guard.cells:
+                    raise
+                progress.console.print("stopped: the table has the rounds so far", markup=False)
         # Before the base is removed: a signal meanwhile costs no figure.
         return report(guard, options)
 

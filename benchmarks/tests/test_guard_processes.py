@@ -244,12 +244,14 @@ def test_a_removal_that_is_cut_off_is_done_again(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
     code = f"""
-        import sys, time
+        import signal, sys, time
         from pathlib import Path
         sys.path.insert(0, {str(ROOT)!r})
         from benchmarks._guard_trees import checked_out
         from benchmarks._processes import stop_on_sigterm
         stop_on_sigterm()
+        # Tests that a shell runs in the background are started with it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with checked_out(Path({str(repository)!r}), "HEAD", Path({str(tmp_path)!r})):
             print("ready", flush=True)
             time.sleep(600)

@@ -11,6 +11,8 @@ sys.path.insert(0, str(ROOT))
 from tools.demo_corpus import FAMILIES, held_out_prompts, held_out_thinking_prompts  # noqa: E402
 from tools.demo_model.evaluate import Outcome, accuracy, evaluate, load  # noqa: E402
 
+# Minutes, about files that seldom change; test_demo_answers.py asks the same model as it is served.
+pytestmark = pytest.mark.slow
 DEMO = ROOT / "services" / "penstock" / "assets" / "demo"
 WANTED = 0.9
 """Share of right answers, over all families together."""

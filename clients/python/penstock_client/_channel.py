@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -96,10 +97,14 @@ class Channel:
     def results(open_stream: Callable[[Any], Any], requests: Iterable[Any], most: int) -> list[Any]:
         """Open a stream for each request, `most` at once. Return their answers, or PenstockErrors, in order."""
         streams: set[Any] = set()
+        is_over = threading.Event()
 
         def answer(request: Any) -> Any:
             with open_stream(request) as stream:
                 streams.add(stream)
+                # It may have opened after the streams were closed.
+                if is_over.is_set():
+                    return None
                 try:
                     return stream.result()
                 except PenstockError as error:
@@ -112,6 +117,7 @@ class Channel:
             return list(pool.map(answer, requests))
         except BaseException:
             # An interrupted caller must not wait for answers that nobody reads.
+            is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for stream in tuple(streams):
                 stream.close()

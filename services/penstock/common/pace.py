@@ -7,12 +7,12 @@ would come too late before any work is put into it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 # Output tokens of a sequence that are expected before any answer was seen.
 FIRST_GUESS_TOKENS = 256
-
-
 # Budgets are told apart by their power of two.
 NUM_BUDGETS = 33
 
@@ -32,11 +32,11 @@ class Demand:
     sequences: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Speed of an engine under its present load, and what waits there. The default knows nothing and refuses nothing.
 
-    A token is one of a prompt or of an output: the unit of waiting work, of throughput and of fairness.
+    A token is one of a prompt or of an output: the unit of waiting work, of throughput and of fairness. A tuple, since
+    one is made in every step.
     """
 
     # Throughput while requests waited; 0: none ever did.
@@ -56,7 +56,7 @@ class Pace:
     # True: a newcomer waits for others.
     is_busy: bool = False
     # Tokens of waiting requests, by tenant.
-    waiting: Mapping[str, float] = field(default_factory=dict)
+    waiting: Mapping[str, float] = MappingProxyType({})
 
     def output(self, demand: Demand) -> float:
         """Output tokens to expect of each sequence of a request."""

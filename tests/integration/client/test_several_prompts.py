@@ -21,6 +21,7 @@ from penstock_client import (
     PenstockError,
     ResourceExhausted,
 )
+from penstock_client._channel import Channel
 
 MOST = 3
 
@@ -151,6 +152,37 @@ async def test_a_cancelled_call_cancels_its_streams() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert await asyncio.to_thread(servicer.cancelled.wait, 30)
+
+
+def test_a_stream_that_opens_after_the_interruption_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_closed, closed, read = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        def __enter__(self) -> Late:
+            assert all_closed.wait(30)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            closed.set()
+
+        def result(self) -> None:
+            read.set()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, **options: Any) -> None:
+            if wait:
+                all_closed.set()
+            super().shutdown(wait, **options)
+
+    def requests() -> Iterator[int]:
+        yield 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock_client._channel.ThreadPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt):
+        Channel.results(lambda _: Late(), requests(), 1)
+    assert closed.is_set()
+    assert not read.is_set()
 
 
 def test_an_interrupted_call_ends_its_streams() -> None:

@@ -33,14 +33,30 @@ async def reporting(one: EmittingBackend, *, steps: bool) -> AsyncIterator[None]
         task.cancel()
 
 
+@contextlib.asynccontextmanager
+async def beating(one: EmittingBackend, seconds: float) -> AsyncIterator[None]:
+    """Let a backend send a heartbeat every so often, from its first request on."""
+
+    async def beat() -> None:
+        await one.until(lambda: one.running > 0)
+        while True:
+            await one.beat()
+            await asyncio.sleep(seconds)
+
+    task = asyncio.ensure_future(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
 @pytest.mark.parametrize("steps", [False, True], ids=["engine hangs", "session dark"])
 async def test_reports_are_no_sign_of_life_of_a_session(steps: bool) -> None:
     async with (
         held(allowance=5) as one,
-        held() as two,
+        held(extra_load=100) as two,
         running_router(one, two, stall_timeout_seconds=STALL_SECONDS) as router,
     ):
-        two.extra_load = 100
         async with reporting(one, steps=steps):
             answer = await collect(
                 router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, lambda: two.allow(None))
@@ -51,14 +67,16 @@ async def test_reports_are_no_sign_of_life_of_a_session(steps: bool) -> None:
 
 async def test_heartbeats_keep_a_backend_whose_step_takes_longer_than_the_timeout() -> None:
     """Both ends are in this process: when it is stopped, no look at the silence is taken."""
-    stall = 1.0
-    async with held(allowance=5) as one, held() as two, running_router(one, two, stall_timeout_seconds=stall) as router:
-        two.extra_load = 100
+    stall = 2.0
+    async with (
+        held(allowance=5) as one,
+        held(extra_load=100) as two,
+        running_router(one, two, stall_timeout_seconds=stall) as router,
+        beating(one, stall / 40),
+    ):
 
         async def take_long() -> None:
-            for _ in range(60):
-                await one.beat()
-                await asyncio.sleep(stall / 20)
+            await asyncio.sleep(1.5 * stall)
             await one.allow(None)
 
         answer = await collect(router.stub.Generate(generate(output=WANT_IDS)), stop_after(5, take_long))
@@ -69,8 +87,7 @@ async def test_heartbeats_keep_a_backend_whose_step_takes_longer_than_the_timeou
 @pytest.mark.parametrize("said", [b"", b"/penstock.v1.GenerationService/Session"], ids=["black hole", "session dark"])
 async def test_a_connection_that_lets_nothing_through_costs_the_backend(said: bytes) -> None:
     """The Session has a connection of its own (asyncio transport)."""
-    async with held(allowance=5) as one, held() as two, TcpProxy(one.address) as proxy:
-        two.extra_load = 100
+    async with held(allowance=5) as one, held(extra_load=100) as two, TcpProxy(one.address) as proxy:
         addresses = (proxy.address, two.address)
         async with running_router(
             backend=addresses, transport="asyncio", stall_timeout_seconds=STALL_SECONDS

@@ -129,7 +129,7 @@ class Engine:
         strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
         sequences, preset_events = strategy.start()
         key = (request.arrival_time - request.priority * self.config.priority_seconds, next(self._order))
-        pace = self._pace()
+        pace = self._pace(self._scheduler.num_running_sequences)
         demand = demand_of(self.config, request, self._modes.most_sequences(request.params))
         group = SequenceGroup(
             request,
@@ -238,17 +238,18 @@ class Engine:
     def load(self) -> EngineLoad:
         """Return queue lengths and pool use. O(running requests)."""
         pool, waiting, running = self._scheduler.pool, self._scheduler.waiting, self._scheduler.running
+        running_sequences = self._scheduler.num_running_sequences
         return EngineLoad(
             waiting_requests=len(waiting),
             running_requests=len(running),
-            running_sequences=self._scheduler.num_running_sequences,
+            running_sequences=running_sequences,
             kv_blocks_total=pool.num_blocks,
             kv_blocks_free=pool.num_free - pool.num_evictable,
             kv_blocks_used=pool.num_used,
             kv_blocks_evictable=pool.num_evictable,
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
-            pace=self._pace(),
+            pace=self._pace(running_sequences),
         )
 
     def dump(self) -> EngineDump:
@@ -432,10 +433,9 @@ class Engine:
         if request.purpose is Purpose.GENERATE and group.report.scheduled_at is not None:
             self._meter.answered(generated, output_limit(self.config, request), is_whole=is_whole)
 
-    def _pace(self) -> Pace:
+    def _pace(self, running_sequences: int) -> Pace:
         waiting = self._scheduler.waiting
-        running = self._scheduler.num_running_sequences
-        is_busy = len(waiting) > 0 or running >= self.config.max_running_sequences
+        is_busy = len(waiting) > 0 or running_sequences >= self.config.max_running_sequences
         return self._meter.pace(waiting.waiting_tokens, is_busy=is_busy, is_idle=not self._scheduler.has_work)
 
     def _take_outputs(self) -> list[RequestOutput]:

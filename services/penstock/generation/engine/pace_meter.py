@@ -84,17 +84,18 @@ class PaceMeter:
         Steps of an idle engine will be the least ones. Taken for the last ones, which may have been the slowest, they
         would keep everything out, and never be measured again.
         """
+        # By position: it is made in every step.
         return Pace(
-            tokens_per_second=self._tokens / self._seconds / self._wait_error if self._seconds else 0.0,
-            step_seconds=self.least_step_seconds if is_idle else self._step_seconds,
-            full_step_seconds=self._full_seconds,
-            least_step_seconds=self.least_step_seconds,
-            output_tokens=self._output_tokens,
-            output_shares=self._output_shares,
-            batch_tokens=self._batch_tokens,
-            headroom=self._headroom,
-            is_busy=is_busy,
-            waiting=waiting,
+            self._tokens / self._seconds / self._wait_error if self._seconds else 0.0,
+            self.least_step_seconds if is_idle else self._step_seconds,
+            self.least_step_seconds,
+            self._full_seconds,
+            self._output_tokens,
+            self._output_shares,
+            self._batch_tokens,
+            self._headroom,
+            is_busy,
+            waiting,
         )
 
     def _note_least(self, seconds: float) -> None:

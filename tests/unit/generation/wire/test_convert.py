@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -336,7 +335,7 @@ def test_a_pace_travels_in_the_load_report() -> None:
     back = to_pace(message)
     assert len(back.waiting) == convert.MAX_REPORTED_TENANTS
     assert min(back.waiting.values()) == 100 - convert.MAX_REPORTED_TENANTS
-    assert back == replace(pace, waiting=back.waiting, output_shares=tuple(shares))
+    assert back == pace._replace(waiting=back.waiting, output_shares=tuple(shares))
     assert to_pace(admin_pb2.Load()) == Pace()
 
 
