@@ -71,7 +71,7 @@ fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service
 	@PENSTOCK_FUZZ_FRAMES="$(FRAMES)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/unit/http2/test_frame_fuzz.py
 
 chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens of streams; every answer exact, nothing left behind
-	@PENSTOCK_CHAOS_OUT=$(CHAOS) $(BIN)/python -m pytest -q -m "chaos or not chaos" -p no:xdist tests/chaos
+	@PENSTOCK_CHAOS_OUT=$(CHAOS) $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
 
 lint: $(VENV)/.dev  ## ruff, clang-format and buf; the protos must not break callers of protos/release, a baseline (no release was tagged yet)
 	@$(BIN)/ruff check .
