@@ -24,6 +24,8 @@ FRAMES ?= 1000000
 SEED ?= 1
 # Where `make chaos` writes its table.
 CHAOS ?= dev/log/chaos.md
+# Where `make safeguards` does.
+SAFEGUARDS ?= dev/log/safeguards.md
 # Of `make guard`: the commit to compare with, quick or full, and more flags, e.g. --self.
 BASE ?=
 MODE ?= quick
@@ -32,10 +34,10 @@ GUARD ?=
 KERNELS ?= torch
 
 .DEFAULT_GOAL := help
-.PHONY: help kernels demo quick test slow clients numerics sanitize soak chaos fuzz lint types stubs docs site bench guard peers compose venv clean
+.PHONY: help kernels demo quick test slow clients numerics sanitize soak chaos safeguards fuzz lint types stubs docs site bench guard peers compose venv clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 kernels: $(VENV)/.runtime  ## compile the optional C++ kernels (needs g++)
 	@$(BIN)/penstock build-kernels
@@ -71,7 +73,10 @@ fuzz: $(VENV)/.dev  ## FUZZ=50000 random requests at every call of every service
 	@PENSTOCK_FUZZ_FRAMES="$(FRAMES)" PENSTOCK_FUZZ_SEED="$(SEED)" $(BIN)/python -m pytest -q -s tests/unit/http2/test_frame_fuzz.py
 
 chaos: $(VENV)/.dev  ## 50 of each fault (PENSTOCK_CHAOS_TRIES) at random tokens of streams; every answer exact, nothing left behind
-	@PENSTOCK_CHAOS_OUT=$(CHAOS) $(BIN)/python -m pytest -q -m "chaos or not chaos" -p no:xdist tests/chaos
+	@PENSTOCK_CHAOS_OUT=$(CHAOS) $(BIN)/python -m pytest -q -m "chaos or not chaos" tests/chaos
+
+safeguards: $(VENV)/.dev  ## remove safeguards of the product one by one, in a copy: the test of each must fail
+	@$(BIN)/python tools/remove_safeguards.py --out $(SAFEGUARDS)
 
 lint: $(VENV)/.dev  ## ruff, clang-format and buf; the protos must not break callers of protos/release, a baseline (no release was tagged yet)
 	@$(BIN)/ruff check .

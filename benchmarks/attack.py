@@ -1,9 +1,9 @@
 """Load on a server while callers without a token try every known trick on its HTTP/2.
 
 A tokenizer service with a token file. Authorised callers ask for encodings, a probe asks for health, alone and beside
-an attacker in turns. The attacker is a process of its own (nice 19) with so many connections, which play the tricks one
-after the other and connect again whenever they are cut off. Told: the service's growth in memory, times of health,
-answered calls.
+an attacker in turns. The attacker (`factories/wire/attacker.py`) is a process of its own (nice 19) with so many
+connections, which play the tricks (`factories/wire/tricks.py`) one after the other and connect again whenever they are
+cut off. Told: the service's growth in memory, times of health, answered calls.
 
     python benchmarks/attack.py --seconds 60 --transport asyncio
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 import subprocess
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,143 +29,19 @@ sys.path[:0] = [str(ROOT / part) for part in (".", "services")]
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from hpack import Encoder
 from penstock.common.config import ChannelConfig
-from penstock.http2 import frames
 from penstock.http2.channel import Http2Channel
 from penstock.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from benchmarks._arguments import at_least
-from benchmarks._processes import end_with_parent, ending_with_us, stop_on_sigterm
+from benchmarks._processes import ending_with_us, stop_on_sigterm
 from benchmarks._report import Table, percentile
 
 MODEL = ROOT / "services" / "penstock" / "assets" / "demo"
 TOKEN = "open sesame"
-_ENCODE, _WATCH, _CHECK = (
-    "/penstock.v1.TokenizerService/Encode",
-    "/grpc.health.v1.Health/Watch",
-    "/grpc.health.v1.Health/Check",
-)
-_ENDS = frames.END_HEADERS | frames.END_STREAM
-_HELLO = frames.PREFACE + frames.settings(())
-_EMPTY = bytes(5)
-# Seconds that a connection plays a trick before the next.
-_TRICK_SECONDS = 2.0
-Trick = Callable[[], Any]
-
-
-def _head(path: str, stream: int, flags: int = frames.END_HEADERS, *more: tuple[str, str]) -> bytes:
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a"), ("te", "trailers")]
-    block = frames.request_headers([*fields, ("content-type", "application/grpc"), *more])
-    return frames.frame(frames.HEADERS, flags, stream, block)
-
-
-def _streams(make: Callable[[int], bytes], together: int = 50) -> Any:
-    """Yield what `make` gives for stream after stream, some of them at a time."""
-    for first in itertools.count(1, 2 * together):
-        yield b"".join(make(stream) for stream in range(first, first + 2 * together, 2))
-
-
-def _again(data: bytes) -> Any:
-    return itertools.repeat(data)
-
-
-def _data(stream: int, payload: bytes, flags: int = 0) -> bytes:
-    return frames.frame(frames.DATA, flags, stream, payload)
-
-
-def _blocked() -> Any:
-    """Watches that may send nothing, and frames that make room for none of them."""
-    yield frames.settings(((frames.INITIAL_WINDOW_SIZE, 0),))
-    yield b"".join(_head(_WATCH, stream) + _data(stream, _EMPTY, 1) for stream in range(1, 8000, 2))
-    for size in itertools.cycle((0, 1)):
-        yield frames.settings(((frames.INITIAL_WINDOW_SIZE, size),)) + 100 * frames.window_update(0, 1)
-
-
-def _continued() -> Any:
-    yield frames.frame(frames.HEADERS, 0, 1, b"\x82")
-    yield from itertools.repeat(frames.frame(frames.CONTINUATION, 0, 1) * 500)
-
-
-_HUFFMAN = Encoder().encode([("x", "a" * 20_000)], huffman=True)
-_BOMB = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4000 + b"\xbe" * 12_000
-TRICKS: dict[str, Trick] = {
-    "watches": lambda: _streams(lambda stream: _head(_WATCH, stream) + _data(stream, _EMPTY, 1)),
-    "headers without a body": lambda: _streams(lambda stream: _head(_CHECK, stream)),
-    "calls without a token": lambda: _streams(lambda stream: _head(_ENCODE, stream)),
-    "bodies that never end": lambda: _streams(
-        lambda stream: _head(_ENCODE, stream) + _data(stream, b"\0\0\x3f\xff\xff") + 3 * _data(stream, bytes(16_000)), 8
-    ),
-    "health with bodies that never end": lambda: _streams(
-        lambda stream: _head(_CHECK, stream) + _data(stream, b"\0\0\x00\x0f\xff") + _data(stream, bytes(4000))
-    ),
-    "health without end": lambda: _streams(lambda stream: _head(_CHECK, stream) + _data(stream, _EMPTY, 1)),
-    "rapid resets": lambda: _streams(lambda stream: _head(_WATCH, stream) + frames.reset(stream, frames.CANCEL)),
-    "unknown methods": lambda: _streams(lambda stream: _head("/a/b", stream, _ENDS)),
-    "malformed requests": lambda: _streams(lambda stream: _head("", stream, _ENDS, ("Connection", "x"))),
-    "SETTINGS": lambda: _again(frames.settings(((frames.INITIAL_WINDOW_SIZE, 1000),)) * 1000),
-    "PING": lambda: _again(frames.frame(frames.PING, 0, 0, bytes(8)) * 1000),
-    "answers to no PING": lambda: _again(frames.frame(frames.PING, 1, 0, bytes(8)) * 1000),
-    "WINDOW_UPDATE": lambda: _again(frames.window_update(0, 1) * 1000),
-    "windows of calls that wait": _blocked,
-    "PRIORITY": lambda: _again(frames.frame(frames.PRIORITY, 0, 1, bytes(5)) * 1000),
-    "empty DATA": lambda: itertools.chain((_head(_CHECK, 1),), _again(_data(1, b"") * 1000)),
-    "CONTINUATION": _continued,
-    "headers by Huffman code": lambda: _streams(
-        lambda stream: frames.frame(frames.HEADERS, _ENDS, stream, _HUFFMAN), 4
-    ),
-    "headers that grow": lambda: _streams(lambda stream: frames.frame(frames.HEADERS, _ENDS, stream, _BOMB), 4),
-    "many small headers": lambda: _streams(
-        lambda stream: frames.frame(frames.HEADERS, _ENDS, stream, b"\x00\x01a\x00" * 2000), 4
-    ),
-    "no HTTP/2": lambda: _again(os.urandom(4096)),
-    "nothing": lambda: iter((b"",)),
-}
-
-
-async def _play(address: str, name: str, until: float, *, reads: bool) -> None:
-    """Play a trick on connections, one after the other, until a time of time.monotonic()."""
-    host, _, port = address.rpartition(":")
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + until - time.monotonic()):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                reading = asyncio.ensure_future(_read(reader)) if reads else None
-                try:
-                    writer.write(_HELLO)
-                    for data in TRICKS[name]():
-                        writer.write(data)
-                        await writer.drain()
-                        await asyncio.sleep(0)
-                        if reading is not None and reading.done():
-                            break
-                    else:
-                        await asyncio.sleep(until - time.monotonic())
-                finally:
-                    writer.close()
-                    if reading is not None:
-                        reading.cancel()
-
-
-async def _read(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(OSError):
-        while await reader.read(1 << 16):
-            pass
-
-
-async def attack(address: str, seconds: float, connections: int, first: int) -> None:
-    """Play all tricks from the `first`, so many at a time, each also without reading the answers."""
-    print("attacking", flush=True)
-    end = time.monotonic() + seconds
-
-    async def one(place: int) -> None:
-        turns = itertools.cycle(list(itertools.product(TRICKS, (True, False))))
-        for name, reads in itertools.islice(turns, first + place * 2 * len(TRICKS) // connections, None):
-            if time.monotonic() >= end:
-                return
-            await _play(address, name, min(end, time.monotonic() + _TRICK_SECONDS), reads=reads)
-
-    await asyncio.gather(*(one(place) for place in range(connections)))
+_ENCODE = "/penstock.v1.TokenizerService/Encode"
+# Tricks between the first ones of two turns.
+_STRIDE = 5
 
 
 class Load:
@@ -281,10 +156,13 @@ async def _turn(
     seconds = arguments.seconds / arguments.rounds
     attacker = None
     if attacked:
-        command = [__file__, "--attack", load.address, "--seconds", str(seconds + 10), "--first", str(turn)]
-        command += ["--connections", str(arguments.connections), "--parent", str(os.getpid())]
-        out = asyncio.subprocess.PIPE
-        attacker = await asyncio.create_subprocess_exec("nice", "-n", "19", sys.executable, *command, stdout=out)
+        command = ["-m", "factories.wire.attacker", load.address, "--path", _ENCODE]
+        command += ["--connections", str(arguments.connections), "--first", str(_STRIDE * turn)]
+        out, paths = asyncio.subprocess.PIPE, (ROOT / "tests", ROOT / "services")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        attacker = await asyncio.create_subprocess_exec(
+            *ending_with_us(sys.executable, *command), stdout=out, env=environment
+        )
         await attacker.stdout.readline()  # type: ignore[union-attr]
     watching = asyncio.ensure_future(_watch_memory(process, load))
     try:
@@ -335,14 +213,8 @@ def main() -> None:
     parser.add_argument("--transport", choices=("asyncio", "grpc"), default="asyncio", help="of the service")
     parser.add_argument("--tree", type=Path, default=ROOT, help="tree whose service is attacked")
     parser.add_argument("--flag", action="append", default=[], help="further flag of the service")
-    parser.add_argument("--attack", help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.attack:
-        end_with_parent(arguments.parent)
-        asyncio.run(attack(arguments.attack, arguments.seconds, arguments.connections, 5 * arguments.first))
-    elif not asyncio.run(_measure(arguments)):
+    if not asyncio.run(_measure(arguments)):
         sys.exit(1)
 
 

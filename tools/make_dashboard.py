@@ -83,7 +83,10 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (
             "Requests ended",
             "reqps",
-            [rate("penstock_request_success_total", "{{finished_reason}}", "finished_reason")],
+            [
+                rate("penstock_request_success_total", "{{finished_reason}}", "finished_reason"),
+                rate("penstock_requests_refused_total", "refused: {{reason}}", "reason"),
+            ],
         ),
     ],
     "Assisted generation": [

@@ -84,7 +84,8 @@ class GenerationApp:
     def register(self, server: grpc.aio.Server) -> None:
         """Add the three servicers."""
         lifecycle = self._lifecycle
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(lifecycle), server)
+        generation = GenerationServicer(lifecycle, self._metrics)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelServicer(lifecycle, self._config.max_message_bytes), server
         )

@@ -1,12 +1,14 @@
 """Prometheus metrics of the generation service; names as vLLM's where the meaning is the same.
 
-Labels come from closed sets: model_name is the one served model, finished_reason the FinishReason values. The engine's
-own counters are read when Prometheus scrapes; the rest is updated once per step or request, not per token.
+Labels come from closed sets: model_name is the one served model, finished_reason the FinishReason values, reason a row
+of common/error_reasons.py. The engine's own counters are read when Prometheus scrapes; the rest is updated once per
+step or request, not per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import NamedTuple
 
 from prometheus_client import Counter
@@ -14,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from penstock.common.errors import PenstockError
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
 from penstock.generation.core.request import FinishedOutput, FinishReason, Purpose, Request
@@ -65,6 +68,11 @@ class GenerationMetrics:
             "penstock_request_success", "Requests by how their first sequence ended.", name, registry=registry
         )
         self._finished = {reason: finished.labels(model_name, label) for reason, label in _REASONS.items()}
+        name = ["model_name", "reason"]
+        words = "Requests to generate that were not accepted, by the error's reason."
+        refused = Counter("penstock_requests_refused", words, name, registry=registry)
+        # A reason is looked up once.
+        self._refused = cache(partial(refused.labels, model_name))
         name = ["model_name", "rpc", "outcome"]
         items = Counter("penstock_items", "Items of Score and inputs of Embed, by outcome.", name, registry=registry)
         self._items = {
@@ -118,6 +126,10 @@ class GenerationMetrics:
         self._output_length.observe(finished.completion_tokens)
         failed = finished.error is not None or not finished.sequences
         self._finished[FinishReason.ERROR if failed else finished.sequences[0].reason].inc()
+
+    def request_refused(self, error: PenstockError) -> None:
+        """Count a request to generate that was not accepted. It is none of those that `request_finished` counts."""
+        self._refused(error.reason).inc()
 
     def request_failed(self) -> None:
         """Count a request that the broken engine left without a last word."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import grpc
-from factories.chaos.deployment import Deployment
+from factories.chaos.deployment import CREDENTIALS, Deployment
 from factories.servers.router import Answer
 from penstock.common.errors import from_rpc_error
+from penstock.common.request_context import REQUEST_ID_KEY
 from penstock.v1 import config_pb2, text_pb2
 
 TOKENS = 250
+_TRIES = 5
 # What no log, metric or detail may hold. It is part of every prompt.
 CANARY = "zebraquartz 70418"
 SAMPLINGS = {
@@ -40,6 +42,8 @@ class Stream:
     deployment: Deployment
     sampling: str
     number: int = 0
+    # In place of what `asking` makes.
+    asked: text_pb2.GenerateTextRequest | None = None
     answer: Answer = field(default_factory=Answer)
     times: list[float] = field(default_factory=list)
     error: grpc.aio.AioRpcError | None = None
@@ -53,9 +57,12 @@ class Stream:
     ) -> Stream:
         """Read it to its end, or cancel it after so many ids; `on_delta` is awaited after each delta."""
         self.deployment.calls += 1
-        call = self.deployment.client.Generate(asking(self.sampling, self.number), timeout=timeout)
+        is_seen = False
+        asked = self.asked or asking(self.sampling, self.number)
+        call = self.deployment.client.Generate(asked, timeout=timeout, metadata=CREDENTIALS)
         try:
             async for event in call:
+                is_seen = True
                 self.answer.add(event)
                 if event.HasField("delta"):
                     self.times.append(time.monotonic())
@@ -66,7 +73,12 @@ class Stream:
                         await on_delta(self)
         except grpc.aio.AioRpcError as error:
             self.error = error
-            self.deployment.told += [str(error.details()), *(str(one) for one in error.trailing_metadata() or ())]
+            trailers = tuple(error.trailing_metadata() or ())
+            # A deadline may have passed before the call left this process: then the error is of its own making.
+            is_seen = is_seen or any(key == REQUEST_ID_KEY for key, _ in trailers)
+            self.deployment.told += [str(error.details()), *(str(one) for one in trailers)]
+        finally:
+            self.deployment.seen_calls += is_seen
         return self
 
     @property
@@ -96,10 +108,18 @@ class Undisturbed:
         """Ids of a request. The first call must come while nothing is wrong."""
         key = (sampling, number)
         if key not in self._ids:
-            stream = await Stream(deployment, sampling, number).run()
-            assert stream.error is None, stream.error
-            assert stream.answer.finished.attempts == 1
+            stream = await _unmoved(Stream(deployment, sampling, number))
             assert len(stream.ids) == TOKENS
             self._ids[key] = stream.ids
             self.texts.append(stream.answer.text())
         return self._ids[key]
+
+
+async def _unmoved(stream: Stream) -> Stream:
+    """Run a stream, and again where it was moved: a machine that stood still is a fault, too."""
+    for _ in range(_TRIES):
+        done = await replace(stream, answer=Answer(), times=[]).run()
+        assert done.error is None, done.error
+        if done.answer.finished.attempts == 1:
+            return done
+    raise AssertionError(f"of {_TRIES} streams none ended where it began, though nothing was done to them")

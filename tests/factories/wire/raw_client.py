@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 from factories.wire.conformance import HELLO
@@ -70,10 +71,14 @@ class RawClient:
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls, address: str, hello: bytes = HELLO) -> AsyncIterator[RawClient]:
-        """Connect to `address` (host:port) for the block, and send `hello`."""
+        """Connect to `address` (host:port) for the block, and send `hello`.
+
+        Both are done before the event loop goes on: a server of this process that soon hangs up has the bytes by then.
+        """
         host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(hello)
+        end = socket.create_connection((host, int(port)))
+        end.sendall(hello)
+        reader, writer = await asyncio.open_connection(sock=end)
         try:
             yield cls(reader, writer)
         finally:

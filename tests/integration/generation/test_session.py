@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +15,7 @@ from factories.servers.generation import Client, generation_service, request, te
 from factories.servers.sessions import Session
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument, from_status
-from penstock.v1 import common_pb2, generation_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -97,6 +97,31 @@ async def test_a_refused_request_is_an_error_event_and_the_session_goes_on(clien
     assert (error.field, event.attempt_epoch, event.error.code) == ("config.top_p", 1, 3)
     assert session.kinds("good")[-1] == "finished"
     assert await session.call.code() is grpc.StatusCode.OK
+
+
+async def test_refusals_are_counted_by_their_reason(client: Client) -> None:
+    """At once, by the compiler of constraints, on a session and alone; what is accepted is none of them."""
+    name = "penstock_requests_refused_total"
+
+    def refused() -> Counter[str]:
+        samples = [one for family in client.running.registry.collect() for one in family.samples if one.name == name]
+        return Counter({one.labels["reason"]: int(one.value) for one in samples})
+
+    before, session = refused(), Session(client)
+    await session.submit(request(config={"top_p": 2}, request_id="bad"))
+    await session.submit(request(request_id="worse", constraint=config_pb2.Constraint(regex="(")))
+    with held_after(1):
+        await session.submit(long(request_id="good"))
+        while not session.kinds("good"):
+            await session.next()
+        assert (await client.generate(request(request_id="good"))).error is not None
+    assert (await client.generate(request(config={"top_p": 2}))).error is not None
+    while not session.kinds("worse"):
+        await session.next()
+    assert refused() - before == {"INVALID_FIELD": 3, "DUPLICATE_REQUEST_ID": 1}
+    session.call.cancel()
+    await client.until_idle()
+    assert refused() - before == {"INVALID_FIELD": 3, "DUPLICATE_REQUEST_ID": 1}
 
 
 async def test_a_session_needs_request_ids_and_commands(client: Client) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.held_backend import status_of
-from factories.servers.router import Router, backend, collect, generate, running_router
+from factories.servers.router import PATIENCE_SECONDS, Router, backend, collect, generate, running_router, until
 from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 
 QUICK = {"eject_seconds": 0.2, "probes": 2}
@@ -47,7 +47,9 @@ async def test_a_backend_that_refuses_half_of_its_requests_costs_nobody_an_answe
     width: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_TRANSPORT", transport)
-    async with backend(refuse=every_second()) as bad, backend() as good, running_router(bad, good) as router:
+    # However slow the machine: all failures are in the window, and no probe comes before the end.
+    slow = {"eject_window_seconds": PATIENCE_SECONDS, "eject_seconds": PATIENCE_SECONDS}
+    async with backend(refuse=every_second()) as bad, backend() as good, running_router(bad, good, **slow) as router:
         attempts = await ask(router, 400, width)
         assert attempts <= 1.1 * 400
         assert router.metric("backend_ejected", backend=bad.address) == 1
@@ -60,6 +62,8 @@ async def test_a_backend_that_has_recovered_comes_back() -> None:
         assert router.metric("backend_ejected", backend=bad.address) == 1
         bad.refuse = None
         good.extra_load = 100
+        app: Any = router.server.service
+        await until(lambda: any(one.load >= 100 for one in app._pool.backends))
         while router.metric("backend_ejected", backend=bad.address):
             await ask(router, 1, 1)
         before = len(bad.submitted)

@@ -19,6 +19,8 @@ from penstock.v1 import config_pb2, generation_pb2_grpc, text_pb2
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENS = 400
 STALL_SECONDS = 3.0
+# An engine may have made its last token before the test knows of the 20th: then the fault comes too late.
+TRIES = 20
 Fault = Callable[[FailingEngine], None]
 SHORT = config_pb2.GenerationConfig(max_new_tokens=4)
 GREEDY = config_pb2.GenerationConfig(max_new_tokens=TOKENS)
@@ -39,22 +41,31 @@ async def engines() -> AsyncIterator[list[FailingEngine]]:
 
 
 async def moved(
-    router: Router, engines: list[FailingEngine], config: config_pb2.GenerationConfig, fault: Fault
+    router: Router, engines: list[FailingEngine], config: config_pb2.GenerationConfig, fault: Fault, undo: Fault
 ) -> FailingEngine:
-    """Let a stream meet `fault` at its 20th token, hold it against one that met none; return the engine that failed."""
+    """Let a stream meet `fault` at its 20th token, hold it against one that met none; return the engine that failed.
+
+    `undo` ends a fault that came too late.
+    """
     wanted = await collect(router.stub.Generate(asking(config)))
-    failed: list[FailingEngine] = []
+    for _ in range(TRIES):
+        failed: list[FailingEngine] = []
 
-    async def fail() -> None:
-        failed.append(owner(router, engines))
-        fault(failed[0])
+        async def fail(failed: list[FailingEngine] = failed) -> None:
+            failed.append(owner(router, engines))
+            fault(failed[0])
 
-    answer = await collect(router.stub.Generate(asking(config)), stop_after(20, fail))
-    assert len(answer.ids()) == TOKENS
-    assert (answer.ids(), answer.text()) == (wanted.ids(), wanted.text())
-    assert answer.finished.attempts == 2
-    assert router.metric("backend_losses_total", backend=failed[0].address) == 1
-    return failed[0]
+        answer = await collect(router.stub.Generate(asking(config)), stop_after(20, fail))
+        assert len(answer.ids()) == TOKENS
+        assert (answer.ids(), answer.text()) == (wanted.ids(), wanted.text())
+        if answer.finished.attempts > 1:
+            assert answer.finished.attempts == 2
+            assert router.metric("backend_losses_total", backend=failed[0].address) == 1
+            return failed[0]
+        undo(failed[0])
+        await failed[0].until(serving=True)
+        await router.until("backend_up", 1.0, backend=failed[0].address)
+    raise AssertionError(f"the fault met no stream in {TRIES} tries")
 
 
 @pytest.mark.parametrize("config", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -62,10 +73,10 @@ async def test_a_stream_moves_from_an_engine_that_hangs_which_shows_it_and_comes
     engines: list[FailingEngine], config: config_pb2.GenerationConfig
 ) -> None:
     async with router_before(engines, stall_timeout_seconds=STALL_SECONDS) as router:
-        hung = await moved(router, engines, config, lambda one: one.order("engine.step.hang"))
+        hung = await moved(router, engines, config, lambda one: one.order("engine.step.hang"), FailingEngine.lift)
         await hung.until(serving=False)
         assert (await hung.load()).step_hung
-        assert router.metric("backend_up", backend=hung.address) == 0
+        await router.until("backend_up", 0.0, backend=hung.address)
         # A session that was there before goes elsewhere, too, and waits for nothing.
         tries = [await collect(router.stub.Generate(asking(SHORT))) for _ in range(5)]
         assert [answer.finished.attempts for answer in tries] == [1] * 5
@@ -80,7 +91,7 @@ async def test_a_stream_moves_from_a_process_that_is_stopped(
     engines: list[FailingEngine], config: config_pb2.GenerationConfig
 ) -> None:
     async with router_before(engines, stall_timeout_seconds=STALL_SECONDS) as router:
-        stopped = await moved(router, engines, config, FailingEngine.stop)
+        stopped = await moved(router, engines, config, FailingEngine.stop, FailingEngine.go_on)
         stopped.go_on()
         await stopped.until_free()
         await router.until("backend_up", 1.0, backend=stopped.address)
@@ -89,7 +100,7 @@ async def test_a_stream_moves_from_a_process_that_is_stopped(
 @pytest.mark.parametrize("said", [b"", SESSION], ids=["black hole", "session dark"])
 async def test_a_stream_moves_from_a_connection_that_goes_dark(engines: list[FailingEngine], said: bytes) -> None:
     async with router_before(engines, transport="asyncio", stall_timeout_seconds=STALL_SECONDS) as router:
-        dark = await moved(router, engines, GREEDY, lambda one: one.proxy.freeze(said))
+        dark = await moved(router, engines, GREEDY, lambda one: one.proxy.freeze(said), lambda one: one.proxy.thaw())
         dark.proxy.thaw()
         await dark.until_free()
         await router.until("backend_up", 1.0, backend=dark.address)
@@ -114,24 +125,30 @@ async def test_a_hung_step_does_not_keep_a_process_from_its_end() -> None:
 
 
 async def test_streams_move_from_an_engine_whose_step_raises_and_its_process_ends() -> None:
-    async with failing_engines(2) as engines, router_before(engines) as router:
-        texts = [f"Count from {number} to 20." for number in range(8)]
-        wanted = [await collect(router.stub.Generate(asking(GREEDY, text))) for text in texts]
-        begun = asyncio.Event()
+    for _ in range(TRIES):
+        async with failing_engines(2) as engines, router_before(engines) as router:
+            texts = [f"Count from {number} to 20." for number in range(8)]
+            wanted = [await collect(router.stub.Generate(asking(GREEDY, text))) for text in texts]
+            begun = asyncio.Event()
 
-        async def note() -> None:
-            begun.set()
+            async def note(begun: asyncio.Event = begun) -> None:
+                begun.set()
 
-        streams = [
-            asyncio.ensure_future(collect(router.stub.Generate(asking(GREEDY, text)), stop_after(5, note)))
-            for text in texts
-        ]
-        await begun.wait()
-        broken = owner(router, engines)
-        broken.order("engine.step.raise")
-        answers = await asyncio.gather(*streams)
-        assert [answer.ids() for answer in answers] == [answer.ids() for answer in wanted]
-        assert await broken.exit_code() == 1
-        assert router.metric("poisoned_total") == 0
-        other = engines[1 - engines.index(broken)]
-        await other.until_free()
+            streams = [
+                asyncio.ensure_future(collect(router.stub.Generate(asking(GREEDY, text)), stop_after(5, note)))
+                for text in texts
+            ]
+            await begun.wait()
+            broken = owner(router, engines)
+            broken.order("engine.step.raise")
+            answers = await asyncio.gather(*streams)
+            assert [answer.ids() for answer in answers] == [answer.ids() for answer in wanted]
+            if all(answer.finished.attempts == 1 for answer in answers):
+                # It came too late.
+                continue
+            assert await broken.exit_code() == 1
+            assert router.metric("poisoned_requests_total") == 0
+            other = engines[1 - engines.index(broken)]
+            await other.until_free()
+            return
+    raise AssertionError(f"the fault met no stream in {TRIES} tries")

@@ -10,12 +10,15 @@ from typing import Any
 import grpc
 import pytest
 from factories.servers.held_backend import IDS, WANT_IDS, held, stop_after
-from factories.servers.router import Answer, Router, collect, generate, running_router
+from factories.servers.router import PATIENCE_SECONDS, Answer, Router, collect, generate, running_router, until
 from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import PenstockError, from_rpc_error
 from penstock.v1 import config_pb2, generation_pb2
 
 KILLER = 666
+# On a slow machine suspects wait long for their trials, and it is long until a lost connection is back.
+PATIENT = {"quarantine_wait_seconds": PATIENCE_SECONDS}
+NO_VERDICT = {"death_verdict_seconds": PATIENCE_SECONDS}
 
 
 class Mortal:
@@ -53,7 +56,8 @@ async def mortals(count: int, tokens: int) -> AsyncIterator[tuple[Router, list[M
     try:
         # Many die in a row, which is no reason to keep the new processes out.
         backends = [one.backend for one in all_of_them]
-        async with running_router(*backends, eject_consecutive_failures=0, retry_budget_burst=10_000) as router:
+        habits = {"eject_consecutive_failures": 0, "retry_budget_burst": 10_000, **PATIENT}
+        async with running_router(*backends, **habits) as router:
             yield router, all_of_them
     finally:
         for one in all_of_them:
@@ -92,7 +96,7 @@ async def test_twenty_of_twenty_killers_are_found_and_no_neighbour(count: int, t
 async def test_two_backends_that_die_by_themselves_make_nobody_poison() -> None:
     """Several requests were on both: each is tried apart, and all end well."""
     one, two, three = held(), held(extra_load=100), held(extra_load=200)
-    async with one, two, three, running_router(one, two, three) as router:
+    async with one, two, three, running_router(one, two, three, **PATIENT) as router:
         streams = [
             asyncio.ensure_future(collect(router.stub.Generate(generate(f"{index}", output=WANT_IDS))))
             for index in range(6)
@@ -117,14 +121,13 @@ async def test_connections_that_are_reset_are_no_deaths(at_once: bool) -> None:
         held(allowance=5) as two,
         TcpProxy(one.address) as a,
         TcpProxy(two.address) as b,
-        running_router(backend=(a.address, b.address)) as router,
+        running_router(backend=(a.address, b.address), **NO_VERDICT) as router,
     ):
         streams = [
             asyncio.ensure_future(collect(router.stub.Generate(generate(f"{index}", output=WANT_IDS))))
             for index in range(40)
         ]
-        await one.until(lambda: one.allowance == 0 and one.running + two.running == 40)
-        await two.until(lambda: two.allowance == 0)
+        await until(lambda: one.allowance == two.allowance == 0 and one.running + two.running == 40)
         a.reset()
         if not at_once:
             # Those of the first are on the second when that is reset.
@@ -143,7 +146,7 @@ async def test_a_lone_stream_whose_connections_are_reset_goes_on() -> None:
         held(allowance=5) as two,
         TcpProxy(one.address) as a,
         TcpProxy(two.address) as b,
-        running_router(backend=(a.address, b.address)) as router,
+        running_router(backend=(a.address, b.address), **NO_VERDICT) as router,
     ):
 
         async def reset() -> None:
@@ -153,7 +156,7 @@ async def test_a_lone_stream_whose_connections_are_reset_goes_on() -> None:
                         before = router.metric("moves_total")
                         proxy.reset()
                         await router.until("moves_total", before + 1)
-                        await backend.until(lambda: one.running + two.running == 1)
+                        await until(lambda: one.running + two.running == 1)
             for backend in (one, two):
                 await backend.allow(None)
 

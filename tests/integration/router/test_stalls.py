@@ -9,7 +9,16 @@ from collections.abc import AsyncIterator
 import pytest
 from factories.servers.emitting_backend import EmittingBackend
 from factories.servers.held_backend import IDS, WANT_IDS, held, stop_after
-from factories.servers.router import backend, chat, collect, generate, running_router, tokenizer_address, until
+from factories.servers.router import (
+    PATIENCE_SECONDS,
+    backend,
+    chat,
+    collect,
+    generate,
+    running_router,
+    tokenizer_address,
+    until,
+)
 from factories.wire.tcp_proxy import TcpProxy
 from penstock.common.errors import Internal
 
@@ -145,7 +154,8 @@ async def test_a_request_at_a_stopped_tokenizer_moves_to_another(transport: str)
         ) as router,
     ):
         proxy.freeze()
-        answer = await asyncio.wait_for(collect(router.stub.Chat(chat())), 25)
+        # Without another one it would end when the router's wait for it does, in half of this time.
+        answer = await asyncio.wait_for(collect(router.stub.Chat(chat())), 2 * PATIENCE_SECONDS)
         assert answer.finished
         await until(lambda: router.metric("tokenizer_up") == 1)
         proxy.thaw()

@@ -18,6 +18,7 @@ from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.streams import RequestStream, SessionStream
 from penstock.generation.grammar.spec import ConstraintSpec
+from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.service import Lifecycle
 from penstock.generation.wire import convert, score_embed
 from penstock.v1 import generation_pb2, generation_pb2_grpc
@@ -34,20 +35,25 @@ def deadline_of(context: Context) -> float | None:
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService over one Lifecycle."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, metrics: GenerationMetrics) -> None:
         self._lifecycle = lifecycle
+        self._metrics = metrics
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Send Started, deltas and Finished of one request, then its status."""
-        core = self._lifecycle.accepting()
-        options = convert.to_generate_options(request, core.limits)
-        maker = core.prepare(options, deadline_of(context))
-        if options.constraint is not None:
-            await core.constrain(maker.request, options.constraint)
-            # It may have begun to drain meanwhile.
-            self._lifecycle.accepting()
-        stream = RequestStream(maker, core.max_pending_messages)
-        core.hub.submit(maker.request, stream)
+        try:
+            core = self._lifecycle.accepting()
+            options = convert.to_generate_options(request, core.limits)
+            maker = core.prepare(options, deadline_of(context))
+            if options.constraint is not None:
+                await core.constrain(maker.request, options.constraint)
+                # It may have begun to drain meanwhile.
+                self._lifecycle.accepting()
+            stream = RequestStream(maker, core.max_pending_messages)
+            core.hub.submit(maker.request, stream)
+        except PenstockError as error:
+            self._metrics.request_refused(error)
+            raise
         core.hub.attach(stream)
         try:
             async for message in stream.buffer:
@@ -89,7 +95,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     raise InvalidArgument("command", "must be submit or abort")
                 self._submit(submit, command.handle, session, deadline)
             except PenstockError as error:
-                session.refuse(self._step(), submit.request_id, submit.attempt_epoch, error)
+                self._refuse(session, submit.request_id, submit.attempt_epoch, error)
 
     def _submit(
         self, message: generation_pb2.GenerateRequest, handle: int, session: SessionStream, deadline: float | None
@@ -115,7 +121,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._lifecycle.accepting().hub.submit(request, session)
             session.add(maker)
         except PenstockError as error:
-            session.refuse(self._step(), request.request_id, request.attempt_epoch, error)
+            self._refuse(session, request.request_id, request.attempt_epoch, error)
+
+    def _refuse(self, session: SessionStream, request_id: str, attempt_epoch: int, error: PenstockError) -> None:
+        self._metrics.request_refused(error)
+        session.refuse(self._step(), request_id, attempt_epoch, error)
 
     def _abort(self, message: generation_pb2.SessionAbort, session: SessionStream) -> None:
         """Abort one of the session's own requests; one that is over already is no error."""
