@@ -61,7 +61,7 @@ def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
             if kind == _LENGTH:
                 size, at = _varint(data, at)
                 name, message = fields.get(tag >> 3, ("", None))
-                name = name if not path else f"{path}.{name}"
+                name = f"{path}.{name}" if path and name else path or name
                 counts[name] = counts.get(name, 0) + 1
                 if message is None or not size:
                     at += size
