@@ -12,7 +12,8 @@ from penstock.common.pace import Demand, Pace
 from penstock.router.backends.backend import to_pace
 from penstock.router.backends.forecast import Forecast
 from penstock.router.config import RouterConfig
-from penstock.v1 import admin_pb2
+from penstock.router.frontend.convert import to_demand
+from penstock.v1 import admin_pb2, config_pb2, model_pb2, text_pb2
 
 BUSY = Pace(tokens_per_second=100.0, step_seconds=0.01, full_step_seconds=0.01, is_busy=True, waiting={"a": 300.0})
 IDLE = Pace(tokens_per_second=100.0, step_seconds=0.01, full_step_seconds=0.01, least_step_seconds=0.01)
@@ -55,6 +56,12 @@ def test_requests_of_no_size_leave_nothing_behind_either() -> None:
     for one in done:
         one()
     assert not gate._coming["m"]
+
+
+def test_an_impossible_width_does_not_count_against_others() -> None:
+    request = text_pb2.GenerateTextRequest(text="a", config=config_pb2.GenerationConfig(num_beams=1 << 31))
+    info = model_pb2.GetModelInfoResponse(limits=model_pb2.Limits(max_context_tokens=100, max_running_sequences=8))
+    assert to_demand(request, "a", info).sequences == 8
 
 
 def test_what_was_sent_since_the_report_counts() -> None:
