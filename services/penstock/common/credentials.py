@@ -108,6 +108,15 @@ def check_channel_files(config: ChannelConfig) -> None:
         TokenFile(config.channel_token_file, "--channel-token-file")
 
 
+def bearer_token(authorization: str | bytes | None) -> bytes | None:
+    """Return the token of the `authorization` metadata, however it is spelt; None where it is no `Bearer`."""
+    if authorization is None:
+        return None
+    given = authorization.encode() if isinstance(authorization, str) else authorization
+    scheme, _, token = given.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
+
+
 class TokenFile:
     """Tokens of a file, one a line, re-read when the file changes so that they can be rotated without a restart."""
 
@@ -141,13 +150,8 @@ class TokenFile:
 
     def accepts(self, authorization: str | bytes | None) -> bool:
         """True when the `authorization` metadata is `Bearer` and one of the tokens. The time is constant."""
-        if authorization is None:
-            return False
-        given = authorization.encode() if isinstance(authorization, str) else authorization
-        scheme, _, token = given.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        return any(hmac.compare_digest(token.strip(), known) for known in self._current())
+        token = bearer_token(authorization)
+        return token is not None and any(hmac.compare_digest(token, known) for known in self._current())
 
     def authorization(self) -> str:
         """Metadata value to send: the first token. Raises Unauthenticated when the file holds none any more."""

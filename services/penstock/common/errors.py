@@ -27,6 +27,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "penstock"
+# Longest wait that an error asks for: what a peer's figures add up to may be anything.
+_MOST_RETRY_SECONDS = 86_400.0
 
 
 class PenstockError(Exception):
@@ -49,7 +51,10 @@ class PenstockError(Exception):
         self.reason = reason
         self.metadata = dict(metadata or {})
         self.field = field
-        self.retry_after_seconds = retry_after_seconds
+        # The order matters for NaN.
+        self.retry_after_seconds = (
+            None if retry_after_seconds is None else min(max(0.0, retry_after_seconds), _MOST_RETRY_SECONDS)
+        )
 
 
 class InvalidArgument(PenstockError):

@@ -72,9 +72,10 @@ class FairOrder:
             insort(self._waiting, account, key=lambda one: one.key)
 
     def forget(self, tenant: str) -> None:
-        """Forget a tenant that has no request any more."""
-        self.stop_waiting(tenant)
-        del self._accounts[tenant]
+        """Forget a tenant that has no request any more, if it is known."""
+        if tenant in self._accounts:
+            self.stop_waiting(tenant)
+            del self._accounts[tenant]
 
     def _take_out(self, account: _Account) -> None:
         del self._waiting[bisect_left(self._waiting, account.key, key=lambda one: one.key)]

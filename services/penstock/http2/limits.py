@@ -49,7 +49,8 @@ class ServerLimits:
     max_probes: int
     # Bytes of requests that no handler has taken.
     request_bytes: int
-    # Connections that have shown no credentials yet, and their share of a processor's time.
+    # Connections that have shown no credentials yet (and as many amid TLS handshakes), and their share of a
+    # processor's time.
     max_strangers: int
     strangers_share: float
 

@@ -36,14 +36,20 @@ class Listener:
         make_protocol: Callable[[], asyncio.Protocol],
         tls: ssl.SSLContext | None,
         handshake_seconds: float,
+        most_handshakes: int,
     ) -> None:
-        """Make it of a bound socket, which is its own from now on. `handshake_seconds`: the time that TLS may take."""
+        """Make it of a bound socket, which is its own from now on.
+
+        `handshake_seconds`: the time that TLS may take. Of more than `most_handshakes` at once the oldest is given up.
+        """
         self._socket = sock
         self._make_protocol = make_protocol
         self._tls = tls
         self._handshake_seconds = handshake_seconds if tls is not None else None
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._most_handshakes = most_handshakes
+        # From the oldest.
+        self._opening: dict[asyncio.Task[None], None] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._wait = _FIRST_WAIT
         self._told_at = -_LOG_SECONDS
@@ -62,7 +68,8 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> None:
-        for _ in range(_PER_TURN):
+        # No more than handshakes: those that make room are of earlier turns, whose tasks have begun.
+        for _ in range(min(_PER_TURN, self._most_handshakes)):
             try:
                 connection, _address = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -75,8 +82,12 @@ class Listener:
             self._wait = _FIRST_WAIT
             connection.setblocking(False)
             task = self._loop.create_task(self._open(connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._opening[task] = None
+            task.add_done_callback(self._opened)
+            if self._tls is not None and len(self._opening) > self._most_handshakes:
+                oldest = next(iter(self._opening))
+                self._opened(oldest)
+                oldest.cancel()
 
     async def _open(self, connection: socket.socket) -> None:
         # Whoever hangs up during the TLS handshake is nobody's error.
@@ -84,6 +95,9 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
             )
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening.pop(task, None)
 
     def _pause(self, error: OSError) -> None:
         """Leave connections in the backlog for a while: accepting fails until something is closed."""

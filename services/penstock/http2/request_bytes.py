@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 
@@ -18,8 +17,8 @@ class RequestBytes:
         self.most = most
         self.held = 0
         self._parent = parent
-        # Requests that wait for room; each tries again, and returns False while there is none.
-        self._waiting: deque[Callable[[], bool]] = deque()
+        # Requests that wait for room, in order; each tries again, and returns False while there is none.
+        self._waiting: dict[Callable[[], bool], None] = {}
         self._is_retrying = False
 
     def take(self, size: int) -> bool:
@@ -35,18 +34,29 @@ class RequestBytes:
 
     def wait(self, retry: Callable[[], bool]) -> None:
         """Call `retry` whenever bytes are given back, until it returns True."""
-        self._waiting.append(retry)
+        self._waiting[retry] = None
+
+    def stop_waiting(self, retry: Callable[[], bool]) -> None:
+        """Forget one that waits no longer; those behind it may have room."""
+        self._waiting.pop(retry, None)
+        self._retry()
 
     def give_back(self, size: int) -> None:
         """Count `size` bytes less, and let those try again that wait."""
         self.held -= size
         if self._parent is not None:
             self._parent.give_back(size)
+        self._retry()
+
+    def _retry(self) -> None:
         if self._is_retrying:
             return  # one that tries again may end a request
         self._is_retrying = True
         try:
-            while self._waiting and self._waiting[0]():
-                self._waiting.popleft()
+            while self._waiting:
+                first = next(iter(self._waiting))
+                if not first():
+                    return
+                self._waiting.pop(first, None)
         finally:
             self._is_retrying = False

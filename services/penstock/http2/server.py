@@ -75,6 +75,7 @@ class Http2Server:
         # Calls that are not over; the task of one that was reset may take a moment longer.
         self._num_live = 0
         self._listeners: list[Listener] = []
+        self._is_stopping = False
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """See grpc.aio.Server."""
@@ -94,7 +95,9 @@ class Http2Server:
         handshake = self._limits.handshake_seconds
         # asyncio finds the addresses and binds the sockets; it never listens on them itself.
         server = await loop.create_server(self._make_connection, start_serving=False, **where)
-        self._listeners = [Listener(one.dup(), self._make_connection, tls, handshake) for one in server.sockets]
+        # Nobody has shown credentials during a handshake.
+        most = self._server_limits.max_strangers
+        self._listeners = [Listener(one.dup(), self._make_connection, tls, handshake, most) for one in server.sockets]
         bound = int(server.sockets[0].getsockname()[1])
         server.close()
         return bound
@@ -106,6 +109,7 @@ class Http2Server:
 
     async def stop(self, grace: float | None) -> None:
         """Take no new calls, give live ones `grace` seconds, cancel the rest, hang up."""
+        self._is_stopping = True
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -132,11 +136,17 @@ class Http2Server:
         return Connection(
             self._limits,
             self._on_call,
-            self._connections.add,
+            self._on_open,
             self._connections.discard,
             request_bytes=self._request_bytes,
             strangers=self._strangers,
         )
+
+    def _on_open(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        if self._is_stopping:
+            # Its handshake began before.
+            connection.close()
 
     def _on_call(self, call: Call) -> None:
         try:

@@ -492,7 +492,7 @@ class Call:
             raise Refused(grpc.StatusCode.INTERNAL, "a message is compressed, and no grpc-encoding says how")
         if self._encoding not in _ENCODINGS:
             self._trailing = (*self._trailing, ("grpc-accept-encoding", ", ".join(("identity", *_ENCODINGS))))
-            raise Refused(grpc.StatusCode.UNIMPLEMENTED, f"grpc-encoding {self._encoding!r} is not known")
+            raise Refused(grpc.StatusCode.UNIMPLEMENTED, "this grpc-encoding is not known")
         unpacker = zlib.decompressobj(_ENCODINGS[self._encoding])
         try:
             whole = unpacker.decompress(message, self._max_message_bytes + 1)
@@ -514,6 +514,9 @@ class Call:
         if self._timer is not None:
             self._timer.cancel()
         self.wake()
+        if self._waits_for_bytes:
+            self._waits_for_bytes = False
+            self._connection.request_bytes.stop_waiting(self._try_again)
         self._release()
         self._body.clear()
         self._connection.forget(self)

@@ -32,7 +32,8 @@ from penstock.http2.strangers import SLICE_SECONDS, Strangers
 # Most bytes of a request's compressed headers, CONTINUATION included.
 MAX_HEADER_BYTES = 64 << 10
 _CONTENT_TYPE = "application/grpc"
-# Most bytes of answers that wait for a stranger, and seconds that it waits for the end after it broke the protocol.
+# Most bytes of answers that wait for a stranger. Seconds that it waits for the end after it broke the protocol, and
+# that it has to read the last bytes where others need its place.
 _STRANGERS_WRITE_BYTES, _STRANGERS_LINGER_SECONDS = 16 << 10, 1.0
 # Streams that ended before their requests, whose frames may still be on their way, and gaps between numbers of streams.
 _MOST_CUT_OFF, _MOST_SKIPPED = 1000, 64
@@ -230,7 +231,7 @@ class Connection(asyncio.Protocol):
         self._idle_frames.refund(4)
 
     def drain(self) -> None:
-        """Take no further calls; close once the last one is over."""
+        """Take no further calls."""
         if not self._is_draining:
             self._is_draining = True
             self.send(frames.goaway(self._last_stream, frames.NO_ERROR))
@@ -280,6 +281,8 @@ class Connection(asyncio.Protocol):
             frames.goaway(self._last_stream, frames.ENHANCE_YOUR_CALM, "too many connections without credentials")
         )
         self._end(is_patient=False)
+        # One that does not read would stay until its keepalive ends.
+        self._loop.call_later(_STRANGERS_LINGER_SECONDS, self.abort)
 
     def add_probe(self, seconds: float) -> None:
         """Count a call that needs no credentials, and its work. Raises Refused when there are too many."""

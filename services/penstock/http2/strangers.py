@@ -63,7 +63,10 @@ class Strangers:
     def add(self, stranger: Stranger) -> None:
         """Add a new connection. Where there are too many one goes: the oldest without calls, else the oldest."""
         if len(self._all) >= self._most:
-            next((one for one in self._all if not one.is_busy), next(iter(self._all))).evict()
+            oldest = next((one for one in self._all if not one.is_busy), next(iter(self._all)))
+            # At once: it may take a while to go, and the next one must not find it here again.
+            del self._all[oldest]
+            oldest.evict()
         self._all[stranger] = None
 
     def discard(self, stranger: Stranger) -> None:

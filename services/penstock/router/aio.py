@@ -33,6 +33,12 @@ async def until_silent(seconds: float, signs: Callable[[], int], is_due: Callabl
         quiet = quiet + 1 if is_due() and signs() == before else 0
 
 
+def is_cancelled() -> bool:
+    """True when the current task was cancelled, and not only what it waits for: grpc.aio does that to calls."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 class Wakeup:
     """Wake-up call for one waiting coroutine, cheaper than asyncio.Event: it is on the per-token path.
 

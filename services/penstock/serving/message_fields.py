@@ -19,6 +19,8 @@ MessageT = TypeVar("MessageT")
 _Fields: TypeAlias = "dict[int, tuple[str, Descriptor | None]]"
 # Bytes of the smallest field: its tag, and a value or a length.
 _LEAST_BYTES = 2
+# Levels whose fields are told apart: names of deeper ones would take the square of the depth.
+_NAMED_LEVELS = 8
 _VARINT, _FIXED64, _LENGTH, _GROUP, _GROUP_END, _FIXED32 = range(6)
 
 
@@ -61,7 +63,10 @@ def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
             if kind == _LENGTH:
                 size, at = _varint(data, at)
                 name, message = fields.get(tag >> 3, ("", None))
-                name = name if not path else f"{path}.{name}"
+                if not name or len(outer) >= _NAMED_LEVELS:
+                    name = path
+                elif path:
+                    name = f"{path}.{name}"
                 counts[name] = counts.get(name, 0) + 1
                 if message is None or not size:
                     at += size

@@ -5,12 +5,13 @@ Probes need no credentials. /metrics needs one of the server's bearer tokens whe
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from socket import AI_PASSIVE, SOCK_STREAM, getaddrinfo, socket
+from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.common.config import ServerConfig
 
-# Seconds that a connection may take for its TLS handshake and its request.
+# Seconds that a connection may take for its TLS handshake and its request together, and for each write of the answer.
 REQUEST_SECONDS = 10.0
 # Connections that are served at a time; further ones are closed at once. Prometheus and a prober need two.
 MOST_CONNECTIONS = 16
@@ -156,8 +157,29 @@ class _Server(ThreadingWSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    # Of the socket: for every read, the handshake's included.
+    # Of the socket: for every read and write.
     timeout = REQUEST_SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        # A caller that sends a byte now and then would keep its place for ever.
+        self._limit = threading.Timer(REQUEST_SECONDS, self._hang_up)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def parse_request(self) -> bool:
+        parsed = super().parse_request()
+        self._limit.cancel()
+        return parsed
+
+    def finish(self) -> None:
+        self._limit.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            # Not SSLSocket's own: it would take TLS from under the thread that reads.
+            socket.shutdown(self.connection, SHUT_RDWR)
 
     def address_string(self) -> str:
         # The default asks the name service, for every request.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factories.servers.emitting_backend import EmittingBackend, count_up
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from penstock.v1 import common_pb2, config_pb2
 from penstock.v1.generation_pb2 import SessionEvent, SessionResponse
 
@@ -140,6 +142,14 @@ def _started(path: str, value: Any) -> Tell:
 
 def _error(**fields: Any) -> Tell:
     return _each("delta", _changed(lambda event: event.error.CopyFrom(type(event.error)(**fields))), 4)
+
+
+def _noise_within(code: int) -> bytes:
+    """Return a status that can be read, one of whose details cannot."""
+    noise = any_pb2.Any()
+    noise.Pack(error_details_pb2.ErrorInfo())
+    noise.value = b"\xff"
+    return status_pb2.Status(code=code, details=[noise]).SerializeToString()
 
 
 def _end(reason: Any, tokens: int = TOKENS, **fields: Any) -> Tell:
@@ -364,6 +374,7 @@ LIES: tuple[Lie, ...] = (
     Lie("an error with a negative code", _error(code=-5, message="?")),
     Lie("an error whose details have another code", _error(code=14, message="?", status_details=b"\x08\x03")),
     Lie("an error whose details are noise", _error(code=14, message="?", status_details=b"\xff")),
+    Lie("an error one of whose details is noise", _error(code=14, message="?", status_details=_noise_within(14))),
     Lie("a deadline that nobody has", _error(code=4, message="late")),
     Lie("an event of no kind", _each("delta", _changed(lambda event: event.ClearField("delta")), 4)),
     # Bytes.

@@ -123,6 +123,7 @@ async def running_router(
             for address in addresses:
                 await router.until("backend_up", float(address not in refused), backend=address)
         yield router
+        assert not app.failed.done(), "whatever backends and clients do, the process goes on"
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from factories.servers import stack
+from factories.servers.emitting_backend import count_up
 from factories.servers.router import Router, backend, collect, generate, running_router
 from penstock.common.errors import StartupError, from_rpc_error
 from penstock.v1 import admin_pb2, admin_pb2_grpc, model_pb2, model_pb2_grpc
@@ -67,6 +68,27 @@ async def test_of_several_backends_one_must_be_named_and_gets_the_call() -> None
 async def test_a_backends_own_error_comes_back() -> None:
     async with backend() as one, running_router(one) as router, stubs(router) as (admin, _):
         assert (await failure(admin.WarmUp(admin_pb2.WarmUpRequest()))).code is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+async def test_a_call_whose_backend_is_given_up_says_so(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_TRANSPORT", transport)
+    async with (
+        backend(allowance=1, script=count_up(100)) as one,
+        running_router(one, stall_timeout_seconds=0.4) as router,
+        stubs(router) as (admin, _),
+    ):
+        # The session of this stream is silent from its second token on.
+        stream = router.stub.Generate(generate())
+        reports = admin.WatchLoad(TO_LOAD)
+
+        async def read_on() -> None:
+            while True:
+                await reports.read()
+
+        error = await failure(read_on())
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BACKEND_LOST")
+        stream.cancel()
 
 
 async def test_admin_tokens_are_for_admin_calls_only_and_the_others_are_not(tmp_path: Path) -> None:

@@ -7,11 +7,19 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 from factories.servers.emitting_backend import EmittingBackend, count_up
 from factories.servers.held_backend import status_of
 from factories.servers.router import PATIENCE_SECONDS, Router, backend, collect, generate, running_router, until
-from penstock.common.errors import InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock.common.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
 
 QUICK = {"eject_seconds": 0.2, "probes": 2}
 IDS = list(count_up(8)(None))  # type: ignore[arg-type]
@@ -86,7 +94,7 @@ async def test_a_probe_without_an_answer_keeps_nobody_waiting_for_the_next() -> 
     async with backend(refuse=unavailable()) as bad, backend() as good, running_router(bad, good, **settings) as router:
         await ask(router, 20, 4)
         bad.refuse, bad.forgets = None, True
-        probes = [asyncio.ensure_future(collect(router.stub.Generate(generate()))) for _ in range(1)]
+        probes = [asyncio.ensure_future(collect(router.stub.Generate(generate())))]
         before = len(bad.submitted)
         while len(bad.submitted) == before:
             probes.append(asyncio.ensure_future(collect(router.stub.Generate(generate()))))
@@ -98,6 +106,40 @@ async def test_a_probe_without_an_answer_keeps_nobody_waiting_for_the_next() -> 
             await ask(router, 1, 1)
         for probe in probes:
             probe.cancel()
+
+
+async def test_a_backend_whose_every_request_breaks_before_its_first_token_is_ejected() -> None:
+    broken = Internal("no numbers", reason="MODEL_OUTPUT_NAN")
+    async with backend(refuse=broken) as bad, backend(extra_load=100) as good, running_router(bad, good) as router:
+        for _ in range(10):
+            assert (await status_of(router.stub.Generate(generate())))[1].reason == "MODEL_OUTPUT_NAN"
+        assert router.metric("backend_ejections_total", backend=bad.address, cause="share") == 1
+        assert await ask(router, 3, 1) == 3
+
+
+async def test_a_new_process_is_ejected_no_more_and_shown_so() -> None:
+    settings = {"eject_seconds": 3600.0, "eject_max_seconds": 3600.0}
+    async with backend(refuse=unavailable()) as bad, backend() as good, running_router(bad, good, **settings) as router:
+        await ask(router, 20, 4)
+        assert router.metric("backend_ejected", backend=bad.address) == 1
+        bad.refuse = None
+        await bad.stop()
+        await bad.start()
+        await router.until("backend_ejected", 0, backend=bad.address)
+
+
+@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+async def test_a_backend_that_ends_what_would_be_late_before_its_deadline_is_no_liar(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TEST_TRANSPORT", transport)
+    late = DeadlineExceeded("late", reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"})
+    async with backend(refuse=late) as one, backend(extra_load=100) as two, running_router(one, two) as router:
+        for _ in range(12):
+            code, error = await status_of(router.stub.Generate(generate(), timeout=3600))
+            assert (code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+        assert (len(one.submitted), len(two.submitted)) == (12, 0)
+        assert router.metric("backend_ejected", backend=one.address) == 0
 
 
 async def test_the_last_backend_is_never_ejected() -> None:

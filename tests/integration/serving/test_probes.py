@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from factories.servers.tiny_service import tiny
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
-from penstock.serving import health_probe
+from penstock.serving import health_probe, metrics_endpoint
 from penstock.serving.metrics_endpoint import MOST_CONNECTIONS, start_metrics_server
 from prometheus_client import CollectorRegistry
 
@@ -145,6 +146,27 @@ async def test_a_silent_caller_of_tls_holds_nobody_up() -> None:
         with socket.create_connection((host, int(port))):
             status, _ = await asyncio.to_thread(get, f"https://{host}:{port}/metrics")
             assert status == 200
+
+
+async def test_callers_that_drip_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_endpoint, "REQUEST_SECONDS", 0.3)
+    async with tiny() as (_, running, _):
+        host, _, port = (running.addresses.metrics or "").rpartition(":")
+
+        async def drip() -> None:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            ended = asyncio.ensure_future(reader.read())
+            while not ended.done():
+                # Each byte comes well before any read is over its time.
+                writer.write(b"G")
+                await asyncio.wait([ended], timeout=0.02)
+            writer.close()
+            with contextlib.suppress(ConnectionResetError):
+                assert await ended == b""
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(drip() for _ in range(MOST_CONNECTIONS)))
+        assert (await asyncio.to_thread(get, f"http://{host}:{port}/readyz"))[0] == 200
 
 
 async def test_more_connections_than_are_served_are_closed() -> None:

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import factories.servers.tiny_service
 import grpc
 import pytest
-from factories.servers.router import until
+from factories.servers.router import PATIENCE_SECONDS, until
 from factories.servers.tiny_service import NOT_SERVING, SERVING, FixedConfig, TinyService, health_of, tiny
 from factories.wire.conformance import HELLO, PATH, REQUEST, body, data, head, replaced
 from factories.wire.raw_client import RawClient
@@ -26,6 +27,8 @@ UNAUTHENTICATED, RESOURCE_EXHAUSTED = (
     grpc.StatusCode.UNAUTHENTICATED.value[0],
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
 )
+FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
+CERT, KEY, CA = (str(FILES / name) for name in ("server.pem", "server.key", "ca.pem"))
 TRANSPORTS = pytest.mark.parametrize("transport", ["asyncio", "grpc"])
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 EMPTY = b"\0\0\0\0\0"
@@ -165,6 +168,22 @@ async def test_of_too_many_connections_without_a_token_an_idle_one_goes(tokens: 
             assert await late.first_data(1)
         # The caller with a token is none of them.
         assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+
+
+async def test_of_too_many_tls_handshakes_the_oldest_are_given_up() -> None:
+    patient = FixedConfig(
+        transport="asyncio", tls_cert=CERT, tls_key=KEY, anonymous_connections=4, handshake_seconds=3600.0
+    )
+    async with tiny(patient, ChannelConfig(channel_tls_ca=CA)) as (_, running, stub):
+        host, _, port = running.address.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+        for reader, _ in silent[:8]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), PATIENCE_SECONDS) == b""
+        assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
+        assert not silent[-1][0].at_eof()
+        for _, writer in silent:
+            writer.close()
 
 
 @TRANSPORTS

@@ -86,6 +86,19 @@ async def test_large_requests_of_a_connection_come_one_after_the_other() -> None
     assert peer.connection.request_bytes.held == 0
 
 
+async def test_nothing_is_kept_of_a_request_that_waited_for_its_turn_and_was_reset() -> None:
+    peer, large = Peer(), message(bytes(3 << 20))
+    for stream in range(1, 63, 2):
+        peer.open(stream)
+        peer.data(stream, large[:1000])
+        # The first two have all that there is.
+        if stream > 3:
+            assert peer.connection.request_bytes._waiting
+            peer.reset(stream)
+    assert not peer.connection.request_bytes._waiting
+    assert [call.is_over for call in peer.calls].count(False) == 2
+
+
 async def test_a_connection_with_too_many_unfinished_requests_is_refused_the_next() -> None:
     peer = Peer()
     for stream in range(1, 2000, 2):

@@ -6,6 +6,9 @@ import asyncio
 import time
 
 import pytest
+from factories.wire.http2 import LIMITS, Socket
+from penstock.http2 import server_connection
+from penstock.http2.server_connection import Connection
 from penstock.http2.strangers import Strangers
 
 
@@ -81,6 +84,28 @@ async def test_work_is_forgotten_with_time(clock: list[float]) -> None:
     assert not strangers.may_go_on(loud)
     clock[0] += 10
     assert strangers.may_go_on(loud)
+
+
+async def test_one_that_is_slow_to_go_keeps_no_other_from_going() -> None:
+    """A connection that does not read is there for a while after it was hung up on."""
+    strangers = Strangers(2, 0.1)
+    made = some(strangers, 5)
+    assert [one.is_evicted for one in made] == [True, True, True, False, False]
+    assert len(strangers) == 2
+
+
+async def test_one_that_has_to_go_and_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_connection, "_STRANGERS_LINGER_SECONDS", 0.01)
+    strangers, sockets = Strangers(1, 0.1), [Socket(), Socket()]
+    for socket in sockets:
+        Connection(LIMITS, _nobody, _nobody, _nobody, strangers=strangers).connection_made(socket)
+    assert [socket.is_closed for socket in sockets] == [True, False]
+    while not sockets[0].is_aborted:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def _nobody(_: object) -> None:
+    """Who is told of connections and calls."""
 
 
 async def test_of_too_many_the_oldest_without_calls_goes_and_then_the_oldest() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from penstock.router.backends.attempts import RetryBudget
-from penstock.router.frontend.admission import DEFAULT_TENANT, Admission
+from penstock.router.config import RouterConfig
+from penstock.router.frontend.admission import DEFAULT_TENANT, Admission, tenant_of
 
 
 def admission(max_live: int = 1, max_waiting: int = 2) -> Admission:
@@ -97,6 +99,50 @@ async def test_turns_are_by_tokens() -> None:
     gate.leave("other")
     await asyncio.gather(*tasks)
     assert order[:10].count("short") == 8
+
+
+async def test_a_tenant_that_never_has_two_waiting_takes_no_turn_of_the_others() -> None:
+    gate = admission(max_waiting=10)
+    await gate.enter("other", None)
+    order = ["other"]
+    waiting: list[asyncio.Future[None]] = []
+
+    async def one(tenant: str) -> None:
+        await gate.enter(tenant, None, 10.0)
+        order.append(tenant)
+        if tenant == "one by one":
+            # Its next request waits before this one ends, always.
+            waiting.append(asyncio.ensure_future(one(tenant)))
+
+    waiting.append(asyncio.ensure_future(one("one by one")))
+    waiting += [asyncio.ensure_future(one("flood")) for _ in range(8)]
+    for _ in range(8):
+        await settle()
+        gate.leave(order[-1])
+    await settle()
+    assert order[1:].count("flood") == 4, order
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_nothing_is_kept_of_a_tenant_that_is_gone() -> None:
+    gate = admission(max_waiting=10)
+    await gate.enter("a", None)
+    entered = [asyncio.ensure_future(gate.enter(name, None)) for name in "bcb"]
+    await settle()
+    for name in "abcb":
+        gate.leave(name)
+        await settle()
+    await asyncio.gather(*entered)
+    assert (gate.live, gate.waiting, len(gate._order._accounts)) == (0, 0, 0)
+
+
+def test_a_tenant_is_its_token_however_that_is_spelt(tmp_path: Path) -> None:
+    config = RouterConfig(auth_token_file=str(tmp_path / "tokens"))
+    spelt = ["Bearer one", "bearer one", "BEARER one", "Bearer  one", "Bearer    one "]
+    assert len({tenant_of(config, (("authorization", one),)) for one in spelt}) == 1
+    assert len({tenant_of(config, (("authorization", one),)) for one in (spelt[0], "Bearer two")}) == 2
 
 
 async def test_a_tenant_has_its_share_of_the_places_and_no_more() -> None:

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from penstock.common.errors import ResourceExhausted
-from penstock.router.backends.attempts import Attempts
+from penstock.common.errors import Internal, ResourceExhausted
+from penstock.router.backends.attempts import Attempts, Trial
+from penstock.router.backends.deaths import Blame, Deaths
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
+from penstock.router.requests.suspect import Suspect
 from prometheus_client import CollectorRegistry
 
 
@@ -38,6 +40,35 @@ def test_a_backend_beyond_its_bound_takes_no_room_from_another() -> None:
     tries.prepare("m")
     with pytest.raises(ResourceExhausted):
         tries.prepare("m")
+
+
+async def test_a_request_that_passed_its_trial_is_not_blamed_for_what_it_was_tried_for() -> None:
+    deaths = Deaths(lambda: None)
+    pool: Any = SimpleNamespace(deaths=deaths)
+    policy: Any = None
+    tries = Attempts(pool, policy, RouterConfig(), RouterMetrics(CollectorRegistry()))
+    one, beside = Suspect(0.0), Suspect(0.0)
+
+    def death(*suspects: Suspect) -> None:
+        deaths.judge(deaths.doubt(suspects), is_death=True)
+
+    death(one, beside)
+    death(one, beside)
+    assert deaths.blame(one) is Blame.SHARED
+    state: Any = SimpleNamespace(
+        suspect=one, attempts=2, num_tokens=10, finished=None, closed=False, attempt=SimpleNamespace()
+    )
+    tries._trials["b"] = Trial(state, needed=5)
+    state.attempts, state.num_tokens = 3, 100
+    # Long after it passed, and before anybody asked, its backend dies of something else.
+    death(one)
+    assert await tries.check_blame(one) is Blame.NONE
+    assert len(one.deaths) == 1
+    # That is held against it as anybody's: where backends died without it, it takes three.
+    for _ in range(2):
+        death(one)
+    with pytest.raises(Internal):
+        await tries.check_blame(one)
 
 
 def test_a_backend_that_reports_no_bound_has_room() -> None:

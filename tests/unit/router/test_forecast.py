@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from penstock.common.errors import ResourceExhausted
+from penstock.common.errors import ResourceExhausted, from_status, to_status, trailing_metadata
 from penstock.common.pace import Demand, Pace
+from penstock.router.backends.backend import to_pace
 from penstock.router.backends.forecast import Forecast
 from penstock.router.config import RouterConfig
+from penstock.router.frontend.convert import to_demand
+from penstock.v1 import admin_pb2, config_pb2, model_pb2, text_pb2
 
 BUSY = Pace(tokens_per_second=100.0, step_seconds=0.01, full_step_seconds=0.01, is_busy=True, waiting={"a": 300.0})
 IDLE = Pace(tokens_per_second=100.0, step_seconds=0.01, full_step_seconds=0.01, least_step_seconds=0.01)
@@ -46,6 +50,20 @@ def test_expected_requests_count_until_they_have_a_backend() -> None:
     gate.expect("m", SMALL, 4.5)
 
 
+def test_requests_of_no_size_leave_nothing_behind_either() -> None:
+    gate = forecast(BUSY)
+    done = [gate.expect("m", Demand("a", *size), None) for size in ((0, 0), (10, 10), (0, 0))]
+    for one in done:
+        one()
+    assert not gate._coming["m"]
+
+
+def test_an_impossible_width_does_not_count_against_others() -> None:
+    request = text_pb2.GenerateTextRequest(text="a", config=config_pb2.GenerationConfig(num_beams=1 << 31))
+    info = model_pb2.GetModelInfoResponse(limits=model_pb2.Limits(max_context_tokens=100, max_running_sequences=8))
+    assert to_demand(request, "a", info).sequences == 8
+
+
 def test_what_was_sent_since_the_report_counts() -> None:
     with pytest.raises(ResourceExhausted):
         forecast(BUSY, sent={"a": 200.0}).expect("m", SMALL, 4.5)
@@ -54,6 +72,28 @@ def test_what_was_sent_since_the_report_counts() -> None:
 def test_a_backend_that_reports_no_pace_refuses_nothing() -> None:
     forecast(Pace()).expect("m", SMALL, 0.001)
     forecast().expect("m", SMALL, 0.001)
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("field", ["tokens_per_second", "step_seconds", "output_tokens", "headroom", "waiting"])
+def test_figures_that_no_engine_has_are_none(field: str, figure: float) -> None:
+    pace = admin_pb2.Pace(tokens_per_second=1.0, step_seconds=1.0, is_busy=True)
+    if field == "waiting":
+        pace.waiting.add(fair_share_key="a", tokens=figure)
+    else:
+        setattr(pace, field, figure)
+    gate = forecast(to_pace(admin_pb2.Load(pace=pace)))
+    done = gate.expect("m", SMALL, 0.001)
+    done()
+    assert not gate._coming["m"]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(math.nan, 0.0), (math.inf, 86_400.0), (-1.0, 0.0), (2.5, 2.5)])
+def test_an_error_asks_for_a_wait_that_there_is(seconds: float, told: float) -> None:
+    error = ResourceExhausted("full", reason="OVERLOADED", retry_after_seconds=seconds)
+    again = from_status(to_status(error))
+    assert again.retry_after_seconds == told
+    assert dict(trailing_metadata(error))["grpc-retry-pushback-ms"] == str(int(told * 1000))
 
 
 def test_a_request_that_an_idle_engine_could_not_end_is_let_in_unless_others_wait() -> None:

@@ -212,6 +212,36 @@ def test_a_new_process_begins_anew() -> None:
     world.eject()
     world.outliers.forget("a")
     assert not world.outliers.is_ejected("a")
+    # Who shows ejections learns of it.
+    assert world.told[-1] == ("a", "")
+    world.outliers.forget("b")
+    assert len(world.told) == 2
+
+
+def test_a_backend_whose_every_request_fails_stands_out_also_where_none_begins() -> None:
+    world = World()
+    world.note("b", Outcome.STARTED, 20)
+    world.note("a", Outcome.INTERNAL, 9)
+    assert not world.outliers.is_ejected("a")
+    world.note("a", Outcome.INTERNAL)
+    assert world.told == [("a", "share")]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.UNAVAILABLE, Outcome.INTERNAL])
+def test_an_attempt_that_begins_and_fails_is_one(outcome: Outcome) -> None:
+    world = World(consecutive=0, share=0.6)
+    world.note("b", Outcome.STARTED, 20)
+    for turn in range(12):
+        world.outliers.note("a", Outcome.STARTED)
+        if turn % 2:
+            world.outliers.note("a", outcome, has_begun=True)
+    # Half of them fail.
+    assert not world.outliers.is_ejected("a")
+    for _ in range(4):
+        world.outliers.note("a", Outcome.STARTED)
+        world.outliers.note("a", outcome, has_begun=True)
+    # 10 of 16.
+    assert world.outliers.is_ejected("a")
 
 
 @pytest.mark.parametrize(

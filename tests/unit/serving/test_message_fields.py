@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -45,15 +46,44 @@ def test_fields_within_messages_count_and_lists_of_numbers_are_one() -> None:
     assert (error.field or "").startswith("config.logit_bias")
 
 
-def test_deep_messages_are_counted_without_recursion() -> None:
+def deep(levels: int) -> bytes:
+    """Make a request with so many lists within each other."""
     value = b""
-    for _ in range(5000):
+    for _ in range(levels):
         # ListValue.values in Value.list_value
         value = b"\x0a" + _length(value) + value
         value = b"\x32" + _length(value) + value
     entry = b"\x12" + _length(value) + value
     struct = b"\x0a" + _length(entry) + entry
-    assert refused(b"\x2a" + _length(struct) + struct, 2000) is not None
+    return b"\x2a" + _length(struct) + struct
+
+
+def test_deep_messages_are_counted_without_recursion() -> None:
+    assert refused(deep(5000), 2000) is not None
+
+
+@pytest.mark.parametrize("limit", [3000, 100_000])
+def test_deep_messages_take_no_memory(limit: int) -> None:
+    data = deep(2000)
+    tracemalloc.start()
+    try:
+        refused(data, limit)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_fields_that_are_not_known_count_for_the_message_that_has_them() -> None:
+    unknown = b"\xfa\x7f\x00"
+    config = 10 * unknown
+    descriptor = text_pb2.GenerateTextRequest.DESCRIPTOR
+    number = descriptor.fields_by_name["config"].number
+    error = refused(bytes((number << 3 | 2, len(config))) + config, 5, descriptor)
+    assert error is not None
+    assert error.field == "config"
+    error = refused(10 * unknown, 5, descriptor)
+    assert error is not None
+    assert error.field == "request"
 
 
 def _length(data: bytes) -> bytes:

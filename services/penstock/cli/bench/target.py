@@ -144,7 +144,8 @@ class Target:
         """Ask for the model's vocabulary size. Raises PenstockError; StartupError at the address of another service."""
         direct = self._config.direct
         try:
-            if direct and await self._is_router():
+            # A router has the model's service as well, for operators.
+            if direct and await self._has_service(direct=False):
                 raise StartupError(f"{self._config.address} is a router: leave --direct out", flag="--direct")
             return await self._vocab_size(direct=direct)
         except grpc.RpcError as error:
@@ -163,24 +164,19 @@ class Target:
         model = await self._text.GetModel(text_pb2.GetModelRequest(name=self._config.model or ""), **call)
         return int(model.model.vocab_size)
 
-    async def _is_router(self) -> bool:
-        """True when the server has the text service; a router has the model's as well, for operators."""
+    async def _has_service(self, *, direct: bool) -> bool:
+        """True when the server has the text service, or for `direct` the model's, whatever it answers."""
         try:
-            await self._vocab_size(direct=False)
+            await self._vocab_size(direct=direct)
         except grpc.RpcError as error:
             return not isinstance(from_rpc_error(error), Unimplemented)
         return True
 
     async def _wrong_service(self) -> StartupError:
-        """Find the service at the address: a server that has the other method is the other service, for any answer."""
-        address, direct = self._config.address, self._config.direct
-        try:
-            await self._vocab_size(direct=not direct)
-        except grpc.RpcError as error:
-            if isinstance(from_rpc_error(error), Unimplemented):
-                return StartupError(f"{address} is neither a router nor a generation service", flag="--address")
-        if direct:
-            return StartupError(f"{address} is a router: leave --direct out", flag="--direct")
+        """Make the error for a server without the service that was asked for; with --direct it is no router."""
+        address = self._config.address
+        if self._config.direct or not await self._has_service(direct=True):
+            return StartupError(f"{address} is neither a router nor a generation service", flag="--address")
         return StartupError(f"{address} is a generation service: add --direct, or give a router", flag="--direct")
 
     async def run(self, prompt: BenchPrompt, due: float) -> Sample:

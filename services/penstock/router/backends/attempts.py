@@ -64,6 +64,8 @@ class Trial:
     def __init__(self, state: RequestState, needed: int) -> None:
         """Begin it. It is passed with `needed` tokens more."""
         self.state = state
+        # Those that it is tried for: what comes after it passed is another matter.
+        self.deaths = tuple(state.suspect.deaths)
         self._attempt = state.attempts
         self._tokens = state.num_tokens + needed
         state.suspect.is_tried = True
@@ -176,6 +178,8 @@ class Attempts:
         Raises Internal POISON when it is the cause.
         """
         deaths = self._pool.deaths
+        # One that passed its trial is cleared before it is judged again.
+        self._on_trial()
         # A verdict comes in time by itself; the limit is for a clock that does not run.
         until = time.monotonic() + 2 * self._config.death_verdict_seconds
         while (blame := deaths.blame(suspect)) is Blame.OPEN:
@@ -215,7 +219,7 @@ class Attempts:
                 del self._trials[key]
                 trial.state.suspect.is_tried = False
                 if trial.has_passed:
-                    self._pool.deaths.acquit(trial.state.suspect)
+                    self._pool.deaths.acquit(trial.state.suspect, trial.deaths)
         return set(self._trials)
 
     async def _wait_for_trial(self, state: RequestState) -> Backend | None:

@@ -17,7 +17,7 @@ import grpc
 from penstock.common.errors import PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.common.pace import Pace
-from penstock.router.aio import until_first, until_silent
+from penstock.router.aio import is_cancelled, until_first, until_silent
 from penstock.router.backends.deaths import Deaths
 from penstock.router.backends.outliers import FAILURES, Outcome, Outliers, Probe, outcome_of
 from penstock.router.backends.prefix_index import PrefixIndex
@@ -42,6 +42,8 @@ from penstock.v1 import (
 GenerationStub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 AnswerT = TypeVar("AnswerT")
 HEALTH_NAME = "penstock.v1.GenerationService"
+# Above it a reported figure is none that an engine has.
+_MOST_FIGURE = 1e15
 _log = get_logger("penstock.router")
 
 
@@ -119,10 +121,12 @@ class Backend:
         self.pace = Pace()
         self.sent_tokens: dict[str, float] = {}
         self._has_report = self._serving = False
-        # Number of reports that show progress, so far.
-        self._progress = 0
+        # Number of reports so far, and of those that show progress.
+        self._num_reports = self._progress = 0
         # Death that the session's engine told of, before the process went.
         self._told_death: Death | None = None
+        # time.monotonic() of the last loss that was counted on this connection.
+        self._lost_at = -math.inf
         self._prefixes = PrefixIndex(config.max_known_blocks)
 
     @property
@@ -207,42 +211,51 @@ class Backend:
             return answer
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
-            # A status without a reason is not the backend's: the connection broke.
-            if failure.reason == "UNKNOWN" and error.code() in _BROKEN:
+            if is_broken(error, failure):
                 self._doubt()
                 outcome = Outcome.LOST
-                raise _backend_lost() from error
+                raise backend_lost() from error
             if failure.reason in STEP_REASONS:
                 if failure.reason == "STEP_FAILED":
                     self._on_step_failed(suspect)
                 outcome = Outcome.LOST
-                raise _backend_lost() from error
+                raise backend_lost() from error
             outcome = outcome_of(failure)
             raise failure from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
             # Our own end of the connection was closed: the backend counts as lost.
             self._doubt()
-            raise _backend_lost() from None
+            outcome = Outcome.LOST
+            raise backend_lost() from None
         finally:
             self._callers.remove(suspect)
             self._note_outcome(outcome, probe)
 
-    def _note_outcome(self, outcome: Outcome, probe: Probe | None) -> None:
+    def _note_outcome(self, outcome: Outcome, probe: Probe | None, has_begun: bool = False) -> None:
         """Count an outcome. A backend that is not ready has told so, and refuses by right."""
         is_failure = outcome in FAILURES
+        if outcome is Outcome.LOST and probe is None and self._is_same_loss():
+            return
         if is_failure:
             self._metrics.backend_failures(self.where.target, outcome.value).inc()
         if not is_failure or probe is not None or self.state is BackendState.READY:
-            self._outliers.note(self.key, outcome, probe)
+            self._outliers.note(self.key, outcome, probe, has_begun=has_begun)
+
+    def _is_same_loss(self) -> bool:
+        """True when a loss was counted a moment ago: one connection or process takes all of its requests with it."""
+        now = time.monotonic()
+        if now - self._lost_at < self._config.death_verdict_seconds:
+            return True
+        self._lost_at = now
+        return False
 
     def _doubt(self) -> None:
         """Note that the process may have died: a connection of it ended, with work of ours."""
-        running = [*self._callers, *(self._session.suspects() if self._session is not None else ())]
         if self._told_death is not None:
             return
+        running = [*self._callers, *(self._session.suspects() if self._session is not None else ())]
         if self._doubts and self._doubts[-1].is_death is None:
             self._deaths.add(self._doubts[-1], running)
             return
@@ -257,11 +270,16 @@ class Backend:
 
     def _judge_by_time(self, doubt: Death) -> None:
         """Take a process that could not be reached for so long for dead. Until it answers, if it does."""
-        if doubt.is_death is None:
-            is_here = self._session is not None and self._has_report
-            self._deaths.judge(doubt, is_death=not is_here)
-            if is_here:
-                self._doubts.remove(doubt)
+        if doubt.is_death is not None:
+            return
+        is_told = doubt is self._told_death
+        # One that told of its end, and takes no work any more, is on its way out.
+        is_here = self._session is not None and self._has_report and (not is_told or self.state is BackendState.READY)
+        self._deaths.judge(doubt, is_death=not is_here)
+        if is_here:
+            self._doubts.remove(doubt)
+            if is_told:
+                self._told_death = None
 
     def _judge_by_start(self, report: admin_pb2.Load) -> None:
         """Judge the doubts by the process that answers now. Services of the last release tell their steps only."""
@@ -355,6 +373,7 @@ class Backend:
         self.pace = Pace()
         self._has_report = self._serving = False
         self._told_death = None
+        self._lost_at = -math.inf
         try:
             await until_first(
                 session.run_reader(),
@@ -377,7 +396,6 @@ class Backend:
         # that drained was told to, even if its grace left work unfinished: no request is to blame for a restart.
         if self._told_death is not None:
             self._deaths.judge(self._told_death, is_death=True)
-            self._note_outcome(Outcome.LOST, None)
         elif was_usable and self.in_flight and not self._report.draining:
             self._doubt()
             self._note_outcome(Outcome.LOST, None)
@@ -386,7 +404,7 @@ class Backend:
         self._prefixes.clear()
         if was_usable:
             self._metrics.backend_losses.labels(self.where.target).inc()
-        session.lose(None)
+        session.lose()
 
     async def _watch_load(self, channel: Channel) -> None:
         stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
@@ -400,12 +418,16 @@ class Backend:
 
     def _on_step_failed(self, suspect: Suspect) -> None:
         """Note that a step broke in which a request was: the process ends, and only such requests may be the cause."""
-        if self._told_death is None:
-            self._told_death = self._new_doubt([suspect])
-        else:
+        if self._told_death is not None:
             self._deaths.add(self._told_death, [suspect])
+            return
+        if self._doubts and self._doubts[-1].is_death is None:
+            # A connection that ended before its engine's last word was read: one end is not two deaths.
+            self._deaths.judge(self._doubts.pop(), is_death=False)
+        self._told_death = self._new_doubt([suspect])
 
     def _take_report(self, report: admin_pb2.Load) -> None:
+        self._num_reports += 1
         is_busy = report.HasField("step_seconds") and not report.step_overdue
         self._progress += is_busy or report.step != self._report.step
         was_full = self.is_full
@@ -445,7 +467,8 @@ class Backend:
         """Give attempts up that stand still for the stall timeout while the backend has fewer requests than ours."""
         while True:
             await asyncio.sleep(self._config.stall_timeout_seconds / FORGOTTEN_LOOKS)
-            session.look_for_forgotten(self._report.waiting_requests + self._report.running_requests)
+            known = self._report.waiting_requests + self._report.running_requests
+            session.look_for_forgotten(known, self._num_reports)
 
     def _refresh_state(self) -> None:
         report = self._report
@@ -465,10 +488,23 @@ class Backend:
 
 
 def to_pace(report: admin_pb2.Load) -> Pace:
-    """Return a report's figures; those of a backend that reports none refuse nothing."""
+    """Return a report's figures; those of a backend that reports none, or such as none has, refuse nothing."""
     if not report.HasField("pace"):
         return Pace()
     pace = report.pace
+    figures = (
+        pace.tokens_per_second,
+        pace.step_seconds,
+        pace.least_step_seconds,
+        pace.full_step_seconds,
+        pace.output_tokens,
+        pace.headroom,
+        *pace.output_shares,
+        *(entry.tokens for entry in pace.waiting),
+    )
+    # NaN fails the comparison, and would stay in every sum.
+    if not all(abs(figure) < _MOST_FIGURE for figure in figures):
+        return Pace()
     return Pace(
         tokens_per_second=pace.tokens_per_second,
         step_seconds=pace.step_seconds,
@@ -483,7 +519,13 @@ def to_pace(report: admin_pb2.Load) -> Pace:
     )
 
 
-def _backend_lost() -> Unavailable:
+def is_broken(error: grpc.aio.AioRpcError, failure: PenstockError) -> bool:
+    """True when a call ended since its connection did: a status without a reason is not the backend's."""
+    return failure.reason == "UNKNOWN" and error.code() in _BROKEN
+
+
+def backend_lost() -> Unavailable:
+    """Make the error of a call whose backend was lost."""
     return Unavailable("the backend was lost", reason="BACKEND_LOST", retry_after_seconds=1.0)
 
 

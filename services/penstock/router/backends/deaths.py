@@ -74,11 +74,12 @@ class Deaths:
         # Where backends die without it, its presence does not explain why: then it takes one death more.
         return Blame.OWN if len(own) >= _MANY or all(death in own for death in recent) else Blame.NONE
 
-    def acquit(self, suspect: Suspect) -> None:
-        """Clear a request that was tried and passed."""
-        for death in suspect.deaths:
+    def acquit(self, suspect: Suspect, deaths: Iterable[Death]) -> None:
+        """Clear a request of the deaths that it was tried for: it passed."""
+        tried_for = set(deaths)
+        for death in tried_for:
             death.suspects.discard(suspect.number)
-        suspect.deaths.clear()
+        suspect.deaths[:] = [death for death in suspect.deaths if death not in tried_for]
 
     def convict(self, suspect: Suspect) -> None:
         """Explain the deaths of a request by it: nobody else is suspected for them."""

@@ -13,6 +13,8 @@ from penstock.router.config import RouterConfig
 # Share of a deadline that the router counts on. A little stricter than the engine, whose refusal comes after a prompt
 # was encoded for nothing.
 _SHARE_OF_DEADLINE = 0.95
+# Fewer tokens are nothing.
+_LEAST_TOKENS = 0.5
 
 
 class Forecast:
@@ -67,7 +69,7 @@ class Forecast:
 
     def _arrived(self, model: str, tenant: str, tokens: float) -> None:
         coming = self._coming[model]
-        coming[tenant] -= tokens
+        left = coming.pop(tenant, 0.0) - tokens
         # Of sums of fractions something may be left over.
-        if coming[tenant] < 0.5:
-            del coming[tenant]
+        if left >= _LEAST_TOKENS:
+            coming[tenant] = left

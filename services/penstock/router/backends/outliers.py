@@ -138,8 +138,8 @@ class Outliers:
         record.probe = Probe(self._clock() + self._config.probe_seconds)
         return record.probe
 
-    def note(self, key: str, outcome: Outcome, probe: Probe | None = None) -> None:
-        """Count an outcome of an attempt; `probe`: it was that one."""
+    def note(self, key: str, outcome: Outcome, probe: Probe | None = None, *, has_begun: bool = False) -> None:
+        """Count an outcome of an attempt; `probe`: it was that one. `has_begun`: its STARTED was counted before."""
         record = self._records.get(key)
         if record is None:
             record = self._records[key] = _Record()
@@ -155,17 +155,18 @@ class Outliers:
             record.in_a_row = 0
             self._part(record).attempts += 1
         elif outcome in FAILURES:
-            self._failed(key, record, outcome)
+            self._failed(key, record, outcome, has_begun=has_begun)
 
     def forget(self, key: str) -> None:
-        """Forget a backend that is gone."""
-        self._records.pop(key, None)
+        """Forget a backend that is gone, or has another process: it is not ejected any more."""
+        record = self._records.pop(key, None)
+        if record is not None and record.ejected_until is not None:
+            self._on_change(key, "")
 
-    def _failed(self, key: str, record: _Record, outcome: Outcome) -> None:
+    def _failed(self, key: str, record: _Record, outcome: Outcome, *, has_begun: bool) -> None:
         part = self._part(record)
         part.failures += 1
-        if outcome is Outcome.UNAVAILABLE:
-            part.attempts += 1
+        part.attempts += not has_begun
         if outcome is not Outcome.INTERNAL:
             # A request may be what breaks a step: such errors count only against those of the peers.
             record.in_a_row += 1

@@ -46,13 +46,10 @@ from penstock.v1 import common_pb2, generation_pb2, model_pb2
 _log = get_logger("penstock.router")
 # A backend may see a deadline pass a little earlier than this process.
 _DEADLINE_SLACK_SECONDS = 1.0
-
-
 # In place of the number of the next frame: none may come before Started, and none after the last token.
 _NOT_STARTED, _ENDED = -1, -2
 # A stall timeout is counted in this many looks.
 FORGOTTEN_LOOKS = 8
-
 # Reasons of requests whose backend's engine broke: of those that were in the step, and of all others.
 STEP_REASONS = frozenset(("STEP_FAILED", "ENGINE_FAILED"))
 
@@ -72,6 +69,7 @@ class Attempt:
         "probe",
         "quiet_looks",
         "repeats_ended",
+        "seen_reports",
         "seen_seq",
         "state",
         "wire_id",
@@ -104,8 +102,15 @@ class Attempt:
         self.num_frames = 0
         # Looks in a row that found it where it was; see look_for_forgotten.
         self.quiet_looks, self.seen_seq = 0, self.expected_seq
+        # Number of load reports at the first look.
+        self.seen_reports: int | None = None
         # True when some sequence had ended before: it was sent to the backend again, which may go on with it.
         self.repeats_ended = any(sequence.result is not None for sequence in state.sequences.values())
+
+    @property
+    def has_begun(self) -> bool:
+        """True once Started has come."""
+        return self.expected_seq != _NOT_STARTED
 
     def abort(self) -> None:
         """Tell the backend to stop, and forget the attempt."""
@@ -127,10 +132,10 @@ class BackendSession:
         on_step_failed: Callable[[Suspect], None] = lambda _: None,
         *,
         info: model_pb2.GetModelInfoResponse | None = None,
-        on_outcome: Callable[[Outcome, Probe | None], None] = lambda *_: None,
+        on_outcome: Callable[[Outcome, Probe | None, bool], None] = lambda *_: None,
     ) -> None:
         """Make it. `on_step_failed`: a request was in a step of the backend's engine that broke; `on_outcome` is called
-        for every attempt, as it goes.
+        for every attempt, as it goes, with its probe and True once it had begun.
 
         `info` is about the backend's model: what its answers are held against.
         """
@@ -181,33 +186,37 @@ class BackendSession:
     def abort(self, attempt: Attempt) -> None:
         """Forget an attempt and tell the backend."""
         if self._forget(attempt) and not self._closed:
-            self._on_outcome(Outcome.NEUTRAL, attempt.probe)
+            self._note(attempt, Outcome.NEUTRAL)
             command = generation_pb2.SessionAbort(request_id=attempt.wire_id, attempt_epoch=attempt.epoch)
             self._commands.append(generation_pb2.SessionRequest(abort=command))
             self._wakeup.set()
 
-    def lose(self, error: PenstockError | None) -> None:
+    def lose(self) -> None:
         """Give up every attempt: the stream is gone, and its requests need another backend."""
         self._closed = True
         attempts, self._attempts = self._attempts, {}
         self._by_handle.clear()
         for attempt in attempts.values():
             if attempt.probe is not None:
-                self._on_outcome(Outcome.LOST, attempt.probe)
-            attempt.state.on_lost(Loss(error, self._backend))
+                # The loss itself is the backend's, whatever number of attempts it had.
+                self._note(attempt, Outcome.LOST)
+            attempt.state.on_lost(Loss(None, self._backend))
 
-    def look_for_forgotten(self, known: int) -> None:
+    def look_for_forgotten(self, known: int, reports: int) -> None:
         """Give up attempts that have stood still for FORGOTTEN_LOOKS looks, at each of which the backend had fewer
         requests (`known`) than were sent to it: others keep the session busy, and nobody else would notice.
 
-        A look at a session that was silent since the last one says nothing: its messages may be on their way.
+        A look at a session that was silent since the last one says nothing: its messages may be on their way. `reports`
+        is the number of those that tell so: one that is older than an attempt says nothing about it.
         """
         if self.frames == self._seen_frames:
             return
         self._seen_frames = self.frames
         is_short = known < len(self._attempts)
         for attempt in list(self._attempts.values()):
-            is_quiet = is_short and attempt.expected_seq == attempt.seen_seq
+            if attempt.seen_reports is None:
+                attempt.seen_reports = reports
+            is_quiet = is_short and reports > attempt.seen_reports and attempt.expected_seq == attempt.seen_seq
             attempt.quiet_looks = attempt.quiet_looks + 1 if is_quiet else 0
             attempt.seen_seq = attempt.expected_seq
             if attempt.quiet_looks >= FORGOTTEN_LOOKS:
@@ -275,14 +284,14 @@ class BackendSession:
             raise BrokenPromise("started twice")
         attempt.expectations.check_started(started)
         attempt.expected_seq = 0
-        self._on_outcome(Outcome.STARTED, attempt.probe)
+        self._note(attempt, Outcome.STARTED)
         attempt.state.on_started(started, now)
 
     def _on_tokens(self, tokens: generation_pb2.SessionTokens, batch: Batch) -> int:
         # Copies as lists: every access to a message's own field costs more than the copy.
         handles, seqs, token_ids = tokens.handles[:], tokens.seqs[:], tokens.token_ids[:]
         if not len(handles) == len(seqs) == len(token_ids):
-            self._on_outcome(Outcome.PROTOCOL, None)
+            self._on_outcome(Outcome.PROTOCOL, None, True)
             raise _broken("columns of different lengths")
         if token_ids and max(token_ids) >= self._vocab_size:
             self._break_off_where(handles, token_ids, lambda _, one: one >= self._vocab_size, "an id of no token")
@@ -392,7 +401,7 @@ class BackendSession:
         if any(one.finish_reason == common_pb2.FINISH_REASON_ABORTED for one in finished.sequences):
             # Its operator ended the request there, or a drain did: no lie, and no end of the request.
             self._forget(attempt)
-            self._on_outcome(Outcome.INTERNAL, attempt.probe)
+            self._note(attempt, Outcome.INTERNAL)
             state.on_lost(Loss(None, self._backend))
             return 0
         if delta is None:
@@ -401,33 +410,24 @@ class BackendSession:
         ids = delta.token_ids[:]
         self._end_sequence(state.sequence(delta.index), delta, ids, batch)
         self._forget(attempt)
-        self._on_outcome(Outcome.FINISHED, attempt.probe)
+        self._note(attempt, Outcome.FINISHED)
         state.on_backend_finished(finished)
         return len(ids)
 
     def _on_error(self, attempt: Attempt, error: generation_pb2.RequestError, now: float) -> None:
-        status = status_pb2.Status(code=error.code, message=error.message)
-        if error.status_details:
-            try:
-                status = status_pb2.Status.FromString(error.status_details)
-            except DecodeError:
-                raise BrokenPromise("a status that is none") from None
-        if not error.code or error.code not in CODE_BY_NUMBER or status.code != error.code:
-            raise BrokenPromise("an error without a code")
-        failure = from_status(status)
+        failure = _failure_of(error)
         if failure.reason in STEP_REASONS:
             # The process goes. Only a request that was in the step may be the cause.
             if failure.reason == "STEP_FAILED":
                 self._on_step_failed(attempt.state.suspect)
             self._forget(attempt)
-            self._on_outcome(Outcome.LOST, attempt.probe)
+            self._note(attempt, Outcome.LOST)
             attempt.state.on_lost(Loss(None, self._backend))
             return
-        deadline = attempt.state.timings.deadline
-        if isinstance(failure, DeadlineExceeded) and (deadline is None or now < deadline - _DEADLINE_SLACK_SECONDS):
+        if isinstance(failure, DeadlineExceeded) and not _may_be_late(attempt, now):
             raise BrokenPromise("a deadline that has not passed")
         self._forget(attempt)
-        self._on_outcome(outcome_of(failure), attempt.probe)
+        self._note(attempt, outcome_of(failure))
         # A stream that has begun cannot be shed: when this backend has no room for it, it cannot be moved here.
         is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.state.has_tokens
         if isinstance(failure, Unavailable) or is_elsewhere:
@@ -447,10 +447,33 @@ class BackendSession:
     def _break_off(self, attempt: Attempt, what: str) -> None:
         """Give an attempt up: the backend broke the protocol, so its further frames cannot be trusted."""
         _log.warning("backend broke the protocol", backend=self._backend, what=what)
-        probe, attempt.probe = attempt.probe, None
-        self._on_outcome(Outcome.PROTOCOL, probe)
+        self._note(attempt, Outcome.PROTOCOL)
+        attempt.probe = None
         self.abort(attempt)
         attempt.state.on_lost(Loss(_broken(what), self._backend))
+
+    def _note(self, attempt: Attempt, outcome: Outcome) -> None:
+        self._on_outcome(outcome, attempt.probe, attempt.has_begun)
+
+
+def _failure_of(error: generation_pb2.RequestError) -> PenstockError:
+    """Return a request's error. Raises BrokenPromise."""
+    status = status_pb2.Status(code=error.code, message=error.message)
+    try:
+        if error.status_details:
+            status = status_pb2.Status.FromString(error.status_details)
+        failure = from_status(status)
+    except DecodeError:
+        raise BrokenPromise("a status that is none") from None
+    if not error.code or error.code not in CODE_BY_NUMBER or status.code != error.code:
+        raise BrokenPromise("an error without a code")
+    return failure
+
+
+def _may_be_late(attempt: Attempt, now: float) -> bool:
+    """True when the deadline has passed. One that waits is ended as soon as it cannot end in time any more."""
+    deadline = attempt.state.timings.deadline
+    return deadline is not None and (not attempt.has_begun or now >= deadline - _DEADLINE_SLACK_SECONDS)
 
 
 def _is_end(attempt: Attempt, token_id: int) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from penstock.common.errors import DeadlineExceeded, PenstockError, Unavailable
+from penstock.common.errors import Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.router.backends.attempts import Attempts
@@ -14,7 +14,6 @@ from penstock.router.backends.backend import Backend, GenerationStub
 from penstock.router.backends.outliers import Probe
 from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
-from penstock.router.backends.session import STEP_REASONS
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.suspect import Suspect
@@ -59,16 +58,14 @@ class UnaryAttempts:
             backend, probe = await self._choose(model, hashes, lost_on, first=attempt == 0)
             try:
                 return await backend.call(call, hashes, deadline, suspect, probe)
-            except PenstockError as error:
-                if not _is_elsewhere(error):
-                    raise
+            except Unavailable as error:
                 lost_on.add(backend.key)
                 await self._check_again(error, attempt, suspect)
             self._metrics.retries.inc()
             _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 2)
         raise self._attempts.nowhere(model)
 
-    async def _check_again(self, error: PenstockError, attempt: int, suspect: Suspect) -> None:
+    async def _check_again(self, error: Unavailable, attempt: int, suspect: Suspect) -> None:
         await self._attempts.check_blame(suspect)
         if attempt + 1 >= self._config.max_attempts or not self._attempts.may_retry():
             raise error
@@ -87,10 +84,3 @@ class UnaryAttempts:
                 return backend, None
             if left <= 0 or not await self._pool.changed(left):
                 raise self._attempts.nowhere(model)
-
-
-def _is_elsewhere(error: PenstockError) -> bool:
-    """True when another backend may be able to answer."""
-    if isinstance(error, DeadlineExceeded):
-        return False
-    return isinstance(error, Unavailable) or error.reason in STEP_REASONS

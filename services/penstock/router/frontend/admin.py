@@ -6,7 +6,9 @@ The backend is named by the call's metadata `penstock-backend`, and need not be 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -14,7 +16,8 @@ import grpc
 from penstock.common.config import is_loopback
 from penstock.common.credentials import TokenFile
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, from_rpc_error
-from penstock.router.backends.backend import Backend
+from penstock.router.aio import is_cancelled
+from penstock.router.backends.backend import Backend, backend_lost, is_broken
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.serving.transport import ServerCall
@@ -74,10 +77,23 @@ class Forwarding:
         """Make the call with a single answer, with the caller's deadline. Raises the backend's error."""
         backend = self.backend_of(context)
         call: Callable[..., Awaitable[Any]] = getattr(make_stub(_channel(backend)), method)
-        try:
+        with _errors():
             return await call(request, timeout=context.time_remaining())
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Raise a backend's errors as ours: its own, and Unavailable BACKEND_LOST when it was lost meanwhile."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        failure = from_rpc_error(error)
+        raise (backend_lost() if is_broken(error, failure) else failure) from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        # Our own end of the connection was closed.
+        raise backend_lost() from None
 
 
 def _channel(backend: Backend) -> grpc.aio.Channel:
@@ -107,10 +123,9 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
             request, timeout=context.time_remaining()
         )
         try:
-            async for report in reports:
-                await context.write(report)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            with _errors():
+                async for report in reports:
+                    await context.write(report)
         finally:
             reports.cancel()
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.common.credentials import bearer_token
 from penstock.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from penstock.common.fair_order import FairOrder
 from penstock.router.config import RouterConfig
@@ -21,10 +22,11 @@ DEFAULT_TENANT = "default"
 
 
 def tenant_of(config: RouterConfig, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Hash of the caller's credentials; a constant where no authentication is needed."""
+    """Hash of the caller's token, which it may spell as it likes; a constant where no authentication is needed."""
     if config.auth_token_file is None:
         return DEFAULT_TENANT
-    return hashlib.sha256(str(dict(metadata or ()).get("authorization", "")).encode()).hexdigest()
+    token = bearer_token(dict(metadata or ()).get("authorization"))
+    return hashlib.sha256(token or b"").hexdigest()
 
 
 def fair_share_key(tenant: str) -> str:
@@ -115,6 +117,8 @@ class Admission:
         self._live_of[tenant] -= 1
         if not self._live_of[tenant]:
             del self._live_of[tenant]
+            if tenant not in self._queues:
+                self._order.forget(tenant)
         while self._live < self._max_live:
             following = next((one for one in self._order if self._may_take(one)), None)
             if following is None:
@@ -168,8 +172,13 @@ class Admission:
         self._note_empty()
 
     def _drop_if_empty(self, tenant: str) -> None:
-        if not self._queues[tenant]:
-            del self._queues[tenant]
+        if self._queues[tenant]:
+            return
+        del self._queues[tenant]
+        if tenant in self._live_of:
+            # What it was given counts while it has some of it: else it would start anew whenever its queue is empty.
+            self._order.stop_waiting(tenant)
+        else:
             self._order.forget(tenant)
 
     def _note_empty(self) -> None:

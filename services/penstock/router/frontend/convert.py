@@ -149,11 +149,15 @@ def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResp
         prompt_tokens = len(request.token_ids.ids)
     # Unset: as much as fits the context, of which answers take a part only.
     longest = max(info.limits.max_context_tokens - prompt_tokens, 1) if info is not None else MAX_OUTPUT_TOKENS
+    sequences = max(1, config.num_return_sequences, config.num_beams)
+    if info is not None and info.limits.max_running_sequences:
+        # The backend refuses more. Until it does, an impossible number must not count against others.
+        sequences = min(sequences, info.limits.max_running_sequences)
     return Demand(
         tenant=key,
         prompt_tokens=prompt_tokens,
         max_output_tokens=min(config.max_new_tokens, longest) if config.HasField("max_new_tokens") else longest,
-        sequences=max(1, config.num_return_sequences, config.num_beams),
+        sequences=sequences,
     )
 
 

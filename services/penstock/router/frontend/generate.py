@@ -109,20 +109,20 @@ class _Call:
         parts.attempts.check_capacity(self._model)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
         demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
-        held = [_Place(parts.forecast.expect(self._model, demand, self._left()))]
-        try:
+        # A stack: what is held is given back even where another's end fails.
+        with contextlib.ExitStack() as held:
+            coming = _Place(parts.forecast.expect(self._model, demand, self._left()))
+            held.callback(coming.give_back)
             await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
             place = _Place(partial(parts.admission.leave, tenant))
-            held.append(place)
-            held.append(_Place(parts.attempts.prepare(self._model)))
+            held.callback(place.give_back)
+            room = _Place(parts.attempts.prepare(self._model))
+            held.callback(room.give_back)
             self._timings.route = time.monotonic() - self._timings.received_at
             prompt = await self._prompt()
             state = self._make_state(request_id, tenant, prompt, demand)
             # All but the place: placed or not, from there on the backends' own figures count it.
-            await self._stream(state, prompt, place, [one for one in held if one is not place], grace_end)
-        finally:
-            for one in held:
-                one.give_back()
+            await self._stream(state, prompt, place, (coming, room), grace_end)
 
     def _info(self) -> model_pb2.GetModelInfoResponse | None:
         return self._parts.pool.models.get(self._model)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.common.errors import DeadlineExceeded, Internal, PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
-from penstock.router.aio import until_first, until_silent
+from penstock.router.aio import is_cancelled, until_first, until_silent
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
 from penstock.router.tokenizer.detokenize import Detokenizer
@@ -263,8 +263,7 @@ class TokenizerLink:
                     # Refused rather than lost (draining): give the link a moment to notice.
                     await asyncio.sleep(self._config.reconnect_min_seconds)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_cancelled():
                     raise
                 # The same, by grpc.aio.
             finally:
