@@ -139,6 +139,7 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         (("serve", "--tls-cert", "x.pem"), "--tls-key"),
         (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
         (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
+        (("serve", "generation", "--tenant-slowdown", "1"), "--tenant-slowdown must be 0 or above 1"),
         (("complete", "x", "--temperature", "hot"), "--temperature"),
         (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
         (("complete", "x", "--tls-ca", "/no/such.pem"), " --tls-ca"),
