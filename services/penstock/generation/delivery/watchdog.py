@@ -91,6 +91,7 @@ class Watchdog:
         try:
             state = (await self._loop.dump(0.0)).as_dict()
         except Exception as error:
-            # It is read beside a thread that is stuck anywhere; the alarm must go out without it, too.
-            state = {"unreadable": repr(error)}
+            # It is read beside a thread that is stuck anywhere; the alarm must go out without it, too. The error's text
+            # may hold what it was about, such as a request.
+            state = {"unreadable": type(error).__name__}
         _log.error("an engine step hangs: health is NOT_SERVING", seconds=round(view.seconds, 1), state=state)

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.generation.delivery.watchdog import Watchdog
 from penstock.generation.engine.step_watch import StepView
+from structlog.testing import capture_logs
 
 
 class Loop:
@@ -20,7 +21,7 @@ class Loop:
         self.forgiven.append(seconds)
 
     async def dump(self, wait_seconds: float | None = None) -> Any:
-        raise RuntimeError("it changed while it was read")
+        raise KeyError("a request with its prompt")
 
 
 class Hub:
@@ -85,6 +86,15 @@ async def test_the_alarm_is_raised_and_ends_with_the_step() -> None:
     await bench.look(seconds=0.1, began=12.0)
     await bench.look()
     assert bench.changes == [True, False]
+
+
+async def test_the_alarm_goes_out_without_a_state_and_tells_no_text_of_the_error() -> None:
+    bench = Bench()
+    with capture_logs() as records:
+        for _ in range(2):
+            await bench.look(seconds=11.0, began=1.0, is_overdue=True, is_hung=True)
+    (alarm,) = [record for record in records if record["log_level"] == "error"]
+    assert alarm["state"] == {"unreadable": "KeyError"}
 
 
 async def test_one_look_at_a_step_alone_raises_no_alarm() -> None:
