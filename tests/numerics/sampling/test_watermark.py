@@ -136,7 +136,7 @@ def test_synthid_is_found_where_it_is_and_not_elsewhere(options: SynthIdOptions)
 
 
 def test_synthids_table_is_made_once_for_a_request() -> None:
-    """Also where more requests with tables of their own draw in every step than are remembered: one takes milliseconds."""
+    """Also where more requests with tables of their own draw in a step than are remembered: one takes milliseconds."""
     sampler, rows = new_sampler(), []
     for seed in range(6):
         options = SynthIdOptions(2, (1, 2), sampling_table_seed=10**9 + seed, sampling_table_size=64)

@@ -35,7 +35,7 @@ TREE = [str(ROOT / "services"), str(ROOT / "clients" / "python")]
 
 
 def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter on this tree with its output captured; `variables` are added to an environment without ours."""
+    """Run an interpreter on this tree and capture its output; `variables` are added to an environment without ours."""
     return subprocess.run(
         [sys.executable, *arguments],
         input=stdin,

@@ -33,7 +33,8 @@ class Watchdog:
     """Watchdog of one engine. It looks only while requests are live. Belongs to the event loop.
 
     A step counts as hung when two looks in a row find it so. Time in which the whole process stood still (a stopped
-    container, a suspended machine) is not the step's: it makes the watchdog late for its look, by more than a heartbeat.
+    container, a suspended machine) is not the step's: the watchdog comes late for its look then, by more than a
+    heartbeat.
     """
 
     def __init__(

@@ -17,7 +17,13 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
-from penstock.generation.engine.admission import check_capacity, check_deadline, demand_of, must_end_in_time, output_limit
+from penstock.generation.engine.admission import (
+    check_capacity,
+    check_deadline,
+    demand_of,
+    must_end_in_time,
+    output_limit,
+)
 from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry

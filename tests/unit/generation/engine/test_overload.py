@@ -244,5 +244,7 @@ def test_prompts_progress_beside_all_decoding_sequences_of_several_tenants() -> 
     engine.add(request([99] * 25, fair_share_key="a", max_new_tokens=1))
     for _ in range(5):
         engine.step()
-    prompts = [entry.num_tokens for step in runner.steps for entry in step.scheduled if entry.sequence.token_ids[0] == 99]
+    prompts = [
+        entry.num_tokens for step in runner.steps for entry in step.scheduled if entry.sequence.token_ids[0] == 99
+    ]
     assert prompts == [5] * 5
