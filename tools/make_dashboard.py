@@ -130,9 +130,14 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     ],
     "Routing and failure": [
         (
-            "Backends and tokenizer up",
+            "Up, ejected, hung",
             "short",
-            [(f"sum({ROUTER}backend_up)", "backends"), (f"sum({ROUTER}tokenizer_up)", "tokenizer")],
+            [
+                (f"sum({ROUTER}backend_up)", "backends"),
+                (f"sum({ROUTER}tokenizer_up)", "tokenizer"),
+                (f"sum({ROUTER}backend_ejected)", "backends ejected"),
+                ("sum(penstock_engine_hung)", "engines that hang"),
+            ],
         ),
         (
             "Retries, moves, losses",

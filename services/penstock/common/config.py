@@ -129,7 +129,7 @@ class ServerConfig(TransportConfig):
     max_message_fields: int = option(
         65536,
         "Fields of one message of a caller, those of messages within it included: they are counted before any memory "
-        "is taken for them. A list of numbers is one.",
+        "is taken for them. A list of numbers is one. A message of a stream of requests may have twice as many.",
         group=LIMITS,
         minimum=1024,
     )

@@ -137,6 +137,9 @@ class GenerationApp:
             _log.warning("this process fails on purpose", failpoints=self._config.failpoints)
             runner = FailingRunner(runner, orders)
         engine = Engine(loaded.engine_config, runner, loaded.token_bytes, drafter=drafter, trace=trace)
+        # The first steps of a slow model must not seem to hang.
+        for rows, seconds in loaded.batch.measured:
+            engine.watch.note(rows, seconds)
         stats, metrics = engine.stats, self._metrics
 
         def deliver(step: int, outputs: list[RequestOutput]) -> None:

@@ -317,13 +317,14 @@ class GenerationServiceConfig(ServerConfig):
     )
     hung_step_seconds: float = option(
         EngineConfig.hung_step_seconds,
-        "A step that takes longer hangs, and health is NOT_SERVING until it ends,",
+        "A step that takes longer than this, and than --hung-step-factor allows, hangs: health is NOT_SERVING until it "
+        "ends.",
         group=PROGRESS,
         minimum=0.1,
     )
     hung_step_factor: float = option(
         EngineConfig.hung_step_factor,
-        "if it also takes this many times what steps of its size took.",
+        "A step hangs only when it takes this many times what steps of its size took, too.",
         group=PROGRESS,
         minimum=1,
     )
@@ -375,6 +376,8 @@ class GenerationServiceConfig(ServerConfig):
         ):
             if value not in allowed:
                 raise StartupError(f"{flag} must be one of {', '.join(allowed)}", flag=flag)
+        if 0.0 < self.tenant_slowdown <= 1.0:
+            raise StartupError("--tenant-slowdown must be 0 or above 1", flag="--tenant-slowdown")
         self.failpoint_orders()
         parse_memory(self.kv_memory)
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")

@@ -34,6 +34,9 @@ from penstock.common.request_context import REQUEST_ID_KEY, accept_request_id, c
 from penstock.http2.metadata import Metadata
 from penstock.serving.message_fields import bounded
 
+# Of the bound on a message's fields, for streams of requests: a router's message has some more fields than the client's
+# that it is made of, and an error would end the stream, with the requests of all clients.
+_STREAM_SHARE = 2
 # A serving.transport.ServerCall; handlers of generated code take it for a grpc.aio.ServicerContext.
 Context = Any
 Behavior = Callable[[Any, Context], Any]
@@ -115,7 +118,8 @@ class CallInterceptor:
 
         deserializer = inner.request_deserializer
         if deserializer is not None:
-            deserializer = bounded(deserializer, self._max_message_fields)
+            most = self._max_message_fields * (_STREAM_SHARE if inner.request_streaming else 1)
+            deserializer = bounded(deserializer, most)
         return handler_like(inner, handle, deserializer if inner.request_streaming else _lenient(deserializer))
 
     def admit(self, name: str, metadata: Metadata) -> bool:

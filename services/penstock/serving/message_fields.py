@@ -86,7 +86,7 @@ def check_fields(data: bytes, descriptor: Descriptor, limit: int) -> None:
     if at < end or any(at < whole for whole, _, _ in outer):
         largest = max(counts, key=lambda name: counts[name], default="") or "request"
         raise InvalidArgument(
-            largest, f"the message has more than the {limit} fields of --max-message-fields", reason="TOO_MANY"
+            largest, f"the message has more than the {limit} fields that --max-message-fields allows", reason="TOO_MANY"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.generation.app import GenerationApp
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import DeviceMemory
 from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.startup.batch_tuning import BatchTuning
 from penstock.serving.server import RunningServer
 from penstock.v1 import common_pb2, generation_pb2, model_pb2
 from prometheus_client import CollectorRegistry
@@ -262,6 +264,23 @@ async def test_the_models_own_defaults_are_told_and_used(folder: Path) -> None:
         assert list(info.default_stop.stop_strings) == ["zz"]
         outcome = await client.generate(request())
         assert outcome.started.generation_mode == common_pb2.GENERATION_MODE_SAMPLE
+
+
+async def test_the_first_steps_are_held_against_what_the_start_measured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a slow model that takes longer than --hung-step-seconds is no hang, also when it is the first."""
+    tuned = BatchTuning(512, ((64, 5.0), (512, 40.0)))
+    monkeypatch.setattr("penstock.generation.startup.load._batch", lambda *_: tuned)
+    async with generation_service(checkpoint) as client:
+        app: Any = client.running.service
+        watch = app._engine_loop._engine.watch
+        watch.begin()
+        watch.num_tokens = 512
+        view = watch.look(time.monotonic() + 60.0)
+        assert (view.is_overdue, view.is_hung) == (False, False)
+        assert watch.look(time.monotonic() + 500.0).is_hung
+        watch.end()
 
 
 async def test_while_it_loads_it_tells_how_far_and_takes_no_work(checkpoint: Path) -> None:

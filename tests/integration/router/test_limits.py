@@ -11,6 +11,7 @@ import pytest
 from factories.servers.emitting_backend import count_up
 from factories.servers.router import PATIENCE_SECONDS, Router, backend, chat, collect, generate, running_router, until
 from google.protobuf import struct_pb2
+from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument, from_rpc_error
 from penstock.v1 import admin_pb2, common_pb2, config_pb2, text_pb2, text_pb2_grpc
 
@@ -51,6 +52,24 @@ async def test_bad_field_is_named(request_message: Any, field: str) -> None:
         code, error = await failure(method(request_message))
         assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
         assert not one.submitted
+
+
+def of_the_most_fields() -> text_pb2.GenerateTextRequest:
+    """A request with as many fields as a message may have: its text, its config, and empty entries."""
+    entries = ServerConfig.max_message_fields - 2
+    return text_pb2.GenerateTextRequest(text="a", config=CONFIG(bad_words_ids=[common_pb2.TokenIds()] * entries))
+
+
+@pytest.mark.parametrize("transport", ["asyncio", "grpc"])
+async def test_what_is_made_of_the_largest_request_ends_no_session(transport: Any) -> None:
+    async with backend(transport=transport) as one, running_router(one, transport=transport) as router:
+        for message in (of_the_most_fields(), generate("b")):
+            assert (await collect(router.stub.Generate(message, timeout=PATIENCE_SECONDS))).finished
+        assert len(one.submitted) == 2
+        message = of_the_most_fields()
+        message.config.bad_words_ids.add()
+        code, error = await failure(router.stub.Generate(message))
+        assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "config.bad_words_ids")
 
 
 # A field of number 999, of a release to come.

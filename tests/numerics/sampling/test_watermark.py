@@ -11,6 +11,7 @@ import torch
 from factories.engine.sequences import params, sequence
 from factories.models.run_kernels import new_sampler
 from penstock.generation.core.modes import AnyWatermark, SynthIdOptions, WatermarkOptions
+from penstock.generation.sampling.ops import synthid
 from penstock.generation.sampling.ops.green_lists import green_bits, is_green
 from penstock.generation.sampling.watermark_detector import SynthIdDetector, TooFewTokens, WatermarkDetector
 from transformers import LlamaConfig, WatermarkingConfig
@@ -132,3 +133,16 @@ def test_synthid_is_found_where_it_is_and_not_elsewhere(options: SynthIdOptions)
     assert not detector.detect(generate(None, 5, 150)).prediction
     with pytest.raises(TooFewTokens, match="too few"):
         detector.detect([5] * (options.ngram_len - 1))
+
+
+def test_synthids_table_is_made_once_for_a_request() -> None:
+    """Also where more requests with tables of their own draw in a step than are remembered: one takes milliseconds."""
+    sampler, rows = new_sampler(), []
+    for seed in range(6):
+        options = SynthIdOptions(2, (1, 2), sampling_table_seed=10**9 + seed, sampling_table_size=64)
+        rows.append(sequence([5, 6, 7], params(do_sample=True, seed=seed, watermark=options), seq_id=seed))
+    before = synthid._table.cache_info().misses
+    for _ in range(4):
+        for row, drawn in zip(rows, sampler.sample(torch.zeros(6, VOCAB), rows), strict=True):
+            row.append(drawn.token_id)
+    assert synthid._table.cache_info().misses - before == 6

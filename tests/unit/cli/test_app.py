@@ -30,18 +30,31 @@ from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 
 ROOT = Path(__file__).resolve().parents[3]
+# Folders of the packages, before whatever is installed.
+TREE = [str(ROOT / "services"), str(ROOT / "clients" / "python")]
 
 
-def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command with its output captured; `variables` are added to an environment without ours."""
+def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter on this tree and capture its output; `variables` are added to an environment without ours."""
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *arguments],
+        [sys.executable, *arguments],
         input=stdin,
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(TREE + sys.path), **variables},
     )
+
+
+def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    return python("-m", "penstock.cli.main", *arguments, stdin=stdin, **variables)
+
+
+def test_commands_are_those_of_this_tree() -> None:
+    """Else all tests here would hold another tree's."""
+    done = python("-c", "import penstock.cli, penstock_client; print(penstock.cli.__file__, penstock_client.__file__)")
+    assert [Path(file).is_relative_to(ROOT) for file in done.stdout.split()] == [True, True], done.stdout
 
 
 def test_version() -> None:
@@ -80,9 +93,7 @@ def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
 def test_warnings_of_pack_are_no_part_of_its_result() -> None:
     pack = "lambda *_: print('done') or get_logger('x').warning('look')"
     code = f"from penstock.cli import app, pack; from penstock.common.logging import get_logger; pack.run_pack = {pack}"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; app._pack({{'folder': 'x'}})"], capture_output=True, text=True, check=True
-    )
+    done = python("-c", f"{code}; app._pack({{'folder': 'x'}})")
     assert done.stdout == "done\n"
     assert "look" in done.stderr
 
@@ -98,7 +109,7 @@ def test_help_imports_neither_grpc_nor_torch() -> None:
             "print([name for name in ('grpc', 'torch', 'transformers', 'numpy') if name in sys.modules])",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -128,6 +139,7 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         (("serve", "--tls-cert", "x.pem"), "--tls-key"),
         (("serve", "--quantization", "int3"), "--quantization must be one of auto, none, int8, int4"),
         (("serve", "generation", "--kernels", "cuda"), "--kernels must be one of"),
+        (("serve", "generation", "--tenant-slowdown", "1"), "--tenant-slowdown must be 0 or above 1"),
         (("complete", "x", "--temperature", "hot"), "--temperature"),
         (("chat", "--address", "127.0.0.1:1", "--connect-timeout-seconds", "200ms"), "--address"),
         (("complete", "x", "--tls-ca", "/no/such.pem"), " --tls-ca"),

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
+from penstock.common.config import ServerConfig
 from penstock.common.errors import InvalidArgument
+from penstock.generation.options.limits import DEFAULT_LIMITS
 from penstock.serving.message_fields import bounded, check_fields
-from penstock.v1 import text_pb2
+from penstock.v1 import common_pb2, config_pb2, text_pb2
 
-CHAT = text_pb2.ChatRequest.DESCRIPTOR
+CHAT, GENERATE = text_pb2.ChatRequest.DESCRIPTOR, text_pb2.GenerateTextRequest.DESCRIPTOR
 
 
 def refused(data: bytes, limit: int, descriptor: Any = CHAT) -> InvalidArgument | None:
@@ -44,6 +46,47 @@ def test_fields_within_messages_count_and_lists_of_numbers_are_one() -> None:
     error = refused(data, 8, descriptor)
     assert error is not None
     assert (error.field or "").startswith("config.logit_bias")
+
+
+def bounded_options() -> config_pb2.GenerationConfig:
+    """Every list of options with as many entries as its default bound, none of them empty."""
+    limits, ids = DEFAULT_LIMITS, [1] * 8
+    run = common_pb2.TokenIds(ids=ids)
+    word = config_pb2.WordAlternatives(alternatives=[run] * limits.max_alternatives)
+    return config_pb2.GenerationConfig(
+        logit_bias=dict.fromkeys(range(limits.max_logit_bias), 1.0),
+        bad_words_ids=[run] * limits.max_bad_words,
+        sequence_bias=[config_pb2.SequenceBias(token_ids=ids, bias=1.0)] * limits.max_sequence_bias,
+        force_words_ids=[word] * limits.max_forced_words,
+        constraints=[config_pb2.DecodingConstraint(disjunctive=word)] * limits.max_forced_words,
+        suppress_tokens=range(limits.max_suppress_tokens),
+        allowed_token_ids=range(limits.max_allowed_tokens),
+        allowed_token_trie=config_pb2.AllowedTokenTrie(sequences=[run] * limits.max_trie_sequences),
+        logits_processor=[config_pb2.Plugin(name="a", parameters="{}")] * limits.max_plugins,
+    )
+
+
+def test_all_lists_of_options_fit_together_at_their_bounds() -> None:
+    options = bounded_options()
+    stop = config_pb2.StopConfig(stop_strings=["a"] * 32, stop_token_ids=[common_pb2.TokenIds(ids=[1])] * 64)
+    request = text_pb2.GenerateTextRequest(token_ids=common_pb2.TokenIds(ids=range(100_000)), config=options, stop=stop)
+    assert refused(request.SerializeToString(), ServerConfig.max_message_fields, GENERATE) is None
+
+
+def test_a_bias_for_a_third_as_many_ids_fits_and_one_for_each_of_a_vocabulary_is_refused_by_its_name() -> None:
+    most = ServerConfig.max_message_fields
+    request = text_pb2.GenerateTextRequest(text="x")
+    request.config.logit_bias.update(dict.fromkeys(range(21_000), 1.0))
+    assert refused(request.SerializeToString(), most, GENERATE) is None
+    request.config.logit_bias.update(dict.fromkeys(range(150_000), 1.0))
+    data = request.SerializeToString()
+    error = refused(data, most, GENERATE)
+    assert error is not None
+    assert error.field == "config.logit_bias"
+    assert "--max-message-fields" in error.message
+    # With the bound that the guide names they pass, and take no more than a request may.
+    assert refused(data, 3 * 150_000 + 3, GENERATE) is None
+    assert 1_700_000 < len(data) < 1_900_000
 
 
 def deep(levels: int) -> bytes:

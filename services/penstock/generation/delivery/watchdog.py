@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -21,6 +22,9 @@ class WatchedLoop(Protocol):
     def step_in_progress(self) -> StepView:
         """Return the state of the step that the thread is in, at once."""
 
+    def forgive_step(self, seconds: float) -> None:
+        """Leave time out of the step that the thread is in."""
+
     async def dump(self, wait_seconds: float | None = None) -> EngineDump:
         """Return the engine's state, also when the thread hangs."""
 
@@ -28,8 +32,9 @@ class WatchedLoop(Protocol):
 class Watchdog:
     """Watchdog of one engine. It looks only while requests are live. Belongs to the event loop.
 
-    A step counts as hung when two looks in a row find it so: after a stop of the whole process the first one may find
-    a step that only lacked its time.
+    A step counts as hung when two looks in a row find it so. Time in which the whole process stood still (a stopped
+    container, a suspended machine) is not the step's: the watchdog comes late for its look then, by more than a
+    heartbeat.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Watchdog:
         seconds: float,
         on_change: Callable[[bool], Awaitable[None]],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """It looks every `seconds`; `on_change` is called with True when a step hangs, and with False when it ended."""
         self._loop = loop
@@ -46,6 +52,7 @@ class Watchdog:
         self._seconds = seconds
         self._on_change = on_change
         self._sleep = sleep
+        self._clock = clock
         # Begin of the step that the last look found hung.
         self._suspect: float | None = None
         self._is_hung = False
@@ -55,7 +62,11 @@ class Watchdog:
         while True:
             if not self._is_hung:
                 await self._hub.wait_busy()
+            began = self._clock()
             await self._sleep(self._seconds)
+            late = self._clock() - began - self._seconds
+            if late > self._seconds:
+                self._loop.forgive_step(late)
             await self.look()
 
     async def look(self) -> None:
@@ -81,6 +92,7 @@ class Watchdog:
         try:
             state = (await self._loop.dump(0.0)).as_dict()
         except Exception as error:
-            # It is read beside a thread that is stuck anywhere; the alarm must go out without it, too.
-            state = {"unreadable": repr(error)}
+            # It is read beside a thread that is stuck anywhere; the alarm must go out without it, too. The error's text
+            # may hold what it was about, such as a request.
+            state = {"unreadable": type(error).__name__}
         _log.error("an engine step hangs: health is NOT_SERVING", seconds=round(view.seconds, 1), state=state)

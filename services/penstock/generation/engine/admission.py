@@ -33,6 +33,15 @@ def demand_of(config: EngineConfig, request: Request, width: int) -> Demand:
     return Demand(request.fair_share_key, prompt_tokens + resumed * width, max(output - resumed, 0), width)
 
 
+def must_end_in_time(request: Request) -> bool:
+    """True when a request that would end after its deadline is not begun.
+
+    One that another backend began is, since its caller has tokens of it; and so is an item of Score or Embed, of which
+    others may be computed.
+    """
+    return not request.resumed_token_ids and request.purpose is Purpose.GENERATE
+
+
 def check_deadline(
     config: EngineConfig,
     modes: ModeRegistry,
@@ -43,17 +52,15 @@ def check_deadline(
 ) -> float:
     """Refuse a request that would end after its deadline. Return the tokens to expect of it. Thread-safe.
 
-    `coming` are tokens, by tenant, of accepted requests that `pace` does not know yet. A request that another backend
-    began is never refused, since its caller has tokens of it; nor is an item of Score or Embed, of which others may be
-    computed. Raises ResourceExhausted OVERLOADED, and DeadlineExceeded.
+    `coming` are tokens, by tenant, of accepted requests that `pace` does not know yet. Raises ResourceExhausted
+    OVERLOADED where `must_end_in_time`, and DeadlineExceeded.
     """
     demand = demand_of(config, request, modes.most_sequences(request.params))
     if request.deadline is not None:
         left = request.deadline - now
         if left <= 0:
             raise DeadlineExceeded("the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": "queue"})
-        is_begun = request.resumed_token_ids or request.purpose is not Purpose.GENERATE
-        late = 0.0 if is_begun else pace.seconds_late(demand, left, coming)
+        late = pace.seconds_late(demand, left, coming) if must_end_in_time(request) else 0.0
         if late > 0:
             raise ResourceExhausted(
                 "the deadline would pass before the answer is complete: too much waits or runs",

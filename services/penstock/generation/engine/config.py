@@ -98,10 +98,14 @@ class EngineConfig:
 
     @property
     def shared_batch_tokens(self) -> int:
-        """Rows of a step while several tenants are there, unless a crowd rests in it."""
+        """Rows of a step while several tenants are there, unless a crowd rests in it.
+
+        Prompts must progress beside all decoding sequences.
+        """
         if not self.tenant_slowdown:
             return self.max_batch_tokens
-        return max(int((1 - self.tenant_share) * self.max_batch_tokens), self.max_running_sequences)
+        least = self.max_running_sequences + self.max_running_sequences // 2
+        return min(max(int((1 - self.tenant_share) * self.max_batch_tokens), least), self.max_batch_tokens)
 
     @property
     def max_queued_of_tenant(self) -> int:

@@ -17,7 +17,13 @@ from penstock.common.errors import (
 )
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
-from penstock.generation.engine.admission import check_capacity, check_deadline, demand_of, output_limit
+from penstock.generation.engine.admission import (
+    check_capacity,
+    check_deadline,
+    demand_of,
+    must_end_in_time,
+    output_limit,
+)
 from penstock.generation.engine.deadlines import DeadlineQueue
 from penstock.generation.engine.decoding.base import no_token_left
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
@@ -149,7 +155,7 @@ class Engine:
             self._deadlines.set(group, request.deadline)
             latest_start = request.deadline - _SUREST * pace.serving_seconds(demand)
             # One that has no time from the start is begun all the same: its caller may want the first tokens.
-            if latest_start > request.arrival_time:
+            if latest_start > request.arrival_time and must_end_in_time(request):
                 self._latest_starts.set(group, latest_start)
         if not sequences:
             self._emit(group, [])
@@ -172,6 +178,7 @@ class Engine:
         self._end_overdue(started)
         rejected, hits = self.stats.rejected_draft_tokens, self.stats.prefix_hit_tokens
         generated = self.stats.generated_tokens
+        self._scheduler.waiting.now = started
         self._scheduler.resting = self._resting()
         output = self._scheduler.schedule()
         if output.scheduled:
@@ -386,15 +393,16 @@ class Engine:
     def _close(
         self, group: SequenceGroup, unfinished: Iterable[SequenceFinish] = (), error: PenstockError | None = None
     ) -> None:
-        """End a request. No request ends in another way."""
+        """End a request, `unfinished` or with `error` before its time. No request ends in another way."""
         if self._trace is not None:
             self._trace.closed(group)
         self._scheduler.remove(group)
         self._deadlines.discard(group)
         self._max_times.discard(group)
         self._latest_starts.discard(group)
-        group.report.finish(unfinished, error)
-        self._settle(group, is_whole=error is None)
+        cut = tuple(unfinished)
+        group.report.finish(cut, error)
+        self._settle(group, is_whole=error is None and not cut)
         self._dirty[group] = None
         del self._groups[group.request.request_id]
         self.stats.requests_finished += 1

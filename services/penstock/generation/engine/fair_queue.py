@@ -19,8 +19,10 @@ class FairQueue:
     """
 
     def __init__(self, memory_seconds: float) -> None:
-        """`memory_seconds`: time for which a tenant that came last counts as being there."""
+        """`memory_seconds`: time for which a tenant counts as being there after its last request is over."""
         self._memory_seconds = memory_seconds
+        # Time of the step that is put together: the engine's, comparable with arrival times.
+        self.now = float("-inf")
         self._queues: dict[str, GroupQueue] = {}
         self._order = FairOrder()
         self._num_groups = 0
@@ -31,7 +33,7 @@ class FairQueue:
         self.waiting_tokens: dict[str, float] = {}
         # Number of prompt tokens of all groups here, computed or not.
         self.prompt_tokens = 0
-        # The two tenants that came last, and when.
+        # The two tenants that last came or went, and when.
         self._last = self._last_other = ("", float("-inf"))
 
     def __len__(self) -> int:
@@ -55,10 +57,8 @@ class FairQueue:
 
     def enter(self, group: SequenceGroup) -> None:
         """Take a new group."""
-        tenant, now = group.request.fair_share_key, group.request.arrival_time
-        if tenant != self._last[0]:
-            self._last_other = self._last
-        self._last = (tenant, now)
+        tenant = group.request.fair_share_key
+        self._remember(tenant, group.request.arrival_time)
         self._live[tenant] += 1
         self._add(group, is_new=True)
 
@@ -91,6 +91,7 @@ class FairQueue:
         if not self._live[tenant]:
             del self._live[tenant]
             self._order.forget(tenant)
+            self._remember(tenant, self.now)
 
     @property
     def tenants(self) -> Collection[str]:
@@ -99,15 +100,27 @@ class FairQueue:
 
     @property
     def is_shared(self) -> bool:
-        """True when several tenants have a request, or had one come a short time before the last one of all."""
-        return len(self._live) > 1 or self._last_other[1] >= self._last[1] - self._memory_seconds
+        """True when several tenants have a request, or one has and another had one a short time ago."""
+        if len(self._live) > 1:
+            return True
+        # The only one there is, or none.
+        for tenant in self._live:
+            return self.has_others(tenant)
+        return False
 
     def has_others(self, tenant: str) -> bool:
-        """True when another tenant has a request, or had one come a short time before the last one of all."""
+        """True when another tenant has a request, or had one a short time ago."""
         if len(self._live) > (tenant in self._live):
             return True
         other = self._last_other if self._last[0] == tenant else self._last
-        return other[1] >= self._last[1] - self._memory_seconds
+        return other[1] >= max(self.now, self._last[1]) - self._memory_seconds
+
+    def _remember(self, tenant: str, at: float) -> None:
+        """Note that a tenant was there at a time."""
+        at = max(at, self._last[1])
+        if tenant != self._last[0]:
+            self._last_other = self._last
+        self._last = (tenant, at)
 
     def _add(self, group: SequenceGroup, *, is_new: bool) -> None:
         tenant = group.request.fair_share_key

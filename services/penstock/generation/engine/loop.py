@@ -164,6 +164,10 @@ class EngineLoop:
         """State of the step that the thread is in. Thread-safe; it never waits for the step."""
         return self._engine.watch.look()
 
+    def forgive_step(self, seconds: float) -> None:
+        """Leave time in which the whole process stood still out of the step that the thread is in."""
+        self._engine.watch.forgive(seconds)
+
     def stop(self, wait_seconds: float | None = None) -> bool:
         """End every live request (UNAVAILABLE before its first token, ABORTED after it) and join the thread.
 

@@ -63,8 +63,8 @@ class PaceMeter:
         if is_whole or tokens > self._output_tokens:
             self._output_tokens += _ANSWER_WEIGHT * (tokens - self._output_tokens)
         known, share = self._output_shares[bucket_of(budget)], tokens / max(budget, 1)
-        if is_whole or share > known:
-            # 0 means that nothing is known.
+        # 0 means that nothing is known.
+        if is_whole or 0.0 < known < share:
             known += (_ANSWER_WEIGHT if known else 1.0) * (share - known)
             self._output_shares[bucket_of(budget)] = max(known, 1e-9)
 

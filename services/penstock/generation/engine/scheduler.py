@@ -103,7 +103,6 @@ class Scheduler:
         """Put the next step together. It is empty only when there is no work."""
         self.admitted.clear()
         self.preempted.clear()
-        self._cut.clear()
         self.asked_to_rest = self.resting
         self._put_together()
         if self.resting and not self._plan.num_entries:
@@ -117,10 +116,11 @@ class Scheduler:
         return output
 
     def _put_together(self) -> None:
-        # Beside others a crowd's steps are kept short: whoever comes waits for the step that is under way.
+        # Among several tenants steps are kept short: whoever comes waits for the step that is under way.
         is_short = self.waiting.is_shared and not self.resting
         budget = self._config.shared_batch_tokens if is_short else self._config.max_batch_tokens
         self._plan = StepPlan(budget, self._stats.steps + 1)
+        self._cut.clear()
         self.prefixes.start_step()
         prompts, drafting = self._schedule_decoding()
         if drafting:

@@ -40,6 +40,8 @@ class StepWatch:
         self.num_tokens = 0
         # By size: seconds of the slowest step of late; 0: none yet.
         self._slowest = [0.0] * _SIZES
+        # Begin of a step, and the part of its time that is not its own.
+        self._forgiven = (0.0, 0.0)
 
     def begin(self) -> None:
         """Note that the thread begins a step, or the commands before it."""
@@ -52,7 +54,7 @@ class StepWatch:
         size = self.num_tokens.bit_length()
         if began is None or not size:
             return
-        seconds, kept = time.monotonic() - began, _KEPT * self._slowest[size]
+        seconds, kept = time.monotonic() - began - self._forgiven_of(began), _KEPT * self._slowest[size]
         if seconds > kept:
             self.note(self.num_tokens, seconds)
         else:
@@ -69,18 +71,30 @@ class StepWatch:
             seconds = min(seconds, max(2 * known, self._config.heartbeat_seconds))
         slowest[size] = max(seconds, _KEPT * known)
 
+    def forgive(self, seconds: float) -> None:
+        """Leave time out of the step in progress: the whole process stood still. For one thread, the watchdog's."""
+        began = self._began
+        if began is not None:
+            # The step may have begun after that.
+            own = time.monotonic() - began
+            self._forgiven = (began, min(self._forgiven_of(began) + seconds, own))
+
     def look(self, now: float | None = None) -> StepView:
         """Look at the step in progress; `now` is a time of time.monotonic(). O(1)."""
         began = self._began
         if began is None:
             return StepView()
-        seconds = (time.monotonic() if now is None else now) - began
+        seconds = (time.monotonic() if now is None else now) - began - self._forgiven_of(began)
         if seconds < self._config.heartbeat_seconds:
             return StepView(seconds, began)
         usual, hung_after = self._usual_seconds(), self._config.hung_step_seconds
         overdue_after = hung_after if usual is None else usual * self._config.overdue_step_factor
         hung_after = max(hung_after, (usual or 0.0) * self._config.hung_step_factor)
         return StepView(seconds, began, seconds > overdue_after, seconds > hung_after)
+
+    def _forgiven_of(self, began: float) -> float:
+        step, seconds = self._forgiven
+        return seconds if step == began else 0.0
 
     def _usual_seconds(self) -> float | None:
         """Return the most that a step of the present size took of late; None while no step is known.

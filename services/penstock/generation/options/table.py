@@ -272,8 +272,9 @@ class RequestOptions(OptionSet):
     watermarking_config: AnyWatermark | None = row(
         WATERMARK, "Green-list or SynthID watermark: its fields, or transformers' class of either.",
         limit="max_watermark_context", param="watermark",
-        allowed="greenlist_ratio (0, 1), bias finite, seeding_scheme lefthash or selfhash, hashing_key below 2⁶³",
-        differs="after the warpers, as in 5.x; before them in 4.41; SynthID's is not there",
+        allowed="greenlist_ratio (0, 1), bias finite, seeding_scheme lefthash or selfhash, hashing_key below 2⁶³; "
+        "SynthID: 1 to `--max-watermark-keys` keys",
+        differs="after the warpers, as in 5.x; 4.41 has green lists alone, before the warpers",
     )  # fmt: skip
     token_healing: bool | None = row(
         FLAG, "Choose the prompt's last token again, with what follows it.", param="token_healing", default=False,

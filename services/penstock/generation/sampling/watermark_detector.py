@@ -11,7 +11,7 @@ import torch
 
 from penstock.generation.core.modes import SynthIdOptions
 from penstock.generation.sampling.ops.green_lists import SELF_HASH, is_green
-from penstock.generation.sampling.ops.synthid import context_hash, g_values
+from penstock.generation.sampling.ops.synthid import coin_flips, context_hash, g_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,28 +146,32 @@ class SynthIdDetector:
     def detect(
         self, token_ids: Seq[int], *, z_threshold: float = 3.0, check: Callable[[], None] | None = None
     ) -> WatermarkEvidence:
-        """Score the tokens of one text, by microseconds each. `check` is called before each. Raises TooFewTokens."""
+        """Score the tokens of one text, by microseconds each.
+
+        `check` is called before each token, and before each key. Raises TooFewTokens.
+        """
         begin = int(bool(token_ids) and token_ids[0] == self._bos_token_id)
         width, size = self._options.ngram_len - 1, self._options.context_history_size
         if len(token_ids) - begin <= width:
             raise TooFewTokens(f"{len(token_ids) - begin} tokens are too few: the first {width} are only context")
         first = begin + width
-        hashes: list[int] = []
-        ones: dict[int, int] = {}
+        # Where each context came last, by its hash; and, by the token's place, contexts that had not come of late.
+        last: dict[int, int] = {}
+        contexts: dict[int, int] = {}
         for place in range(first, len(token_ids)):
             if check is not None:
                 check()
             hashed = context_hash(token_ids[place - width : place])
-            if hashed not in hashes[max(len(hashes) - size, 0) :]:
-                ids_1 = torch.tensor([token_ids[place]], dtype=torch.int64)
-                ones[place] = sum(int(g_1) for g_1 in g_values(self._options, hashed, ids_1))
-            hashes.append(hashed)
-        layers = len(self._options.keys)
-        fraction = sum(ones.values()) / (layers * len(ones))
-        z_score = (2.0 * fraction - 1.0) * math.sqrt(layers * len(ones))
-        green = tuple(place for place, count in ones.items() if 2 * count > layers)
+            if hashed not in last or place - last[hashed] > size:
+                contexts[place] = hashed
+            last[hashed] = place
+        ones = self._count_ones([token_ids[place] for place in contexts], list(contexts.values()), check)
+        layers, scored = len(self._options.keys), len(ones)
+        fraction = sum(ones) / (layers * scored)
+        z_score = (2.0 * fraction - 1.0) * math.sqrt(layers * scored)
+        green = tuple(place for place, count in zip(contexts, ones, strict=True) if 2 * count > layers)
         return WatermarkEvidence(
-            num_tokens_scored=len(ones),
+            num_tokens_scored=scored,
             num_green_tokens=len(green),
             green_fraction=fraction,
             z_score=z_score,
@@ -176,3 +180,13 @@ class SynthIdDetector:
             green_positions=green,
             first_scored_position=first,
         )
+
+    def _count_ones(self, ids: list[int], hashes: list[int], check: Callable[[], None] | None) -> list[int]:
+        """Return the number of g values that are 1, of each token after the context of its hash."""
+        ids_C, hashes_C = torch.tensor(ids, dtype=torch.int64), torch.tensor(hashes, dtype=torch.int64)
+        ones_C = torch.zeros_like(ids_C)
+        for g_C in g_values(self._options, coin_flips(self._options), hashes_C, ids_C):
+            if check is not None:
+                check()
+            ones_C += g_C.long()
+        return [int(count) for count in ones_C.tolist()]

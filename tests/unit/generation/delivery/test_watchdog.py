@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.generation.delivery.watchdog import Watchdog
 from penstock.generation.engine.step_watch import StepView
+from structlog.testing import capture_logs
 
 
 class Loop:
@@ -14,9 +15,13 @@ class Loop:
 
     def __init__(self) -> None:
         self.step_in_progress = StepView()
+        self.forgiven = list[float]()
+
+    def forgive_step(self, seconds: float) -> None:
+        self.forgiven.append(seconds)
 
     async def dump(self, wait_seconds: float | None = None) -> Any:
-        raise RuntimeError("it changed while it was read")
+        raise KeyError("a request with its prompt")
 
 
 class Hub:
@@ -41,7 +46,15 @@ class Bench:
     def __init__(self) -> None:
         self.loop, self.hub, self.changes = Loop(), Hub(), list[bool]()
         self.slept = asyncio.Semaphore(0)
-        self.watchdog = Watchdog(self.loop, self.hub, 0.25, self._change, self._sleep)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.watchdog = Watchdog(
+            self.loop,
+            self.hub,  # type: ignore[arg-type]
+            0.25,
+            self._change,
+            self._sleep,
+            lambda: self.now,
+        )
 
     async def _change(self, hung: bool) -> None:
         self.changes.append(hung)
@@ -75,6 +88,15 @@ async def test_the_alarm_is_raised_and_ends_with_the_step() -> None:
     assert bench.changes == [True, False]
 
 
+async def test_the_alarm_goes_out_without_a_state_and_tells_no_text_of_the_error() -> None:
+    bench = Bench()
+    with capture_logs() as records:
+        for _ in range(2):
+            await bench.look(seconds=11.0, began=1.0, is_overdue=True, is_hung=True)
+    (alarm,) = [record for record in records if record["log_level"] == "error"]
+    assert alarm["state"] == {"unreadable": "KeyError"}
+
+
 async def test_one_look_at_a_step_alone_raises_no_alarm() -> None:
     """After a stop of the whole process a step seems to hang that only had no time."""
     bench = Bench()
@@ -82,6 +104,22 @@ async def test_one_look_at_a_step_alone_raises_no_alarm() -> None:
     await bench.look(seconds=11.0, began=2.0, is_overdue=True, is_hung=True)
     await bench.look(seconds=0.1, began=13.0)
     assert bench.changes == []
+
+
+async def test_time_in_which_the_process_stood_still_is_not_the_steps() -> None:
+    bench = Bench()
+    bench.hub.busy.set()
+    running = asyncio.ensure_future(bench.watchdog.run())
+    for slept in (0.25, 0.4, 60.25, 0.25):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        bench.now += slept
+        bench.slept.release()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert bench.loop.forgiven == [60.0]
+    assert bench.hub.beats == 4
+    running.cancel()
 
 
 async def test_it_sleeps_while_nobody_waits_and_watches_a_hung_step_to_its_end() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 from factories.engine.fake_engine import engine_config, make_engine, request, run
 from factories.engine.open_loop import Flow, simulate
 from penstock.common.errors import DeadlineExceeded
 from penstock.common.pace import Demand, Pace
+from penstock.generation.core.request import Purpose
+from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.fair_turns import FairTurns
 
 SECONDS = 12.0
@@ -145,3 +150,101 @@ def test_a_request_that_cannot_end_in_time_any_more_is_not_begun() -> None:
     assert ended[0].finished is not None
     assert isinstance(ended[0].finished.error, DeadlineExceeded)
     assert all(entry.sequence.token_ids[0] == 1 for step in runner.steps for entry in step.scheduled)
+
+
+def crowded(now: list[float], *, arrived: float) -> Engine:
+    """An engine of eight places with nothing of the tenant "a" left in it, and a flood of "b" waiting."""
+    engine, _ = make_engine(engine_config(max_running_sequences=8, tenant_slowdown=0.0), clock=lambda: now[0])
+    engine.add(request([99] * 4, fair_share_key="a", max_new_tokens=2))
+    while engine.has_work:
+        engine.step()
+    now[0] = arrived
+    for number in range(12):
+        engine.add(request([number + 1] * 4, fair_share_key="b", max_new_tokens=150, arrival_time=arrived))
+    engine.step()
+    return engine
+
+
+def test_a_tenant_that_left_is_forgotten_while_nobody_comes() -> None:
+    """A batch that came as a whole has all places once the others' time is over."""
+    now = [0.0]
+    engine = crowded(now, arrived=1.0)
+    assert engine.load().running_requests == 6
+    now[0] = 9.0
+    engine.step()
+    assert engine.load().running_requests == 6
+    now[0] = 11.0
+    engine.step()
+    assert engine.load().running_requests == 8
+
+
+def test_a_tenant_is_remembered_from_the_end_of_its_last_request() -> None:
+    now = [0.0]
+    engine, _ = make_engine(engine_config(max_running_sequences=8, tenant_slowdown=0.0), clock=lambda: now[0])
+    engine.add(request([99] * 4, fair_share_key="a", max_new_tokens=30))
+    for step in range(40):
+        now[0] = float(step)
+        engine.step()
+    assert not engine.has_work
+    now[0] = 35.0
+    for number in range(12):
+        engine.add(request([number + 1] * 4, fair_share_key="b", max_new_tokens=150, arrival_time=35.0))
+    engine.step()
+    assert engine.load().running_requests == 6
+
+
+def test_a_request_that_was_aborted_says_nothing_about_the_length_of_answers() -> None:
+    """It is no shorter than what it had; that it was ended is not why others would be short."""
+    engine, _ = make_engine(engine_config())
+    demand = Demand("", 4, 100)
+
+    def cut_short() -> None:
+        for _ in range(20):
+            engine.add(request([1] * 4, request_id="cut", max_new_tokens=100))
+            for _ in range(3):
+                engine.step()
+            engine.abort("cut")
+            engine.step()
+
+    cut_short()
+    assert engine.load().pace.output(demand) == 100, "nothing is known"
+    run(engine, request([1] * 4, max_new_tokens=100))
+    cut_short()
+    assert engine.load().pace.output(demand) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("begun", [{"resumed_token_ids": [[7]]}, {"purpose": Purpose.EMBED}])
+def test_what_is_begun_is_not_cut_off_before_its_deadline(begun: dict[str, Any]) -> None:
+    """A stream that moved here, whose caller has tokens, and an item of several."""
+    now = [0.0]
+    engine, _ = make_engine(engine_config(max_running_sequences=1), clock=lambda: now[0])
+    engine.add(request([1] * 4, max_new_tokens=20))
+    for _ in range(5):
+        now[0] += 0.1
+        engine.step()
+    moved = request([2] * 4, max_new_tokens=20, arrival_time=now[0], deadline=now[0] + 4.0, request_id="moved")
+    engine.add(dataclasses.replace(moved, **begun))
+    # Less is left than twenty steps take, and the deadline is not reached.
+    now[0] += 3.95
+    assert "moved" not in {output.request.request_id for output in engine.step() if output.finished is not None}
+    now[0] += 0.1
+    (late,) = [output for output in engine.step() if output.finished is not None]
+    assert late.request.request_id == "moved"
+
+
+def test_prompts_progress_beside_all_decoding_sequences_of_several_tenants() -> None:
+    config = engine_config(max_batch_tokens=12, max_running_sequences=8)
+    assert config.shared_batch_tokens == 12
+    assert engine_config(max_batch_tokens=8, max_running_sequences=8).shared_batch_tokens == 8
+    assert engine_config(max_batch_tokens=512, max_running_sequences=64).shared_batch_tokens == 128
+    engine, runner = make_engine(config)
+    for number in range(7):
+        engine.add(request([number + 1], fair_share_key="ab"[number % 2], max_new_tokens=40))
+    engine.step()
+    engine.add(request([99] * 25, fair_share_key="a", max_new_tokens=1))
+    for _ in range(5):
+        engine.step()
+    prompts = [
+        entry.num_tokens for step in runner.steps for entry in step.scheduled if entry.sequence.token_ids[0] == 99
+    ]
+    assert prompts == [5] * 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import Request
 from penstock.generation.core.sampling_params import derive_seed
+from penstock.generation.engine.fair_turns import FairTurns
 
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000)
 
@@ -43,6 +46,17 @@ configs = st.builds(
 )
 
 
+class AnyTurns(FairTurns):
+    """Turns in which any tenants rest, all of them, too: who does depends on time, and must change no id."""
+
+    def __init__(self, draw: Random) -> None:
+        super().__init__(1.5)
+        self._draw = draw
+
+    def choose(self, widths: Mapping[str, int]) -> frozenset[str]:
+        return frozenset(tenant for tenant in widths if self._draw.random() < 0.5)
+
+
 def alone(spec: dict[str, Any]) -> Answer:
     item = request(**spec)
     return run(make_engine(ROOMY)[0], item)[item.request_id]
@@ -61,6 +75,7 @@ def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     drawn: list[dict[str, Any]], config: Any, data: st.DataObject
 ) -> None:
     engine, _ = make_engine(config)
+    engine.turns = AnyTurns(data.draw(st.randoms(use_true_random=False)))
     answers: dict[str, Answer] = {}
     submitted = []
     for spec in drawn:

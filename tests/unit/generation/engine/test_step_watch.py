@@ -51,6 +51,30 @@ def test_a_size_that_was_never_seen_is_taken_from_the_next() -> None:
     assert look(watch(rows=2, _512=4.0), 12.1) == (True, False)
 
 
+def test_time_in_which_the_process_stood_still_does_not_count() -> None:
+    """A container was stopped for a minute amid a step of some seconds."""
+    made = watch(rows=1, _1=8.0)
+    began = made._began
+    assert began is not None
+    made._began = began - 70.0
+    made.forgive(30.0)
+    made.forgive(30.0)
+    view = made.look(began)
+    assert view.seconds == pytest.approx(10.0)
+    assert not view.is_overdue
+    made.end()
+    # Nor does it make such steps usual.
+    made.begin()
+    made.num_tokens = 1
+    assert look(made, 31.0) == (True, False)
+
+
+def test_a_step_is_forgiven_no_more_than_it_has_run() -> None:
+    made = watch(rows=1, _1=0.01)
+    made.forgive(60.0)
+    assert made.look(made._began + 11.0).is_hung  # type: ignore[operator]
+
+
 def test_the_first_step_of_all_has_the_time_of_the_configuration() -> None:
     assert look(watch(rows=512), 9.9) == (False, False)
     assert look(watch(rows=512), 10.1) == (True, True)

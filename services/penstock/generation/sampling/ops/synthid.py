@@ -31,20 +31,22 @@ def context_hash(tokens: Iterable[int]) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def g_values(options: SynthIdOptions, hashed: int, ids_C: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the g values (C; zeros and ones, fp32) of the tokens `ids_C` (int64) after a context, layer by layer.
+def g_values(
+    options: SynthIdOptions, flips: torch.Tensor, hashed: int | torch.Tensor, ids_C: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Yield the g values (C; zeros and ones, fp32) of the tokens `ids_C` (int64), layer by layer.
 
+    `flips` are `coin_flips` of the options; `hashed` is the hash of the context, one of all tokens or one of each (C).
     One layer at a time: those of a whole vocabulary would not stay in the processor's cache together.
     """
     size = options.sampling_table_size
-    table = _table(options.sampling_table_seed, size).to(ids_C.device)
     # int64 wraps as torch's does in transformers.
     hashes_C = (ids_C + hashed).mul_(_FACTOR).add_(_STEP)
     for key in options.keys:
         places_C = (hashes_C + key).mul_(_FACTOR).add_(_STEP)
         # The remainder by a power of two is its lower bits, also of a negative number, and division takes long.
         places_C = places_C.bitwise_and_(size - 1) if size & (size - 1) == 0 else places_C.remainder_(size)
-        yield table[places_C].float()
+        yield flips[places_C].float()
 
 
 def tournament(probs_C: torch.Tensor, layers: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -55,9 +57,14 @@ def tournament(probs_C: torch.Tensor, layers: Iterable[torch.Tensor]) -> torch.T
     return probs_C
 
 
+def coin_flips(options: SynthIdOptions) -> torch.Tensor:
+    """Return the table (uint8) of a request: a byte an entry, nine while it is made."""
+    return _table(options.sampling_table_seed, options.sampling_table_size)
+
+
+# Most requests have the same. One that has another keeps it: a large one takes milliseconds to make.
 @lru_cache(maxsize=4)
 def _table(seed: int, size: int) -> torch.Tensor:
-    """Coin flips (uint8) of a seed: a byte each, nine while it is made."""
     # torch.Generator() itself needs modules of torch that this process may have left unloaded (startup/preload.py).
     generator = torch.default_generator.clone_state().manual_seed(seed)
     return torch.randint(low=0, high=2, size=(size,), generator=generator).to(torch.uint8)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 
 from penstock.generation.core.modes import SynthIdOptions
-from penstock.generation.sampling.ops.synthid import context_hash, g_values, tournament
+from penstock.generation.sampling.ops.synthid import coin_flips, context_hash, g_values, tournament
 from penstock.generation.sampling.processors.base import LogitsProcessor
 from penstock.generation.sampling.trackers import Tracker
 
@@ -91,7 +91,12 @@ class SynthId(LogitsProcessor):
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = [
-            (row, state.sequence.params.watermark, cast("ContextHistory", state.trackers[SynthId]))
+            (
+                row,
+                state.sequence.params.watermark,
+                cast("torch.Tensor", state.prepared[SynthId]).to(device),
+                cast("ContextHistory", state.trackers[SynthId]),
+            )
             for row, state in zip(rows, states, strict=True)
         ]
 
@@ -100,25 +105,30 @@ class SynthId(LogitsProcessor):
         return isinstance(params.watermark, SynthIdOptions)
 
     @staticmethod
+    def prepare(params: SamplingParams) -> torch.Tensor:
+        assert isinstance(params.watermark, SynthIdOptions), "the row wants it"
+        return coin_flips(params.watermark)
+
+    @staticmethod
     def tracker(sequence: Sequence, prepared: object) -> ContextHistory:
         options = sequence.params.watermark
         assert isinstance(options, SynthIdOptions), "the row wants it"
         return ContextHistory(options, sequence.num_prompt_tokens)
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
-        for row, options, history in self._rows:
+        for row, options, flips, history in self._rows:
             assert isinstance(options, SynthIdOptions), "the row wants it"
             hashed = history.next_hash
             if not history.is_skipped and not history.has(hashed):
-                _mark(scores_NV[row], options, hashed)
+                _mark(scores_NV[row], options, flips, hashed)
 
 
-def _mark(scores_V: torch.Tensor, options: SynthIdOptions, hashed: int) -> None:
+def _mark(scores_V: torch.Tensor, options: SynthIdOptions, flips: torch.Tensor, hashed: int) -> None:
     """Replace the scores of tokens that are not removed by the logarithms of their new probabilities."""
     # Warped rows hold few tokens: only these are looked up.
     ids_C = (scores_V != -torch.inf).nonzero()[:, 0]
     if not len(ids_C):
         return
-    probs_C = tournament(scores_V[ids_C].softmax(-1), g_values(options, hashed, ids_C))
+    probs_C = tournament(scores_V[ids_C].softmax(-1), g_values(options, flips, hashed, ids_C))
     # Rounding may leave less than 0; a NaN of the model stays one.
     scores_V[ids_C] = probs_C.clamp_(min=0.0).log_().clamp_(min=torch.finfo(scores_V.dtype).min)
