@@ -1,4 +1,4 @@
-"""A start shows how far it is: a model that comes from a hub, its weights; on a terminal, in plain lines, in records."""
+"""A start shows how far it is: a model that comes from a hub, its weights; by a line, lines, or records."""
 
 from __future__ import annotations
 
