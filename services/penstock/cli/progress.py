@@ -41,8 +41,8 @@ TICK_SECONDS = 0.2
 # Speed and time left are those of the last seconds.
 SPEED_SECONDS = 30.0
 BAR_CHARS = 24
-# Narrower terminals have words and figures only.
-BAR_COLUMNS = 80
+# On a terminal that is so narrow that this is not left for the words, there is no bar.
+NAME_CHARS = 20
 # What a stage does, and what it did.
 WORDS = {
     WAIT: ("waiting for another process that downloads {}", "another process has downloaded {}"),
@@ -203,13 +203,18 @@ class LiveLine:
 
         if self._console is None:
             self._console = Console(file=self._stream, highlight=False)
+        facts = Text(stage.facts(now), style="dim")
+        room = self._console.width - facts.cell_len - 1
+        cells: list[Any] = [facts]
+        if stage.percent is not None and room >= BAR_CHARS + NAME_CHARS:
+            cells.insert(0, ProgressBar(total=100.0, completed=stage.percent, width=BAR_CHARS))
+            room -= BAR_CHARS + 1
+        doing = Text(stage.doing)
+        doing.truncate(max(room, 1), overflow="ellipsis")
         row = Table.grid(padding=(0, 1))
-        for _ in range(3):
+        for _ in range(len(cells) + 1):
             row.add_column(no_wrap=True, overflow="ellipsis")
-        cells: list[Any] = [Text(stage.doing)]
-        if stage.percent is not None and self._console.width >= BAR_COLUMNS:
-            cells.append(ProgressBar(total=100.0, completed=stage.percent, width=BAR_CHARS))
-        row.add_row(*cells, Text(stage.facts(now), style="dim"))
+        row.add_row(doing, *cells)
         with self._console.capture() as captured:
             self._console.print(row)
         return captured.get().partition("\n")[0].rstrip()

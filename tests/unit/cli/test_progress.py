@@ -137,11 +137,19 @@ def test_records_have_fields_at_the_begin_every_ten_seconds_and_at_the_end() -> 
     }
 
 
-@pytest.mark.parametrize("columns", ["120", "30"])
-def test_a_terminals_line_is_drawn_over_and_never_wraps(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("columns", "words", "has_bar"),
+    [
+        (120, "downloading owner/name ", True),
+        (68, "downloading owner/n… ", True),
+        (60, "downloading owner/name ", False),
+    ],
+)
+def test_a_terminals_line_is_drawn_over_and_never_wraps(
+    columns: int, words: str, has_bar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     form, one = LiveLine(stream), stage()
     one.note("", at(GIB // 2), 0.0)
@@ -151,15 +159,23 @@ def test_a_terminals_line_is_drawn_over_and_never_wraps(columns: str, monkeypatc
     # The cursor is left at the beginning.
     assert text.endswith("\r")
     assert "\n" not in text
-    visible = re.sub(r"\x1b\[\d*\w|\r", "", text)
-    assert len(visible) <= int(columns)
-    assert "50 %, 512 M" in visible
-    assert ("━" in visible) is (columns == "120")
-    if columns == "120":
-        assert "downloading owner/name" in visible
-        assert "50 %, 512 MiB of 1 GiB" in visible
+    visible = re.sub(r"\x1b\[[\d;]*\w|\r", "", text)
+    assert len(visible) <= columns
+    assert visible.startswith(words)
+    assert ("━" in visible) is has_bar
+    assert visible.endswith(" 50 %, 512 MiB of 1 GiB")
     form.end(one, 2.0)
     assert stream.getvalue().endswith("\r\x1b[2Kdownloaded owner/name: 512 MiB in 2.0 s\n")
+
+
+def test_a_tiny_terminal_has_a_line_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "10")
+    stream = Terminal()
+    one = stage()
+    one.note("", at(GIB // 2), 0.0)
+    LiveLine(stream).tick([one], 0.1)
+    assert len(re.sub(r"\x1b\[[\d;]*\w|\r", "", stream.getvalue())) <= 10
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
