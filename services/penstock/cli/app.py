@@ -89,6 +89,8 @@ Examples:
 
   penstock debug state --address 127.0.0.1:50052
 
+  penstock debug state --address 127.0.0.1:50050 --backend 127.0.0.1:50052   through a router
+
   penstock debug state --json"""
 
 PACK_EPILOG = f"""Everything that takes a MODEL takes the folder OUTPUT. Its weights are mapped as

@@ -15,14 +15,16 @@ from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT
 
 if TYPE_CHECKING:
+    import grpc
     from penstock_client import ClientConfig
     from rich.table import Table
 
     from penstock.cli.flags import Overrides
+    from penstock.common.errors import PenstockError
 
 State = dict[str, Any]
 # The processes of `penstock serve` take free ports.
-_HINT = "of `penstock serve` it is the one in its line `generation: ready on ...`"
+_HINT = "of `penstock serve` it is the one in its line `generation: ready on ...`, or its router's"
 # Time for a service that waits for its engine as long as its own configuration says.
 _UNKNOWN_WAIT_SECONDS = 60.0
 _GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
@@ -31,15 +33,22 @@ _SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "draf
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig(ConnectionConfig):
-    """Configuration: a generation service, the connection to it, and the form of the output."""
+    """Configuration: a generation service, the way to it, and the form of the output."""
 
     # These options have variables of their own: the plain names' are the router's address and `penstock bench`'s file.
     address: str = option(
         f"127.0.0.1:{GENERATION_PORT}",
-        "host:port of the generation service.",
+        "host:port of the generation service, or of a router, which asks a backend.",
         group=CONNECTION,
         env="PENSTOCK_DEBUG_ADDRESS",
         metavar="HOST:PORT",
+    )
+    backend: str | None = option(
+        None,
+        "Backend that the router asks, where it has several: its address, or its name in the router's own --backend.",
+        group=CONNECTION,
+        env="PENSTOCK_DEBUG_BACKEND",
+        metavar="NAME_OR_ADDRESS",
     )
     wait_seconds: float | None = option(
         None,
@@ -60,7 +69,10 @@ class DebugConfig(ConnectionConfig):
 
 
 def run_state(given: Overrides) -> None:
-    """Ask for the state and show it. Raises StartupError without an answer, and the service's PenstockError."""
+    """Ask for the state and show it.
+
+    Raises StartupError without an answer, and where --backend is missing or wrong; the service's PenstockError.
+    """
     from penstock.common.config import from_env_and_flags
 
     config = from_env_and_flags(DebugConfig, given)
@@ -76,6 +88,7 @@ async def _ask(config: DebugConfig) -> State:
     from google.protobuf import json_format
 
     from penstock.common.errors import from_rpc_error
+    from penstock.router.config import BACKEND_KEY
     from penstock.v1 import admin_pb2, admin_pb2_grpc
 
     def opened(client: ClientConfig) -> tuple[grpc.aio.Channel, Any]:
@@ -91,6 +104,9 @@ async def _ask(config: DebugConfig) -> State:
         except TimeoutError:
             raise no_answer(config, _HINT) from None
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
+        if config.backend is not None:
+            await _require_router(config, channel, metadata)
+            metadata = (*metadata, (BACKEND_KEY, config.backend))
         try:
             answer = await stub.DumpState(
                 admin_pb2.DumpStateRequest(wait_seconds=config.wait_seconds),
@@ -98,11 +114,40 @@ async def _ask(config: DebugConfig) -> State:
                 timeout=config.answer_seconds,
             )
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise _with_own_flag(from_rpc_error(error)) from None
     state: State = json_format.MessageToDict(
         answer.state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     return _with_numbers(state)
+
+
+async def _require_router(config: DebugConfig, channel: grpc.aio.Channel, metadata: Any) -> None:
+    """Check that the address is a router's: a generation service would answer for itself, whatever --backend says."""
+    import grpc
+
+    from penstock.common.errors import StartupError, Unimplemented, from_rpc_error
+    from penstock.v1 import text_pb2, text_pb2_grpc
+
+    stub: Any = text_pb2_grpc.TextServiceStub(channel)
+    try:
+        await stub.ListModels(text_pb2.ListModelsRequest(), metadata=metadata, timeout=config.answer_seconds)
+    except grpc.RpcError as error:
+        # Others come from a router, too, such as for the token of its operators.
+        if isinstance(from_rpc_error(error), Unimplemented):
+            flag = "--backend"
+            raise StartupError(
+                f"{config.address} is no router and answers for itself: leave {flag} out, or give a router's --address",
+                flag=flag,
+            ) from None
+
+
+def _with_own_flag(error: PenstockError) -> Exception:
+    """Return an error about the call's metadata as one about the flag; any other as it is."""
+    from penstock.common.errors import StartupError
+    from penstock.router.config import BACKEND_KEY
+
+    flag, theirs = "--backend", f"metadata {BACKEND_KEY}"
+    return StartupError(error.message.replace(theirs, flag), flag=flag) if theirs in error.message else error
 
 
 def _with_numbers(state: State) -> State:

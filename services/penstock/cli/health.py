@@ -7,7 +7,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.cli.client.silence import silence_of
+from penstock.cli.client.silence import silence_of, with_own_flags
 from penstock.cli.console import say
 from penstock.common.config import ChannelConfig
 from penstock.common.credentials import check_channel_files
@@ -28,14 +28,7 @@ def run_health(
         check_channel_files(config)
         return asyncio.run(_check_all(addresses, timeout, config))
     except StartupError as error:
-        raise StartupError(_own_words(error.message), flag=_own_words(error.flag or "") or None) from error
-
-
-def _own_words(text: str) -> str:
-    """Services have other names for these flags."""
-    for theirs, ours in (("--channel-tls-cert", "--client-cert"), ("--channel-tls-key", "--client-key")):
-        text = text.replace(theirs, ours)
-    return text.replace("--channel-tls", "--tls")
+        raise with_own_flags(error) from error
 
 
 async def _check_all(addresses: list[str], timeout: float, config: ChannelConfig) -> int:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from penstock.cli.console import say
+from penstock.cli.console import complain, say
 from penstock.cli.flags import Overrides
 from penstock.cli.pack_config import PackConfig
-from penstock.common.checkpoint import resolve_model
+from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
+from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
+from penstock.common.progress import CHECK, PACK, StageProgress
 from penstock.common.units import format_size
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.generation.pack import Progress
+# Tasks of generation.pack.
+_STAGES = {"packing": PACK, "checking": CHECK}
 
 
 def run_pack(model: str, output: str | None, given: Overrides) -> None:
@@ -27,12 +26,19 @@ def run_pack(model: str, output: str | None, given: Overrides) -> None:
     if config.check == bool(output):
         wanted = "--check takes no OUTPUT: nothing is written" if config.check else "OUTPUT is missing"
         raise StartupError(wanted, flag="OUTPUT")
-    folder = resolve_model(model, progress=say)
-    from penstock.generation import pack as packing
+    # Standard output is for the result.
+    display = ProgressDisplay(LiveLine(sys.stderr) if is_live(sys.stderr) else PlainLines(complain))
+    name = model_name(model)
 
-    with _bar() as progress:
+    def report(task: str, done: int, total: int) -> None:
+        display.show(StageProgress(_STAGES[task], name, done, total, ended=done == total))
+
+    try:
+        folder = resolve_model(model, show=display.show)
+        from penstock.generation import pack as packing
+
         if not output:
-            packed = packing.check(folder, progress)
+            packed = packing.check(folder, report)
         else:
             packed = packing.pack(
                 folder,
@@ -41,28 +47,11 @@ def run_pack(model: str, output: str | None, given: Overrides) -> None:
                 quantization=config.quantization,
                 threads=config.threads,
                 force=config.force,
-                progress=progress,
+                progress=report,
             )
+    finally:
+        display.close()
     facts = packed.facts
     say(f"{packed.path}: {format_size(packed.num_bytes)}, {facts.dtype}, quantization {facts.quantization}, whole")
     if output:
         say(f"serve it with: penstock serve {output}")
-
-
-@contextmanager
-def _bar() -> Iterator[Progress]:
-    """Show a bar for each task on standard error, if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-
-        def report(task: str, done: int, total: int) -> None:
-            if task not in tasks:
-                tasks[task] = bars.add_task(task, total=total)
-            bars.update(tasks[task], completed=done)
-
-        yield report

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
 from penstock.common.environment import hub_cache_folder, is_hub_off
 from penstock.common.errors import StartupError
+from penstock.common.progress import ShowProgress, show_nothing
 
 DEMO_MODEL_NAME = "penstock-demo"
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt", "vocab.txt"]
@@ -58,18 +58,18 @@ def check_model(model: str | None) -> None:
         raise StartupError(_unreachable(str(model), "HF_HUB_OFFLINE keeps the hub from being asked"), flag="MODEL")
 
 
-def resolve_model(model: str | None, *, allow_hub: bool = True, progress: Callable[[str], None] | None = None) -> Path:
+def resolve_model(model: str | None, *, allow_hub: bool = True, show: ShowProgress = show_nothing) -> Path:
     """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
 
-    A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and vocabulary files are downloaded. Raises
-    StartupError naming MODEL.
+    A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and vocabulary files are downloaded, which `show`
+    gets the progress of; it may raise to give up. Raises StartupError naming MODEL.
     """
     found = _locate(model)
     if isinstance(found, Path):
         return found
     if not allow_hub:
         raise StartupError(f"MODEL {model}: {_missing(Path(str(model)))}, and the hub is off", flag="MODEL")
-    return _download(str(model), found["id"], found["revision"], progress)
+    return _download(str(model), found["id"], found["revision"], show)
 
 
 def _locate(model: str | None) -> Path | re.Match[str]:
@@ -119,9 +119,8 @@ def _checked(folder: Path, what: str) -> Path:
     return folder
 
 
-def _download(model: str, repo: str, revision: str | None, progress: Callable[[str], None] | None) -> Path:
+def _download(model: str, repo: str, revision: str | None, show: ShowProgress) -> Path:
     try:
-        from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import (
             HfHubHTTPError,
             HFValidationError,
@@ -129,23 +128,14 @@ def _download(model: str, repo: str, revision: str | None, progress: Callable[[s
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
+
+        from penstock.common.hub_download import download
     except ImportError as error:
         raise StartupError(
             f"MODEL {model}: no such folder, and huggingface-hub is not installed", flag="MODEL"
         ) from error
-    if progress is not None:
-        progress(f"fetching {repo} from the hub")
-    only_cache = is_hub_off()
     try:
-        if not only_cache:
-            # snapshot_download itself asks again and again, for as long as the system's connections take.
-            try:
-                HfApi().repo_info(repo, revision=revision, timeout=HUB_SECONDS)
-            except (HfHubHTTPError, HFValidationError):
-                raise
-            except Exception:  # errors of the connection, whose classes are the HTTP library's
-                only_cache = True
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES, local_files_only=only_cache))
+        return download(repo, revision, HUB_FILES, show, ask_seconds=HUB_SECONDS, is_hub_off=is_hub_off())
     except RevisionNotFoundError as error:
         raise StartupError(
             f"MODEL {model}: the hub has {repo}, but not the revision {revision}", flag="MODEL"

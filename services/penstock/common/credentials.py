@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -34,11 +35,16 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     )
 
 
-def tls_context(config: ServerConfig) -> ssl.SSLContext:
-    """Make the server's credentials for asyncio. Raises StartupError naming the file's flag, OSError for a bad PEM."""
+def tls_context(config: ServerConfig, alpn: Sequence[str] = ("h2",)) -> ssl.SSLContext:
+    """Make the server's credentials for asyncio and plain sockets.
+
+    `alpn`: protocols that the handshake offers; none for plain HTTP. Raises StartupError naming the file's flag,
+    OSError for a bad PEM.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
+    if alpn:
+        context.set_alpn_protocols(alpn)
     for path, flag in ((config.tls_cert, "--tls-cert"), (config.tls_key, "--tls-key")):
         _read(path or "", flag)
     chain, key = (Path(path or "").expanduser() for path in (config.tls_cert, config.tls_key))

@@ -27,6 +27,7 @@ def quiet_environment(threads: int | None = None) -> dict[str, str]:
         "GRPC_ENABLE_FORK_SUPPORT": "0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     if threads is not None:
         wanted["OMP_NUM_THREADS"] = str(threads)

@@ -47,7 +47,7 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("MODEL_NOT_FOUND", "NOT_FOUND", "no model of this name is served", "leave `model` out, or take a name that ListModels gives"),
     _row("ADAPTER_NOT_FOUND", "NOT_FOUND", "no adapter of this name is loaded", "leave `adapter` out"),
     _row("ASSISTANT_NOT_FOUND", "NOT_FOUND", "no draft model of this name is served", "start the service with `--assistant-model`, or leave the option out"),
-    _row("BACKEND_NOT_FOUND", "NOT_FOUND", "the router has no backend of this address", "send `penstock-backend` with one that the message names"),
+    _row("BACKEND_NOT_FOUND", "NOT_FOUND", "the router has no backend of this address or name", "send `penstock-backend` (`penstock debug state --backend`) with one that the message names"),
     _row("NO_ADMIN_TOKENS", "FAILED_PRECONDITION", "a router on a public address forwards no admin calls without tokens of their own", "start it with `--admin-token-file`"),
     _row("NO_CHAT_TEMPLATE", "FAILED_PRECONDITION", "the model has no chat template", "use Generate with a text, or start the tokenizer with a template"),
     _row("NO_TOKENIZER", "FAILED_PRECONDITION", "the model's folder has no tokenizer.json that can be split by token", "serve the folder with its tokenizer.json"),

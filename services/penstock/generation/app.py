@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
@@ -19,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from penstock.common.checkpoint import model_name
 from penstock.common.errors import Internal
 from penstock.common.logging import get_logger
+from penstock.common.progress import LOAD_WEIGHTS, CancellableProgress, ShowProgress, StageProgress
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.request import RequestOutput
 from penstock.generation.core.step import Runner
@@ -45,10 +45,6 @@ END_STREAMS_SECONDS = 1.0
 _log = get_logger("penstock.generation")
 
 
-class LoadingCancelled(Exception):
-    """Stop of the process while it loads; it ends the loading thread."""
-
-
 class GenerationApp:
     """Generation service of one process (serving.server.Service)."""
 
@@ -68,7 +64,10 @@ class GenerationApp:
         self._arena = arena
         self._lifecycle = Lifecycle(config.served_model_name or model_name(config.model))
         self._metrics = GenerationMetrics(registry, self._lifecycle.model_name)
-        self._cancelled = threading.Event()
+        self._progress = CancellableProgress()
+        # Models, the draft model among them, and those whose weights are loaded.
+        self._num_models = 1 if config.assistant_model is None else 2
+        self._num_loaded = 0
         self._engine_loop: EngineLoop | None = None
         self._status: StatusLog | None = None
         self._trace: TraceFile | None = None
@@ -80,6 +79,10 @@ class GenerationApp:
     def bind_health(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
         """Let Drain and Resume turn health off and on by `set_serving`."""
         self._lifecycle.set_serving = set_serving
+
+    def bind_progress(self, show: ShowProgress) -> None:
+        """Let the start show its progress by `show`."""
+        self._progress.show = show
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the three servicers."""
@@ -97,11 +100,9 @@ class GenerationApp:
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._log_state)
         try:
-            loaded = await asyncio.to_thread(
-                load, self._config, self._lifecycle.model_name, self._progress, self._arena
-            )
+            loaded = await asyncio.to_thread(load, self._config, self._lifecycle.model_name, self._note, self._arena)
         except asyncio.CancelledError:
-            self._cancelled.set()
+            self._progress.cancel()
             raise
         self._lifecycle.core = self._start_engine(loaded)
         self._lifecycle.percent_loaded = 100.0
@@ -122,11 +123,13 @@ class GenerationApp:
         else:
             self._status.dump_soon()
 
-    def _progress(self, percent: float) -> None:
-        """Store the progress. Called on the loading thread."""
-        if self._cancelled.is_set():
-            raise LoadingCancelled
-        self._lifecycle.percent_loaded = percent
+    def _note(self, progress: StageProgress) -> None:
+        """Store the progress and show it. Called on the loading thread, and on those of a download."""
+        if progress.stage == LOAD_WEIGHTS:
+            part = 0.0 if progress.ended or not progress.total else progress.done / progress.total
+            self._num_loaded += progress.ended
+            self._lifecycle.percent_loaded = 100.0 * (self._num_loaded + part) / self._num_models
+        self._progress(progress)
 
     def _start_engine(self, loaded: LoadedModel) -> GenerationCore:
         drafter = None if loaded.draft is None else loaded.draft.drafter
@@ -217,7 +220,7 @@ class GenerationApp:
 
     async def close(self) -> None:
         """Stop the engine's thread; requests that are still live end."""
-        self._cancelled.set()
+        self._progress.cancel()
         self._lifecycle.state = ModelState.UNAVAILABLE
         for task in (self._watch, self._watchdog):
             if task is not None:

@@ -19,6 +19,8 @@ from penstock.common.options import option
 
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
 STREAMING = "Streaming"
+# Metadata of a forwarded call that names its backend.
+BACKEND_KEY = "penstock-backend"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,9 @@ Probes need no credentials. /metrics needs one of the server's bearer tokens whe
 from __future__ import annotations
 
 import contextlib
-import ssl
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from penstock.common.addresses import join_address
-from penstock.common.credentials import TokenFile
+from penstock.common.credentials import TokenFile, tls_context
 from penstock.common.errors import StartupError
 
 if TYPE_CHECKING:
@@ -64,10 +62,10 @@ def start_metrics_server(
     """Serve `registry` at http(s)://host:port/metrics from daemon threads; port 0 takes a free one.
 
     `is_ready` answers /readyz. With `config` it uses that configuration's certificate, key, client CA and tokens.
-    Raises StartupError naming --metrics-port.
+    Raises StartupError naming --metrics-port or a file's flag, OSError for a bad PEM.
     """
     tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config and config.auth_token_file else None
-    context = _tls(config) if config is not None and config.is_tls else None
+    context = tls_context(config, alpn=()) if config is not None and config.is_tls else None
     try:
         family, *_ = getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM, flags=AI_PASSIVE)[0]
         server_class = type("_Server", (_Server,), {"address_family": family})
@@ -87,17 +85,6 @@ def start_metrics_server(
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return BoundMetrics(host, server.server_port, server)
-
-
-def _tls(config: ServerConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    cert, key = (Path(path or "").expanduser() for path in (config.tls_cert, config.tls_key))
-    context.load_cert_chain(cert, key, password="")
-    if config.tls_client_ca is not None:
-        context.load_verify_locations(Path(config.tls_client_ca).expanduser())
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: TokenFile | None) -> WSGIApplication:

@@ -8,6 +8,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.common.config import prepare_environment
+from penstock.common.progress import CancellableProgress, ShowProgress
 from penstock.tokenizer.config import TokenizerConfig
 from penstock.tokenizer.metrics import TokenizerMetrics
 from penstock.tokenizer.service import TokenizerService, load_service
@@ -27,6 +28,7 @@ class TokenizerApp:
         self._metrics = TokenizerMetrics(registry)
         self._servicer = TokenizerServicer(self._metrics)
         self._service: TokenizerService | None = None
+        self._progress = CancellableProgress()
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     @property
@@ -40,8 +42,16 @@ class TokenizerApp:
         """Load the tokenizer, start threads and template processes. Raises StartupError naming the file and MODEL."""
         # Otherwise all requests share one pool of tokenizers' threads, and small texts wait behind large ones.
         prepare_environment()
-        self._service = await load_service(self._config, self._metrics)
+        try:
+            self._service = await load_service(self._config, self._metrics, self._progress)
+        except asyncio.CancelledError:
+            self._progress.cancel()
+            raise
         self._servicer.open(self._service)
+
+    def bind_progress(self, show: ShowProgress) -> None:
+        """Let the start show its progress by `show`."""
+        self._progress.show = show
 
     def register(self, server: grpc.aio.Server) -> None:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self._servicer, server)

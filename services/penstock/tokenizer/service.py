@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import NotFound, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
+from penstock.common.progress import ShowProgress, show_nothing
 from penstock.tokenizer.bundle import TokenizerBundle
 from penstock.tokenizer.chat_template import ChatTemplates
 from penstock.tokenizer.config import TokenizerConfig
@@ -59,10 +60,12 @@ class TokenizerService:
         await asyncio.get_running_loop().run_in_executor(None, self.workers.close)
 
 
-async def load_service(config: TokenizerConfig, metrics: TokenizerMetrics) -> TokenizerService:
-    """Load and warm up. Raises StartupError naming the file and MODEL."""
+async def load_service(
+    config: TokenizerConfig, metrics: TokenizerMetrics, show: ShowProgress = show_nothing
+) -> TokenizerService:
+    """Load and warm up; `show` gets the progress of a download. Raises StartupError naming the file and MODEL."""
     loop = asyncio.get_running_loop()
-    folder = await loop.run_in_executor(None, resolve_model, config.model)
+    folder = await asyncio.to_thread(resolve_model, config.model, show=show)
     bundle = await load_bundle(folder, timeout_seconds=config.load_timeout_seconds)
     vocabulary = await loop.run_in_executor(None, _vocabulary, folder, bundle)
     templates = ChatTemplates(

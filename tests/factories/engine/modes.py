@@ -18,6 +18,7 @@ from factories.engine.fake_engine import Answer, engine_config, run
 from factories.engine.grammars import compiled
 from factories.engine.pools import unwritten_pool
 from factories.models.run_kernels import KERNELS, cpu_device, new_runner
+from penstock.common.progress import show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.request import Request
 from penstock.generation.core.sequence import Sequence
@@ -52,7 +53,7 @@ def load_service(folder: Path, **config: Any) -> LoadedModel:
     own = {"kv_memory": "1MiB", "threads": 1, "dtype": "float32", "tune_seconds": 0.0}
     settings = {"model": str(folder), **own, **config}
     torch.set_num_threads(1)
-    return load(GenerationServiceConfig(kernels=KERNELS, **settings), folder.name, lambda percent: None)
+    return load(GenerationServiceConfig(kernels=KERNELS, **settings), folder.name, show_nothing)
 
 
 def to_message(prompt: Iterable[int], arguments: Mapping[str, Any]) -> generation_pb2.GenerateRequest:

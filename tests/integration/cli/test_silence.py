@@ -56,3 +56,16 @@ def test_nobody_there() -> None:
         for wrong in (address, "127.0.0.1:x", "no-such-host.invalid:1", "127.0.0.1:99999"):
             error = silence_of(wrong, tls=False, tls_ca=None, client_cert=None, client_key=None, name=None)
             assert error.flag == "--address"
+
+
+@pytest.mark.parametrize(
+    ("ca", "cert", "key", "flag"),
+    [(KEY, None, None, "--tls-ca"), (CA, CA, KEY, "--client-cert"), (CA, "/no/such/file", KEY, "--client-cert")],
+)
+def test_a_file_that_cannot_be_used_is_told_by_the_commands_own_flag(
+    ca: str, cert: str | None, key: str | None, flag: str
+) -> None:
+    error = silence_of("127.0.0.1:1", tls=True, tls_ca=ca, client_cert=cert, client_key=key, name=None)
+    assert error.flag == flag
+    assert flag in error.message
+    assert "--channel" not in error.message

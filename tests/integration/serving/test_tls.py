@@ -64,6 +64,12 @@ async def test_metrics_are_served_over_tls_too() -> None:
         url = f"https://{running.addresses.metrics}/metrics"
         answer = await asyncio.to_thread(urllib.request.urlopen, url, context=context)
         assert b"grpc_server_started_total" in answer.read()
+        # Plain HTTP/1: a client that offers HTTP/2 as well must not be told that it is spoken here.
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        host, _, port = (running.addresses.metrics or "").rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() is None
+        writer.close()
 
 
 @pytest.mark.parametrize("flag", ["--tls-cert", "--tls-key", "--tls-client-ca"])

@@ -5,13 +5,16 @@ certificates that one side does not accept.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 
+from penstock.common.config import ChannelConfig
+from penstock.common.credentials import channel_tls_context
 from penstock.common.errors import StartupError
 
 SECONDS = 3.0
+# A service's flags of its connections, and those of a command.
+_FLAGS = {"--channel-tls-ca": "--tls-ca", "--channel-tls-cert": "--client-cert", "--channel-tls-key": "--client-key"}
 # The beginning of HTTP/2, with empty settings: a server answers it with settings of its own.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
@@ -33,11 +36,18 @@ def silence_of(
     """
     host, _, port = address.removeprefix("dns:///").rpartition(":")
     host = host.strip("[]")
+    files = ChannelConfig(
+        channel_tls=tls, channel_tls_ca=tls_ca, channel_tls_cert=client_cert, channel_tls_key=client_key
+    )
+    try:
+        context = channel_tls_context(files)
+    except StartupError as error:
+        return with_own_flags(error)
     try:
         with socket.create_connection((host, int(port)), SECONDS) as plain:
-            if not tls:
+            if context is None:
                 return _of_plaintext(address, host, plain)
-            return _of_tls(address, plain, tls_ca, client_cert, client_key, name or host)
+            return _of_tls(address, plain, context, name or host)
     except (OSError, ValueError, OverflowError):
         return StartupError(f"no server answers at {address}; {hint}", flag="--address")
 
@@ -62,13 +72,7 @@ def _is_plaintext(error: ssl.SSLError) -> bool:
     return error.reason in signs or isinstance(error, ssl.SSLEOFError)
 
 
-def _of_tls(
-    address: str, plain: socket.socket, ca: str | None, cert: str | None, key: str | None, name: str
-) -> StartupError:
-    context = ssl.create_default_context(cafile=os.path.expanduser(ca) if ca else None)
-    context.set_alpn_protocols(["h2"])
-    if cert:
-        context.load_cert_chain(os.path.expanduser(cert), os.path.expanduser(key) if key else None, password="")
+def _of_tls(address: str, plain: socket.socket, context: ssl.SSLContext, name: str) -> StartupError:
     wants_certificate = StartupError(
         f"{address} wants a client certificate that it knows: --client-cert and --client-key", flag="--client-cert"
     )
@@ -91,6 +95,14 @@ def _of_tls(
             return _too_slow(address)
     # TLS 1.3 refuses a client after the handshake.
     return wants_certificate
+
+
+def with_own_flags(error: StartupError) -> StartupError:
+    """Return `error` of a ChannelConfig's file with the names that a command has for these flags."""
+    message, flag = error.message, error.flag
+    for theirs, ours in _FLAGS.items():
+        message, flag = message.replace(theirs, ours), ours if flag == theirs else flag
+    return StartupError(message, flag=flag)
 
 
 def _too_slow(address: str) -> StartupError:

@@ -1,23 +1,28 @@
 """Reports of a process of the tree to its parent: JSON lines over an inherited pipe.
 
-A child reports `listening`, then `ready`, or one `error`; a worker reports `loaded` instead of `listening`. The end of
-the pipe is the end of the child.
+A child reports `listening`, then `ready`, or one `error`; a worker reports `loaded` instead of `listening`. Until it is
+ready it reports `progress`, too. The end of the pipe is the end of the child.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cli.console import STARTUP_EXIT_CODE, startup_line
+from penstock.common.progress import StageProgress
 
 if TYPE_CHECKING:
     from penstock.common.addresses import BoundAddresses
     from penstock.common.errors import StartupError
 
-LISTENING, LOADED, READY, ERROR = "listening", "loaded", "ready", "error"
+LISTENING, LOADED, READY, ERROR, PROGRESS = "listening", "loaded", "ready", "error", "progress"
+# A stage is reported anew after so many seconds, and after so small a share of its bytes that the last report before a
+# stall is true enough.
+PROGRESS_SECONDS, PROGRESS_SHARE = 0.2, 0.005
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Report:
     lines: tuple[str, ...] = ()
     message: str = ""
     flag: str | None = None
+    progress: StageProgress | None = None
 
     def encode(self) -> bytes:
         """Encode as one line of JSON."""
@@ -39,7 +45,9 @@ class Report:
     def decode(line: bytes) -> Report:
         """Invert `encode`."""
         fields = json.loads(line)
-        return Report(**{**fields, "lines": tuple(fields["lines"])})
+        progress = fields.pop("progress")
+        shown = None if progress is None else StageProgress(**progress)
+        return Report(**{**fields, "lines": tuple(fields["lines"])}, progress=shown)
 
 
 class Reporter:
@@ -47,6 +55,8 @@ class Reporter:
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
+        # Last report of progress, and its time.
+        self._reported: tuple[StageProgress | None, float] = (None, 0.0)
         if fd is not None:
             # Grandchildren must not hold the pipe open.
             os.set_inheritable(fd, False)
@@ -68,6 +78,21 @@ class Reporter:
     def loaded(self) -> None:
         """Report that a worker is ready to open its port."""
         self.send(Report(LOADED, {}, {}))
+
+    def progress(self, progress: StageProgress) -> None:
+        """Report the begin and the end of a stage, and now and then how far it is. Any thread may call it."""
+        last, when = self._reported
+        now = time.monotonic()
+        is_same = last is not None and (last.stage, last.subject) == (progress.stage, progress.subject)
+        if (
+            last is None
+            or not is_same
+            or progress.ended
+            or now - when >= PROGRESS_SECONDS
+            or progress.done - last.done >= PROGRESS_SHARE * progress.total
+        ):
+            self._reported = (None if progress.ended else progress, now)
+            self.send(Report(PROGRESS, {}, {}, progress=progress))
 
     def ready(self, name: str, bound: BoundAddresses, lines: list[str]) -> None:
         """Report that health is SERVING."""

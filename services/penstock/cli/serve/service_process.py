@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from penstock.cli.console import say
+from penstock.cli.progress import serve_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import Reporter
 from penstock.common.checkpoint import check_model
@@ -19,6 +20,7 @@ from penstock.common.config import ServerConfig, from_env_and_flags
 from penstock.common.environment import prepare_environment
 from penstock.common.errors import StartupError
 from penstock.common.process import die_with_parent
+from penstock.common.progress import ReportsProgress
 
 # The name under which `serve [MODEL]` is registered; it is never typed.
 EVERYTHING = "all"
@@ -143,6 +145,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
     began = time.monotonic()
     if not reporter.is_heard:
         say(f"{role.name}: loading")
+    display = serve_display(config)
     # Nearly all objects made until it is ready stay: collections would take a fifth of the imports' time.
     gc.disable()
     begun = role.begin(config)
@@ -156,6 +159,8 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
 
         registry = CollectorRegistry()
         service = app_class(config, registry, *begun)
+        if isinstance(service, ReportsProgress):
+            service.bind_progress(reporter.progress if reporter.is_heard else display.show)
 
         def on_ready(bound: BoundAddresses) -> None:
             # Modules, tables and the model live as long as the process. Without this every full collection would look
@@ -163,6 +168,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
             gc.enable()
+            display.close()
             reporter.ready(role.name, bound, service.status_lines())
             if not reporter.is_heard:
                 for line in service.status_lines():
@@ -179,4 +185,7 @@ def _serve(role: Role, config: ServerConfig, reporter: Reporter, gate: Gate | No
             gate=gate,
         )
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    finally:
+        display.close()

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from penstock.cli.serve.reports import ERROR, LISTENING, LOADED, READY, Report
 from penstock.common.environment import child_environment
 from penstock.common.errors import StartupError
+from penstock.common.progress import StageProgress
 
+# A child's name, and the progress of its start; None: it ended.
+OnProgress = Callable[[str, StageProgress | None], None]
 # After SIGTERM a child may take its drain grace and so many seconds more before it is killed.
 KILL_MARGIN_SECONDS = 10.0
 
@@ -58,8 +61,9 @@ class ServiceProcess:
 class Supervisor:
     """Starts children, waits for them, and stops them. For the main thread only: see `die_with_parent`."""
 
-    def __init__(self, *, drain_grace_seconds: float) -> None:
+    def __init__(self, *, drain_grace_seconds: float, on_progress: OnProgress) -> None:
         self._patience = drain_grace_seconds + KILL_MARGIN_SECONDS
+        self._on_progress = on_progress
         self.children: list[ServiceProcess] = []
 
     async def start(
@@ -93,6 +97,7 @@ class Supervisor:
     async def _follow(self, child: ServiceProcess) -> int:
         while line := await child.reports.readline():
             self._take(child, Report.decode(line))
+        self._on_progress(child.name, None)
         code = await child.process.wait()
         for waiting in (child.listening, child.loaded, child.ready):
             if not waiting.done():
@@ -101,9 +106,10 @@ class Supervisor:
                 waiting.exception()
         return code
 
-    @staticmethod
-    def _take(child: ServiceProcess, report: Report) -> None:
-        if report.event == LISTENING:
+    def _take(self, child: ServiceProcess, report: Report) -> None:
+        if report.progress is not None:
+            self._on_progress(child.name, report.progress)
+        elif report.event == LISTENING:
             child.listening.set_result(report)
         elif report.event == LOADED:
             child.loaded.set_result(report)

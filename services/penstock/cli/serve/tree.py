@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from penstock import __version__
-from penstock.cli.console import complain, say
+from penstock.cli.console import complain
 from penstock.cli.flags import as_flags
+from penstock.cli.progress import ProgressDisplay, parent_display
 from penstock.cli.serve.full_device import lose_what_does_not_fit
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.service_process import ROLES, check_models
@@ -22,6 +23,7 @@ from penstock.common.environment import ENV_PREFIX, current_environment, usable_
 from penstock.common.errors import StartupError
 from penstock.common.options import BoundOption, option, options_of
 from penstock.common.process import die_with_parent
+from penstock.common.progress import StageProgress
 
 MAX_LINES = 15
 # Options that the tree sets itself, or that are of no use inside it.
@@ -96,17 +98,23 @@ class Tree:
     began: float = field(default_factory=time.monotonic)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    display: ProgressDisplay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.display = parent_display(self.front, "serve")
 
     async def run(self) -> int:
         """Start, serve, stop; return the exit code. Raises StartupError when a child could not start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
-        supervisor = Supervisor(drain_grace_seconds=self.front.drain_grace_seconds)
+        supervisor = Supervisor(drain_grace_seconds=self.front.drain_grace_seconds, on_progress=self._on_progress)
         try:
-            if not await self._start(supervisor):
-                return 0
-            return await self._serve(supervisor)
+            try:
+                is_ready = await self._start(supervisor)
+            finally:
+                self.display.close()
+            return await self._serve(supervisor) if is_ready else 0
         except ChildEnded as ended:
             complain(str(ended))
             return ended.exit_code
@@ -118,6 +126,7 @@ class Tree:
             self.hurry.set()
             return
         self.ended.set()
+        self.display.close()
         self._say(f"stopping: live work has {self.front.drain_grace_seconds:g} s; once more stops at once")
 
     async def _start(self, supervisor: Supervisor) -> bool:
@@ -178,9 +187,15 @@ class Tree:
         codes = [child.ended.result() for child in supervisor.children]
         return 0 if not any(codes) else 1
 
+    def _on_progress(self, child: str, progress: StageProgress | None) -> None:
+        if progress is None:
+            self.display.drop(child)
+        elif not self.reporter.is_heard:
+            self.display.show(progress, child)
+
     def _say(self, line: str) -> None:
         if not self.reporter.is_heard:
-            say(line)
+            self.display.say(line)
 
     def _show(self, everyone: list[ServiceProcess], child: ServiceProcess) -> None:
         report = child.ready.result()

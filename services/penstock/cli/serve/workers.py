@@ -21,12 +21,14 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cli.console import complain, say
 from penstock.cli.flags import as_flags
+from penstock.cli.progress import parent_display
 from penstock.cli.serve.reports import READY, Report, Reporter
 from penstock.cli.serve.supervisor import ChildEnded, ServiceProcess, Supervisor, first_of
 from penstock.common.addresses import BoundAddresses, require_free_port
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
 from penstock.common.options import options_of
+from penstock.common.progress import StageProgress
 from penstock.serving.health_socket import HealthSocket
 from penstock.serving.metrics_endpoint import BoundMetrics, start_metrics_server
 from penstock.serving.summed_metrics import SummedMetrics
@@ -63,7 +65,8 @@ class Workers:
         self._config = config
         self._reporter = reporter
         self._count: int = getattr(config, "processes", 1)
-        self._supervisor = Supervisor(drain_grace_seconds=config.drain_grace_seconds)
+        self._display = parent_display(config, role)
+        self._supervisor = Supervisor(drain_grace_seconds=config.drain_grace_seconds, on_progress=self._on_progress)
         self._metrics = SummedMetrics()
         self._began = time.monotonic()
         self._ended = asyncio.Event()
@@ -83,7 +86,10 @@ class Workers:
                     await health.open()
                 bound = self._bound(port, endpoint)
                 self._reporter.listening(self._role, bound)
-                children = await self._start(port)
+                try:
+                    children = await self._start(port)
+                finally:
+                    self._display.close()
                 if not children:
                     return 0
                 self._show_ready(bound, children)
@@ -101,6 +107,14 @@ class Workers:
     def _is_serving(self) -> bool:
         """True while a worker takes calls."""
         return not self._ended.is_set() and any(child.is_ready for child in self._supervisor.children)
+
+    def _on_progress(self, child: str, progress: StageProgress | None) -> None:
+        if progress is None:
+            self._display.drop(child)
+        elif self._reporter.is_heard:
+            self._reporter.progress(progress)
+        else:
+            self._display.show(progress, child)
 
     def _signalled(self) -> None:
         (self._hurry if self._ended.is_set() else self._ended).set()

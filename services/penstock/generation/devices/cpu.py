@@ -26,7 +26,7 @@ from penstock.generation.host.memory import host_memory
 from penstock.generation.layers.kernels import LayerKernels, NativeKernels
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.base import LinearMethod
-from penstock.generation.layers.linear.dense import cpu_linear_method
+from penstock.generation.layers.linear.dense import PlainLinearMethod, cpu_linear_method
 from penstock.generation.layers.linear.int4 import Int4LinearMethod
 from penstock.generation.layers.linear.int8 import Int8LinearMethod
 from penstock.generation.layers.linear.native import NativeLinearMethod, formats
@@ -55,6 +55,9 @@ class CPUDevice(Device):
         # Instruction set of the native kernels; None while torch's operators are used.
         self.instruction_set: str | None = None
         self._could_be_faster: str | None = None
+        self._kernels = "auto"
+        # Formats that were warned of.
+        self._slow: set[torch.dtype] = set()
         self._arena: Arena | None = None
         self._mapped_files: list[MappedFile] = []
         self._mapped_bytes = 0
@@ -72,6 +75,7 @@ class CPUDevice(Device):
         if num_threads is not None and num_threads > cores:
             _log.warning("--threads is more than the cores that this process may use", threads=num_threads, cores=cores)
         torch.set_num_threads(num_threads or cores)
+        self._kernels = kernels
         self.instruction_set = _native_kernels(kernels)
         self._could_be_faster = _advice(kernels, self.instruction_set)
         if self.instruction_set is not None:
@@ -97,8 +101,25 @@ class CPUDevice(Device):
         return DeviceMemory(*host_memory(mapped=self._mapped_bytes))
 
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
-        """See Device."""
-        return cpu_method(dtype, quantization, native=self._uses_native(dtype), arena=self._arena)
+        """See Device. A warning tells of a format that is slow here, once."""
+        method = cpu_method(dtype, quantization, native=self._uses_native(dtype), arena=self._arena)
+        if isinstance(method, PlainLinearMethod) and dtype not in self._slow:
+            self._slow.add(dtype)
+            name = str(dtype).removeprefix("torch.")
+            _log.warning("the model's number format is slow on this CPU", dtype=name, advice=self._faster_than(dtype))
+            _log.debug("linear layers are not packed", dtype=name, cause=packing_obstacle(dtype))
+        return method
+
+    def _faster_than(self, dtype: torch.dtype) -> str:
+        """Advice, in plain words, for a format that torch's operators do not pack."""
+        if dtype in library.DTYPES and self._could_be_faster is not None:
+            return self._could_be_faster
+        if dtype in library.DTYPES and self._kernels == "torch" and is_supported():
+            return "leave --kernels torch out: the C++ kernels are fast with it"
+        for other in library.DTYPES:
+            if other is not dtype and (self._uses_native(other) or packing_obstacle(other) is None):
+                return f"choose --dtype {str(other).removeprefix('torch.')}"
+        return "choose a machine with AVX2 or newer instructions"
 
     def weight_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See Device."""

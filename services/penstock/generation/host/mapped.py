@@ -16,8 +16,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from penstock.common.progress import CountBytes
 
 # Bytes that are brought into memory at a time, between two reports of progress.
 PIECE_BYTES = 2**24
@@ -109,11 +111,10 @@ def _map(descriptor: int) -> mmap.mmap:
     return memory
 
 
-def populate(memory: mmap.mmap, progress: Callable[[float], None] | None = None) -> None:
+def populate(memory: mmap.mmap, progress: CountBytes | None = None) -> None:
     """Bring every page into memory and into this process's page tables, in order.
 
-    `progress` gets percentages, 100 at the end, and may raise to give up. Only reports where the system has no such
-    call.
+    `progress` gets the bytes that are there, and may raise to give up. Only reports where the system has no such call.
     """
     size = len(memory)
     for first in range(0, size, PIECE_BYTES):
@@ -122,7 +123,7 @@ def populate(memory: mmap.mmap, progress: Callable[[float], None] | None = None)
             # ctypes releases the interpreter's lock; mmap.madvise() would hold it while the disk is read.
             _libc().madvise(_address(memory) + first, last - first, _MADV_POPULATE_READ)
         if progress is not None:
-            progress(100.0 * last / size)
+            progress(last, size)
 
 
 def populate_beside(path: Path) -> None:

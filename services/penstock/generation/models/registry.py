@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
 from penstock.generation.models.llama import LLAMA
 from penstock.generation.models.loader import Weights, build_model
@@ -50,16 +50,16 @@ def load_model(
     dtype: str = "auto",
     quantization: str = "auto",
     device: Device,
-    progress: Callable[[float], None] | None = None,
+    progress: CountBytes | None = None,
     map_embeddings: bool = True,
 ) -> CausalLM:
     """Load a Hugging Face folder (single or sharded safetensors), or one that `penstock pack` wrote.
 
     `dtype` is "auto" (the checkpoint's, where the device has it) or a name. `quantization` is "none", "int8" or "int4"
     (of the linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is
-    called with the percentage of the weights' bytes that is loaded, ending at 100. `map_embeddings`: the embedding of a
-    checkpoint is used where the page cache has it, as all of a packed model is: see `device.mapped_files`. Raises
-    StartupError naming the file, tensor or field at fault.
+    called with the weights' bytes that are loaded and all of them, which are equal in the end. `map_embeddings`: the
+    embedding of a checkpoint is used where the page cache has it, as all of a packed model is: see
+    `device.mapped_files`. Raises StartupError naming the file, tensor or field at fault.
     """
     config = read_model_config(folder)
     weights: Weights
@@ -78,7 +78,7 @@ def checkpoint_weights(
     device: Device,
     dtype: str,
     quantization: str,
-    progress: Callable[[float], None] | None = None,
+    progress: CountBytes | None = None,
     *,
     map_embeddings: bool,
 ) -> CheckpointWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from penstock.common.checkpoint import model_name, resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
+from penstock.common.progress import LOAD_WEIGHTS, ShowProgress, Stage
 from penstock.common.units import format_size
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
@@ -61,7 +62,7 @@ class DraftModel:
 
 
 def load_draft_weights(
-    config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
+    config: GenerationServiceConfig, folder: Path, device: Device, show: ShowProgress
 ) -> CausalLM | None:
     """Load the weights of `config.assistant_model`, whose token ids must be those of the model in `folder`.
 
@@ -71,17 +72,18 @@ def load_draft_weights(
     if config.assistant_model is None:
         return None
     with _about_the_draft_model():
-        own = resolve_model(config.assistant_model)
+        own = resolve_model(config.assistant_model, show=show)
         served, drafting = read_model_config(folder).vocab_size, read_model_config(own).vocab_size
         _check_vocabulary(folder, own, served, drafting)
-        weights = load_model(
-            own,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            device=device,
-            progress=progress,
-            map_embeddings=config.map_embeddings,
-        )
+        with Stage(show, LOAD_WEIGHTS, model_name(config.assistant_model)) as stage:
+            weights = load_model(
+                own,
+                dtype=config.dtype,
+                quantization=config.quantization,
+                device=device,
+                progress=stage.count,
+                map_embeddings=config.map_embeddings,
+            )
         return weights if served == drafting else ResizedVocabulary(weights, served)
 
 

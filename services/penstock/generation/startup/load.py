@@ -17,6 +17,7 @@ from penstock.common.checkpoint import resolve_model
 from penstock.common.errors import StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
+from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, ShowProgress, Stage
 from penstock.common.units import format_size
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
@@ -96,24 +97,22 @@ class LoadedModel:
         ]
 
 
-def load(
-    config: GenerationServiceConfig, name: str, progress: Callable[[float], None], arena: Arena | None = None
-) -> LoadedModel:
+def load(config: GenerationServiceConfig, name: str, show: ShowProgress, arena: Arena | None = None) -> LoadedModel:
     """Load `config.model`, size the KV pool by the memory that is left, and run the model once.
 
-    `progress` gets percentages and may raise to give up. Weights go into `arena` while it has room; it is closed when
-    they are loaded, or cannot be. Raises StartupError naming the flag to change.
+    `show` gets the progress and may raise to give up. Weights go into `arena` while it has room; it is closed when they
+    are loaded, or cannot be. Raises StartupError naming the flag to change.
     """
     with contextlib.ExitStack() as after_weights, ThreadPoolExecutor(1, "tables") as beside:
         if arena is not None:
             after_weights.callback(arena.close)
-        return _load(config, name, progress, arena, after_weights.close, beside)
+        return _load(config, name, show, arena, after_weights.close, beside)
 
 
 def _load(
     config: GenerationServiceConfig,
     name: str,
-    progress: Callable[[float], None],
+    show: ShowProgress,
     arena: Arena | None,
     weights_are_loaded: Callable[[], None],
     beside: Executor,
@@ -121,7 +120,7 @@ def _load(
     timer = StartupTimer()
     kv_memory = parse_memory(config.kv_memory)
     plugins = load_plugins(config.logits_processor, config.stopping_criteria)
-    folder = resolve_model(config.model)
+    folder = resolve_model(config.model, show=show)
     model_config = read_model_config(folder)
     context = _context(config.max_context, model_config)
     token_bytes = _token_bytes(folder, model_config)
@@ -134,7 +133,7 @@ def _load(
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
     _check_memory(folder, model_config, config.quantization, device, 0 if arena is None else arena.num_touched)
-    model, draft_weights = _weights(config, folder, device, progress)
+    model, draft_weights = _weights(config, folder, name, device, show)
     weights_are_loaded()
     if prefixes is not None:
         # No other work may run while steps are measured.
@@ -144,10 +143,11 @@ def _load(
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
     runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels())
     # Before the warm-up, which writes into the KV pool: the memory of large steps then does not add to the pool's.
-    batch = _batch(config, model, kv, device)
+    batch = _batch(config, model, kv, device, show)
     trim_heap()
     timer.end("tuning")
-    runner.warm_up()
+    with Stage(show, WARM_UP, name):
+        runner.warm_up()
     timer.end("warm_up")
     engine_config = _engine_config(config, kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
@@ -171,19 +171,19 @@ def _load(
 
 
 def _weights(
-    config: GenerationServiceConfig, folder: Path, device: Device, progress: Callable[[float], None]
+    config: GenerationServiceConfig, folder: Path, name: str, device: Device, show: ShowProgress
 ) -> tuple[CausalLM, CausalLM | None]:
     """Load the model and the draft model, before the KV pool, which takes a share of the memory that both leave."""
-    share = 1.0 if config.assistant_model is None else 0.5
-    model = load_model(
-        folder,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        device=device,
-        progress=lambda percent: progress(share * percent),
-        map_embeddings=config.map_embeddings,
-    )
-    return model, load_draft_weights(config, folder, device, lambda percent: progress(50.0 + 0.5 * percent))
+    with Stage(show, LOAD_WEIGHTS, name) as stage:
+        model = load_model(
+            folder,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            device=device,
+            progress=stage.count,
+            map_embeddings=config.map_embeddings,
+        )
+    return model, load_draft_weights(config, folder, device, show)
 
 
 def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ModelFacts:
@@ -284,18 +284,21 @@ def _kv_pool(
     return KVCachePool(facts.num_layers, blocks, size, facts.num_kv_heads, facts.head_dim, dtype, device.torch_device)
 
 
-def _batch(config: GenerationServiceConfig, model: CausalLM, kv: KVCachePool, device: Device) -> BatchTuning:
+def _batch(
+    config: GenerationServiceConfig, model: CausalLM, kv: KVCachePool, device: Device, show: ShowProgress
+) -> BatchTuning:
     if config.max_batch_tokens is not None:
         return BatchTuning(config.max_batch_tokens)
     _log.info("measuring step sizes", at_most_seconds=config.tune_seconds)
-    timer = PromptTimer(model, kv, device, most_tokens=LARGEST_SIZE)
-    tuned = tune_batch_tokens(
-        timer,
-        smallest=smallest_budget(config.max_running_sequences),
-        largest=timer.longest_prompt,
-        step_seconds=config.target_step_seconds,
-        spend_seconds=config.tune_seconds,
-    )
+    with Stage(show, TUNE):
+        timer = PromptTimer(model, kv, device, most_tokens=LARGEST_SIZE)
+        tuned = tune_batch_tokens(
+            timer,
+            smallest=smallest_budget(config.max_running_sequences),
+            largest=timer.longest_prompt,
+            step_seconds=config.target_step_seconds,
+            spend_seconds=config.tune_seconds,
+        )
     _log.info("batch size", batch=tuned.describe())
     return tuned
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.common.progress import CountBytes
 from penstock.generation.host.mapped import MappedFile
 from penstock.generation.weights.files import (
     IGNORED_SUFFIX,
@@ -41,7 +42,7 @@ _MAX_NAMED = 5
 class Checkpoint:
     """The tensors of one model folder."""
 
-    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+    def __init__(self, folder: Path, progress: CountBytes | None = None) -> None:
         """Open every file's header. Raises StartupError naming the file (and tensor) that is missing or broken."""
         self.folder = folder
         self._files: dict[str, Any] = {}
@@ -107,9 +108,14 @@ class Checkpoint:
         """Yield the tensor's rows in order, some at a time, in their stored dtype, as views of the file. Drop a piece
         before asking for the next."""
         rows = self.shape(tensor)[0]
-        some = max(1, PIECE_BYTES * rows // max(self._size(tensor), 1))
+        size = self._size(tensor)
+        some = max(1, PIECE_BYTES * rows // max(size, 1))
+        is_new = tensor in self._left[self._tensors[tensor][0]]
         for first in range(0, rows, some):
-            yield self._view(tensor, first, min(first + some, rows))
+            last = min(first + some, rows)
+            yield self._view(tensor, first, last)
+            if is_new:
+                self._report(self._taken_bytes + size * last // rows)
         self._read(tensor)
 
     def mapped(self, tensor: str) -> tuple[MappedFile, int]:
@@ -156,17 +162,17 @@ class Checkpoint:
         left = self._left[self._tensors[tensor][0]]
         if tensor in left:
             left.remove(tensor)
-            self._report(self._size(tensor))
+            self._taken_bytes += self._size(tensor)
+            self._report(self._taken_bytes)
         if not left:
             self._files.pop(self._tensors[tensor][0], None)
 
     def _changed(self, file: str) -> StartupError:
         return StartupError(f"{self.folder / file} changed while it was being loaded", flag="MODEL")
 
-    def _report(self, num_bytes: int) -> None:
-        self._taken_bytes += num_bytes
+    def _report(self, taken_bytes: int) -> None:
         if self._progress is not None:
-            self._progress(100.0 * self._taken_bytes / max(self.total_bytes, 1))
+            self._progress(taken_bytes, self.total_bytes)
 
     def _open(self, name: str) -> None:
         path = self.folder / name

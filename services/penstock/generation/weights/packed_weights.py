@@ -7,7 +7,6 @@ same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.errors import StartupError
+from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import ModelConfig
 from penstock.generation.host.mapped import MappedFile, populate
 from penstock.generation.layers.linear import QUANTIZATIONS
@@ -77,7 +77,7 @@ class PackedWeights:
         device: Device,
         dtype: str,
         quantization: str,
-        progress: Callable[[float], None] | None = None,
+        progress: CountBytes | None = None,
     ) -> None:
         """Check everything, then bring the file into memory. `dtype` and `quantization` are the flags' values; "auto"
         takes the file's. Raises StartupError naming the flag, or the file and its fault."""

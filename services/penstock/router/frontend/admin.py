@@ -1,7 +1,8 @@
 """Admin and model RPCs of the generation services, forwarded: in the default deployment only the router is in reach.
 
-The backend is named by the call's metadata `penstock-backend`, and need not be when there is one. Who may call is for
-`--admin-token-file`: see `token_files`.
+The backend is named by the call's metadata `penstock-backend`: its address, as in the router's log and metrics, or the
+name of --backend that it came from. It need not be named when there is one. Who may call is for `--admin-token-file`:
+see `token_files`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock.router.aio import is_cancelled
 from penstock.router.backends.backend import Backend, backend_lost, is_broken
 from penstock.router.backends.pool import BackendPool
-from penstock.router.config import RouterConfig
+from penstock.router.config import BACKEND_KEY, RouterConfig
 from penstock.serving.transport import ServerCall
 from penstock.v1 import admin_pb2, admin_pb2_grpc, model_pb2, model_pb2_grpc
 
 ADMIN_SERVICE, MODEL_SERVICE = "penstock.v1.GenerationAdminService", "penstock.v1.ModelService"
-# Metadata that names the backend, host:port as in the router's log and metrics.
-BACKEND_KEY = "penstock-backend"
 _FLAG = "--admin-token-file"
 # A serving.transport.ServerCall; generated code takes it for a grpc.aio.ServicerContext.
 Context = Any
@@ -57,19 +56,25 @@ class Forwarding:
         known = {backend.key: backend for backend in self._pool.backends}
         named = dict(context.invocation_metadata() or ()).get(BACKEND_KEY)
         if isinstance(named, str) and named:
-            if named not in known:
-                raise NotFound(
-                    f"metadata {BACKEND_KEY}: no backend has this address; there are: {', '.join(sorted(known))}",
-                    reason="BACKEND_NOT_FOUND",
-                )
-            return known[named]
+            return known.get(named) or self._named(named, known)
         if len(known) > 1:
-            raise InvalidArgument(
-                f"metadata {BACKEND_KEY}", f"must name one of several backends: {', '.join(sorted(known))}"
-            )
+            raise InvalidArgument(f"metadata {BACKEND_KEY}", f"must name one of several backends: {_names(known)}")
         if not known:
             raise Unavailable("no backend is known", reason="NO_BACKEND")
         return next(iter(known.values()))
+
+    @staticmethod
+    def _named(name: str, known: Mapping[str, Backend]) -> Backend:
+        """Find the only backend of a configured name."""
+        found = {key: backend for key, backend in known.items() if backend.where.target == name}
+        if len(found) > 1:
+            raise InvalidArgument(f"metadata {BACKEND_KEY}", f"is the name of several backends: {_names(found)}")
+        if not found:
+            raise NotFound(
+                f"metadata {BACKEND_KEY}: no backend has this address or name; there are: {_names(known)}",
+                reason="BACKEND_NOT_FOUND",
+            )
+        return next(iter(found.values()))
 
     async def call(
         self, make_stub: Callable[[grpc.aio.Channel], Any], method: str, request: Any, context: ServerCall
@@ -94,6 +99,12 @@ def _errors() -> Iterator[None]:
             raise
         # Our own end of the connection was closed.
         raise backend_lost() from None
+
+
+def _names(backends: Mapping[str, Backend]) -> str:
+    """List addresses, each with the configured name that it came from."""
+    targets = {key: backend.where.target for key, backend in sorted(backends.items())}
+    return ", ".join(key if target == key else f"{key} ({target})" for key, target in targets.items())
 
 
 def _channel(backend: Backend) -> grpc.aio.Channel:

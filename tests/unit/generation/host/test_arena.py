@@ -16,6 +16,7 @@ from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
+from penstock.common.progress import show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices import cpu
 from penstock.generation.devices.native import LIBRARY
@@ -132,7 +133,7 @@ def config_of(folder: Path, **options: object) -> GenerationServiceConfig:
 
 
 def started(config: GenerationServiceConfig, arena: Arena | None = None) -> LoadedModel:
-    return load(config, "large", lambda percent: None, arena)
+    return load(config, "large", show_nothing, arena)
 
 
 def logits(model: CausalLM) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -80,12 +81,22 @@ def test_the_model_says_what_it_is(single: Path) -> None:
     assert model.dtype is torch.float32
 
 
-def test_progress_rises_to_100(sharded: Path) -> None:
-    seen: list[float] = []
-    load_model(sharded, device=CPUDevice(), progress=seen.append)
+def test_progress_rises_to_all_bytes_also_within_a_tensor(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 500)
+    seen: list[tuple[int, int]] = []
+    load_model(
+        sharded,
+        device=CPUDevice(),
+        progress=lambda done, total: seen.append((done, total)),
+        map_embeddings=False,
+    )
     assert seen == sorted(seen)
-    assert seen[0] < 50
-    assert seen[-1] == pytest.approx(100)
+    done, total = seen[0]
+    assert done < total / 2
+    assert seen[-1] == (total, total)
+    steps = [after - before for (before, _), (after, _) in itertools.pairwise(seen)]
+    largest = max(tensor.nbytes for file in sharded.glob("*.safetensors") for tensor in load_file(file).values())
+    assert max(steps) < largest / 4
 
 
 def test_mapping_a_file_anew_while_it_is_read_changes_nothing(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:

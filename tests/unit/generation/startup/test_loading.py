@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, StageProgress, show_nothing
+from penstock.generation.app import GenerationApp
 from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.registry import load_model
 from penstock.generation.startup.batch_tuning import LARGEST_SIZE, PromptTimer
 from penstock.generation.startup.load import load
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 STAGES = ["tokenizer", "weights", "tuning", "warm_up", "rest"]
@@ -23,12 +28,63 @@ def test_the_log_tells_when_steps_are_measured_and_what_each_part_took(tmp_path:
     folder = tiny_checkpoint(tmp_path)
     config = GenerationServiceConfig(model=str(folder), kv_memory="4MiB", kernels="torch")
     with capture_logs() as logs:
-        loaded = load(config, "tiny", lambda percent: None)
+        loaded = load(config, "tiny", show_nothing)
     events = [entry["event"] for entry in logs]
     assert events.index("measuring step sizes") < events.index("batch size") < events.index("loaded")
     last = logs[events.index("loaded")]
     assert list(last["seconds"]) == STAGES
     assert (last["weights_bytes"], last["kv_bytes"]) == (loaded.model.num_bytes, loaded.kv.num_bytes)
+
+
+async def test_the_stages_of_a_start_with_a_draft_model_and_the_percentage_of_both(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    config = GenerationServiceConfig(
+        model=str(folder),
+        assistant_model=str(folder),
+        served_model_name="both",
+        kv_memory="4MiB",
+        assistant_kv_memory="1MiB",
+        kernels="torch",
+    )
+    app = GenerationApp(config, CollectorRegistry())
+    seen: list[tuple[StageProgress, float]] = []
+    app.bind_progress(lambda progress: seen.append((progress, app._lifecycle.percent_loaded)))
+    await app.start()
+    await app.close()
+    begun = [progress for progress, _ in seen if not progress.done and not progress.ended]
+    ended = [progress for progress, _ in seen if progress.ended]
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    expected = [(LOAD_WEIGHTS, "both"), (LOAD_WEIGHTS, folder.name), (TUNE, ""), (WARM_UP, "both")]
+    assert [(one.stage, one.subject) for one in begun] == [(one.stage, one.subject) for one in ended] == expected
+    assert all(0 < one.done == one.total < weights for one in ended[:2])
+    percents = [percent for _, percent in seen]
+    assert percents == sorted(percents)
+    assert {0.0, 50.0, 100.0} <= set(percents)
+    # Of one model the percentage is told as it is read.
+    assert len({percent for percent in percents if percent < 50}) > 10
+
+
+async def test_a_start_that_is_cancelled_ends_its_thread(tmp_path: Path) -> None:
+    config = GenerationServiceConfig(model=str(tiny_checkpoint(tmp_path)), kv_memory="4MiB", kernels="torch")
+    app = GenerationApp(config, CollectorRegistry())
+    reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def show(progress: StageProgress) -> None:
+        reached.set()
+        assert go_on.wait(60)
+        if progress.stage == WARM_UP:
+            ended.set()
+
+    app.bind_progress(show)
+    starting = asyncio.create_task(app.start())
+    assert await asyncio.to_thread(reached.wait, 60)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    go_on.set()
+    await app.close()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert not ended.is_set()
 
 
 def test_measuring_steps_leaves_the_pool_as_it_is(tmp_path: Path) -> None:

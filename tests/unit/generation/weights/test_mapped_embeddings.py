@@ -14,6 +14,7 @@ from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.native import use_native
 from factories.models.paged import PagedDriver, PagedSequence
 from penstock.common.errors import StartupError
+from penstock.common.progress import show_nothing
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.devices.cpu import CPUDevice
@@ -116,10 +117,10 @@ def test_a_device_that_maps_nothing_copies(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("shards", ["5GB", "30KB"])
 def test_progress_ends_at_a_hundred(tmp_path: Path, shards: str) -> None:
-    told: list[float] = []
-    load(tiny_checkpoint(tmp_path, max_shard_size=shards), progress=told.append)
+    told: list[tuple[int, int]] = []
+    load(tiny_checkpoint(tmp_path, max_shard_size=shards), progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
-    assert told[-1] == 100.0
+    assert told[-1][0] == told[-1][1]
 
 
 def test_only_the_table_is_unavailable_to_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +148,11 @@ def test_a_service_says_what_it_maps_of_both_its_models(tmp_path: Path) -> None:
         tune_seconds=0.0,
         kernels="torch",
     )
-    loaded = load_service(config, "both", lambda percent: None)
+    loaded = load_service(config, "both", show_nothing)
     assert [file.path.parent for file in loaded.device.mapped_files] == folders
     lines = loaded.status_lines()
     assert ["60 KiB of it mapped" in line for line in (lines[0], lines[-1])] == [True, True]
-    off = load_service(GenerationServiceConfig(**{**vars(config), "map_embeddings": False}), "both", lambda _: None)
+    off = load_service(GenerationServiceConfig(**{**vars(config), "map_embeddings": False}), "both", show_nothing)
     assert off.device.mapped_files == ()
     assert not [line for line in off.status_lines() if "mapped" in line]
 

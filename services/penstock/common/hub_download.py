@@ -1,0 +1,135 @@
+"""Download of a model from the Hugging Face hub, with its progress. It imports huggingface_hub, which takes half a
+second: for processes that need it.
+
+Of several processes that want the same model one downloads, and the others wait: each byte comes once, and one of them
+can tell how much is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from tqdm.std import tqdm  # type: ignore[import-untyped]
+
+from penstock.common.environment import hub_cache_folder
+from penstock.common.progress import DOWNLOAD, WAIT, ShowProgress, Stage
+
+# Between two looks whether the process that downloads has ended.
+WAIT_SECONDS = 0.2
+
+
+def download(
+    repo: str, revision: str | None, patterns: list[str], show: ShowProgress, *, ask_seconds: float, is_hub_off: bool
+) -> Path:
+    """Return the folder of a snapshot in the hub's cache, after downloading the files of `patterns` that it lacks.
+
+    The hub has `ask_seconds` to tell what there is; after that, and with `is_hub_off`, only the cache is asked. Raises
+    huggingface_hub's errors and OSError.
+    """
+
+    def snapshot(**settings: Any) -> Path:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, **settings))
+
+    if is_hub_off:
+        return snapshot(local_files_only=True)
+    try:
+        # snapshot_download itself asks again and again, for as long as the system's connections take.
+        info = HfApi().model_info(repo, revision=revision, timeout=ask_seconds, files_metadata=True)
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception:  # errors of the connection, whose classes are the HTTP library's
+        return snapshot(local_files_only=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = {name: size for name, size in sizes.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+
+    def missing() -> dict[str, int]:
+        is_cached = {name: try_to_load_from_cache(repo, name, revision=info.sha) for name in wanted}
+        return {name: size for name, size in wanted.items() if not isinstance(is_cached[name], str)}
+
+    if not missing():
+        return snapshot()
+    with contextlib.ExitStack() as held:
+        held.enter_context(_only_process(repo, lambda: Stage(show, WAIT, repo)))
+        lacking = missing()
+        # None are left where another process has downloaded them meanwhile.
+        if lacking:
+            stage = held.enter_context(Stage(show, DOWNLOAD, repo, total=sum(lacking.values())))
+            return snapshot(tqdm_class=_byte_bars(stage, sum(lacking.values())))
+        return snapshot()
+
+
+@contextlib.contextmanager
+def _only_process(repo: str, waiting: Callable[[], Stage]) -> Iterator[None]:
+    """Be the only process that downloads `repo`; `waiting` is the stage to show until then.
+
+    The lock goes with its process. Where the cache takes no lock, as a read-only one, there is none.
+    """
+    folder = Path(hub_cache_folder()) / ".locks" / f"models--{repo.replace('/', '--')}"
+    descriptor = None
+    try:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / "penstock.lock", os.O_RDWR | os.O_CREAT, 0o664)
+            if not _take(descriptor):
+                with waiting() as stage:
+                    while not _take(descriptor):
+                        time.sleep(WAIT_SECONDS)
+                        stage.count(0, 0)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _take(descriptor: int) -> bool:
+    """Take the lock; False when another process has it. Raises OSError where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _byte_bars(stage: Stage, total: int) -> type[tqdm]:
+    """Make the class of bars for snapshot_download: they draw nothing, and those that count bytes count for `stage`.
+
+    Releases of huggingface_hub differ in the number of such bars: bytes that came and bytes that were written may have
+    one each. The larger is shown.
+    """
+    counted: dict[int, float] = {}
+    lock = threading.RLock()
+
+    class ByteBar(tqdm):  # type: ignore[misc]
+        # No thread that watches bars.
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            self._counts = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+            return True
+
+        def update(self, n: float | None = 1) -> bool | None:
+            result: bool | None = super().update(n)
+            if self._counts:
+                with lock:
+                    counted[id(self)] = self.n
+                    stage.count(int(max(counted.values())), total)
+            return result
+
+    # The lock by default is for processes, and starts one of its own.
+    ByteBar.set_lock(lock)
+    return ByteBar

@@ -1,0 +1,88 @@
+"""Progress of work that takes seconds or minutes, such as the parts of a start, as plain data. No terminal, no log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+# Stages, in the order of a start; the last two are of `penstock pack`.
+WAIT, DOWNLOAD, LOAD_WEIGHTS, TUNE, WARM_UP = "wait", "download", "load_weights", "tune", "warm_up"
+PACK, CHECK = "pack", "check"
+# Of a subject: progress must be one small write into a pipe.
+MAX_SUBJECT_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """State of one stage. Amounts are bytes; 0 in total: there is nothing to count."""
+
+    stage: str
+    # Model that the stage is about.
+    subject: str = ""
+    done: int = 0
+    total: int = 0
+    ended: bool = False
+
+
+ShowProgress = Callable[[StageProgress], None]
+# Bytes that are done, and bytes in total.
+CountBytes = Callable[[int, int], None]
+
+
+def show_nothing(_: StageProgress) -> None:
+    """Drop the progress."""
+
+
+class Stage:
+    """A stage as a context: `show` gets its begin, what `count` is told, and its end unless it fails."""
+
+    def __init__(self, show: ShowProgress, stage: str, subject: str = "", total: int = 0) -> None:
+        self._show = show
+        self._stage, self._subject = stage, subject[:MAX_SUBJECT_CHARS]
+        self._done, self._total = 0, total
+
+    def __enter__(self) -> Self:
+        self.count(0, self._total)
+        return self
+
+    def count(self, done: int, total: int) -> None:
+        """Show so many bytes. May raise what `show` raises, to give up."""
+        self._done, self._total = min(done, total) if total else done, total
+        self._show(StageProgress(self._stage, self._subject, self._done, self._total))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._show(StageProgress(self._stage, self._subject, self._done, self._total, ended=True))
+
+
+@runtime_checkable
+class ReportsProgress(Protocol):
+    """A service that shows the progress of its start."""
+
+    def bind_progress(self, show: ShowProgress) -> None:
+        """Take `show`, which any thread may call; called once, before the start."""
+
+
+class StartCancelled(Exception):
+    """Stop of a process while it starts; it ends the thread that loads."""
+
+
+class CancellableProgress:
+    """ShowProgress that makes the thread that loads give up once the start is cancelled."""
+
+    def __init__(self) -> None:
+        self.show: ShowProgress = show_nothing
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Let the next call raise StartCancelled."""
+        self._is_cancelled.set()
+
+    def __call__(self, progress: StageProgress) -> None:
+        """Show it. Raises StartCancelled."""
+        if self._is_cancelled.is_set():
+            raise StartCancelled
+        self.show(progress)
