@@ -40,6 +40,8 @@ _COUNT = re.compile(r"\b(\d+) failed\b")
 _DETAILS = re.compile(r"^E\s+details = \"(.*)\"$", re.MULTILINE)
 _COLUMNS = "400"
 _LONGEST_REASON = 100
+# Folders of the machine, which say nothing elsewhere.
+_PATH = re.compile(r"(?<![\w.])/[\w./-]{8,}")
 _HEAD = "| safeguard | file | test | fails by | seconds |\n|---|---|---|---|---|\n"
 
 
@@ -165,7 +167,7 @@ def row(safeguard: Safeguard, run: Run) -> str:
     """Return a line of the table."""
     file = safeguard.file.removeprefix("services/penstock/")
     test = safeguard.test.removeprefix("tests/")
-    reason = run.reason.replace("|", "\\|")
+    reason = _PATH.sub("…", run.reason).replace("|", "\\|")
     if len(reason) > _LONGEST_REASON:
         reason = reason[:_LONGEST_REASON].rstrip() + "…"
     told = f"`{reason}`" if run.failed else "**it passes**"
