@@ -136,10 +136,26 @@ def test_prompt_lookup_gives_the_ids_of_transformers(qwen2: Both, arguments: dic
 
 
 @EITHER_WAY
-def test_prompt_lookup_gives_the_ids_of_the_same_request_without_drafts(qwen2: Both, ids: list[int]) -> None:
-    options = {"max_new_tokens": 30, "repetition_penalty": 0.6, "inputs_embeds": qwen2.rows}
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"repetition_penalty": 0.6},
+        # Few ids, so that drafts come from the first token on, while a context of ids is not whole yet.
+        {
+            "allowed_token_ids": [20, 21, 22],
+            "watermarking_config": {"greenlist_ratio": 0.5, "bias": 50.0, "context_width": 12},
+        },
+    ],
+    ids=["repetition", "watermark"],
+)
+def test_prompt_lookup_gives_the_ids_of_the_same_request_without_drafts(
+    qwen2: Both, ids: list[int], arguments: dict[str, Any]
+) -> None:
+    options = {"max_new_tokens": 30, "inputs_embeds": qwen2.rows, **arguments}
     drafted = generate(qwen2.ours, ids, {**options, "prompt_lookup_num_tokens": 4})
     assert drafted.ids == generate(qwen2.ours, ids, options).ids
+    assert drafted.answer.finished is not None
+    assert drafted.answer.finished.accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize("arguments", [{}, {"guidance_scale": 0.5}, {"repetition_penalty": 1.4}], ids=str)

@@ -168,12 +168,13 @@ def test_the_size_of_the_steps_changes_nothing(pair: Pair, rows_a_step: int) -> 
     assert engine.stats.steps >= 13 // rows_a_step
 
 
-def test_a_preempted_request_goes_on_as_if_nothing_had_been(pair: Pair) -> None:
+@pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "contrastive", "lookup"])
+def test_a_preempted_request_goes_on_as_if_nothing_had_been(pair: Pair, mode: str) -> None:
     specs = [
-        {"prompt": [], "rows": [seed, *range(12)], "max_new_tokens": 16, "do_sample": True, "seed": seed}
+        {**MODES[mode](Random(1)), "prompt": [], "rows": [seed, *range(12)], "max_new_tokens": 16, "seed": seed}
         for seed in range(5)
     ]
-    config = engine_config(num_blocks=18, max_running_sequences=5, prefix_cache=False)
+    config = engine_config(num_blocks=24, max_running_sequences=20, prefix_cache=False)
     items = requests(pair, specs, config.block_size)
     engine = new_engine(pair.model, config)
     answers = run(engine, *items)
