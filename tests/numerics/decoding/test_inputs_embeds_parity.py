@@ -1,4 +1,4 @@
-"""inputs_embeds give what transformers' generate() gives for them: alone, and beside the ids that processors look at."""
+"""inputs_embeds give what generate() of transformers gives for them: alone, and beside ids that processors see."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Prompts of embeddings in the engine: every mode, in any company, in chunks, preempted; and what their blocks share."""
+"""Prompts of embeddings in the engine: every mode, in any company, in chunks, preempted; which blocks they share."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -198,7 +197,7 @@ def test_a_resumed_request_goes_on_with_the_same_ids(pair: Pair, before_ids: boo
 
 
 class Hits:
-    """Requests one after the other on one engine: their cached tokens, and whether the ids are those of a new engine."""
+    """Requests one after the other on one engine: their cached tokens; their ids must be those of a new engine."""
 
     def __init__(self, pair: Pair, config: EngineConfig = ROOMY) -> None:
         self._pair = pair

@@ -12,9 +12,10 @@ from penstock.common.pace import Demand
 from penstock.common.unknown_fields import refuse_unknown_fields
 from penstock.router.backends.prefix_index import content_hashes, routing_hashes
 from penstock.router.config import RouterConfig
+from penstock.router.requests import prompt_length
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.tokenizer.pipeline import Prompt
-from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
 
 PublicRequest = text_pb2.GenerateTextRequest | text_pb2.ChatRequest
 PublicResponse = text_pb2.GenerateTextResponse | text_pb2.ChatResponse
@@ -68,7 +69,7 @@ def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
 def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
     """Refuse an empty prompt, and one that leaves no room in the context. Raises InvalidArgument."""
     field, length = prompt_field(request), num_prompt_tokens(prompt, request)
-    has_embeds = embeds_of(request) is not None
+    has_embeds = isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("inputs_embeds")
     if not length and not has_embeds:
         text = "must have at least one token"
         if field == "prompt":
@@ -82,40 +83,18 @@ def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
         )
 
 
-def embeds_of(request: PublicRequest) -> common_pb2.Tensor | None:
-    """Return the embeddings of a request, if it has any."""
-    if isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("inputs_embeds"):
-        return request.inputs_embeds
-    return None
-
-
-def num_embeds(request: PublicRequest) -> int:
-    """Return the number of embeddings that a request says it has; the generation service checks the tensor."""
-    embeds = embeds_of(request)
-    if embeds is None or not embeds.shape:
-        return 0
-    # No more than there are bytes: shapes may lie.
-    return min(max(embeds.shape[0], 0), embeds.ByteSize())
-
-
 def num_prompt_tokens(prompt: Prompt, request: PublicRequest) -> int:
     """Return the number of tokens that the model reads: of ids, and of embeddings in place of them or before them."""
-    if embeds_of(request) is None:
-        return len(prompt.token_ids)
-    return num_embeds(request) + (len(prompt.token_ids) if _has_ids_after_embeds(request) else 0)
-
-
-def _has_ids_after_embeds(request: PublicRequest) -> bool:
-    return isinstance(request, text_pb2.GenerateTextRequest) and request.inputs_embeds_before_ids
+    num_ids = len(prompt.token_ids)
+    return num_ids if isinstance(request, text_pb2.ChatRequest) else prompt_length.num_prompt_tokens(request, num_ids)
 
 
 def prefix_hashes(prompt: Prompt, request: PublicRequest, block_size: int, salt: str, max_blocks: int) -> list[int]:
     """Return hashes of the blocks at the head of a prompt, at most `max_blocks`: of ids, or of embeddings alone."""
-    embeds = embeds_of(request)
-    if embeds is None:
+    if isinstance(request, text_pb2.ChatRequest) or not request.HasField("inputs_embeds"):
         return routing_hashes(prompt.token_ids, block_size, salt, max_blocks)
-    data, rows = embeds.data, num_embeds(request)
-    return content_hashes(data, block_size * max(1, len(data) // max(1, rows)), f"embeds:{salt}", max_blocks)
+    data, rows = request.inputs_embeds.data, max(1, prompt_length.num_embeds(request))
+    return content_hashes(data, block_size * max(1, len(data) // rows), f"embeds:{salt}", max_blocks)
 
 
 def _check_length(field: str, value: str, limit: int) -> None:
@@ -174,10 +153,10 @@ def to_template(
         begins_text=isinstance(request, text_pb2.ChatRequest),
     )
     template.config.CopyFrom(request.config)
-    embeds = embeds_of(request)
-    if embeds is not None:
-        template.inputs_embeds.CopyFrom(embeds)
-    template.inputs_embeds_before_ids = _has_ids_after_embeds(request)
+    if isinstance(request, text_pb2.GenerateTextRequest):
+        template.inputs_embeds_before_ids = request.inputs_embeds_before_ids
+        if request.HasField("inputs_embeds"):
+            template.inputs_embeds.CopyFrom(request.inputs_embeds)
     if request.HasField("output"):
         template.output.CopyFrom(request.output)
         # The router adds the text; generation has none.
@@ -188,10 +167,12 @@ def to_template(
 def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResponse | None) -> Demand:
     """Estimate the size of a request whose prompt is not encoded yet. `key`: its `fair_share_key`."""
     config, prompt_tokens = request.config, request.ByteSize() // BYTES_PER_TOKEN
-    if isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("token_ids"):
-        prompt_tokens = len(request.token_ids.ids)
-    if embeds_of(request) is not None:
-        prompt_tokens = num_embeds(request)
+    if isinstance(request, text_pb2.GenerateTextRequest):
+        if request.HasField("inputs_embeds"):
+            num_ids = len(request.token_ids.ids) or len(request.text) // BYTES_PER_TOKEN
+            prompt_tokens = prompt_length.num_prompt_tokens(request, num_ids)
+        elif request.HasField("token_ids"):
+            prompt_tokens = len(request.token_ids.ids)
     # Unset: as much as fits the context, of which answers take a part only.
     longest = max(info.limits.max_context_tokens - prompt_tokens, 1) if info is not None else MAX_OUTPUT_TOKENS
     return Demand(
