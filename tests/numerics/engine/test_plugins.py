@@ -224,5 +224,12 @@ def test_plugins_see_the_ids_beside_embeddings_as_transformers_own_do(
 ) -> None:
     rows = torch.randn(6, 48, generator=torch.Generator().manual_seed(3)) * 0.2
     given = {**LENGTH, **arguments, "inputs_embeds": rows[None]}
-    expected, _ = reference_answer(reference, ids, {**given, **THEIRS})
-    assert generate(loaded, ids, {**given, **OURS}).ids == expected
+    # A remainder that a placeholder would change, and a criterion that breaks when it sees more ids than there are.
+    too_many = len(ids) + LENGTH["max_new_tokens"] + 1
+    ours = {
+        "logits_processor": [plugin("favour", parts=7), *OURS["logits_processor"]],
+        "stopping_criteria": [*OURS["stopping_criteria"], plugin("raising", after=too_many)],
+    }
+    theirs = {**THEIRS, "logits_processor": LogitsProcessorList([Favour(parts=7), *THEIRS["logits_processor"]])}
+    expected, _ = reference_answer(reference, ids, {**given, **theirs})
+    assert generate(loaded, ids, {**given, **ours}).ids == expected
