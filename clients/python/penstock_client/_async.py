@@ -121,7 +121,8 @@ class AsyncClient:
     def generate(
         self, prompt: str | Sequence[int] = "", *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> AsyncStream:
-        """Complete text or token ids; an empty prompt begins with the model's beginning-of-sequence id.
+        """Complete text or token ids; an empty prompt is the option `inputs_embeds`, or begins with the model's
+        beginning-of-sequence id.
 
         `timeout` in seconds is the request's deadline.
         """

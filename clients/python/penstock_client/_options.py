@@ -11,6 +11,7 @@ from penstock.v1 import config_pb2, text_pb2, tokenizer_pb2
 
 from penstock_client._config_values import CONSTRAINTS, naming, set_constraint, set_option
 from penstock_client._option_table import CONFIG, OUTPUT, STOP, OptionKeywords
+from penstock_client._tensors import set_rows
 
 
 class GenerationOptions(OptionKeywords, total=False):
@@ -37,6 +38,11 @@ class GenerationOptions(OptionKeywords, total=False):
     cache_salt: str
     # generate() only. True, or left out: the tokenizer's own special tokens are added to a text.
     add_special_tokens: bool
+    # generate() only. Embeddings in place of the prompt's ids, (tokens, hidden size): a torch tensor, a numpy array, or
+    # rows of numbers. The prompt is then left out, or the ids that penalties and the like take for it.
+    inputs_embeds: Any
+    # With inputs_embeds. True: they come before the prompt, which the model reads as well.
+    inputs_embeds_before_ids: bool
     # chat() only. True, or left out: the prompt ends where an answer begins. False: the last message goes on.
     add_generation_prompt: bool
     continue_final_message: bool
@@ -44,7 +50,8 @@ class GenerationOptions(OptionKeywords, total=False):
 
 _REQUEST = {"model", "adapter", "request_id", "session_id", "priority", "cache_salt"}
 # Options of one method only.
-_GENERATE, _CHAT = {"add_special_tokens"}, {"add_generation_prompt", "continue_final_message"}
+_GENERATE = {"add_special_tokens", "inputs_embeds", "inputs_embeds_before_ids"}
+_CHAT = {"add_generation_prompt", "continue_final_message"}
 
 # Types of OpenAI's content parts: those that are text, and those that are named as what is not.
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -75,7 +82,10 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
     elif name in OUTPUT:
         set_option(request.output, name, OUTPUT[name], value)
     elif name in _REQUEST or (name in _GENERATE | _CHAT and name in request.DESCRIPTOR.fields_by_name):
-        setattr(request, name, value)
+        if name == "inputs_embeds":
+            set_rows(request.inputs_embeds, value)
+        else:
+            setattr(request, name, value)
     elif name in _GENERATE | _CHAT:
         raise TypeError(f"is for {'generate' if name in _GENERATE else 'chat'} only")
     else:
@@ -89,10 +99,11 @@ def check_options(**options: Unpack[GenerationOptions]) -> None:
 
 
 def generate_request(prompt: str | Sequence[int], options: Mapping[str, Any]) -> text_pb2.GenerateTextRequest:
-    """Return a GenerateTextRequest for text or token ids."""
+    """Return a GenerateTextRequest for text or token ids; an empty text beside `inputs_embeds` is none."""
     request = text_pb2.GenerateTextRequest()
     if isinstance(prompt, str):
-        request.text = prompt
+        if prompt or options.get("inputs_embeds") is None:
+            request.text = prompt
     elif len(prompt) and isinstance(prompt[0], str | Sequence):
         raise TypeError("prompt: one text or the ids of one; generate_many takes several")
     else:
@@ -110,6 +121,8 @@ def generate_requests(
         raise TypeError("prompts: several texts or runs of ids; generate takes one")
     if options.get("request_id"):
         raise ValueError("option 'request_id' is for one prompt")
+    if options.get("inputs_embeds") is not None:
+        raise ValueError("option 'inputs_embeds' is for one prompt")
     return [generate_request(prompt, options) for prompt in prompts]
 
 

@@ -117,7 +117,8 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int] = "", *, timeout: float | None = None, **options: Unpack[GenerationOptions]
     ) -> Stream:
-        """Complete text or token ids; an empty prompt begins with the model's beginning-of-sequence id.
+        """Complete text or token ids; an empty prompt is the option `inputs_embeds`, or begins with the model's
+        beginning-of-sequence id.
 
         `timeout` in seconds is the request's deadline.
         """

@@ -1,7 +1,8 @@
-"""Tensors of output positions as plain values, without numpy or torch."""
+"""Tensors of output positions as plain values, and tensors of requests from anyone's, without numpy or torch."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from array import array
 from dataclasses import dataclass
@@ -12,6 +13,14 @@ from penstock.v1 import common_pb2
 
 # DType -> the code of array and memoryview.
 _CODES: dict[int, Any] = {common_pb2.D_TYPE_FLOAT32: "f", common_pb2.D_TYPE_INT32: "i", common_pb2.D_TYPE_INT64: "q"}
+# Element types of tensors in requests, by torch's and numpy's names.
+_FLOATS = {
+    "float32": common_pb2.D_TYPE_FLOAT32,
+    "float16": common_pb2.D_TYPE_FLOAT16,
+    "bfloat16": common_pb2.D_TYPE_BFLOAT16,
+}
+# Size of an element -> the code of an unsigned number of as many bytes.
+_UNSIGNED = {4: "I", 2: "H"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +65,65 @@ def _tensor(message: common_pb2.Tensor) -> Tensor:
         raise ValueError("a tensor whose shape is not that of its data")
     flat = memoryview(values)
     return Tensor(shape, flat.cast("B").cast(code, list(shape)) if shape and len(values) else flat)
+
+
+def set_rows(message: common_pb2.Tensor, values: Any) -> None:
+    """Fill in a tensor (rows, columns) of a torch tensor, a numpy array, rows of numbers, or another message.
+
+    A first dimension of 1 more is left out, and float64 becomes float32. Raises TypeError for values that are no
+    floating-point numbers, ValueError for another shape.
+    """
+    if isinstance(values, common_pb2.Tensor):
+        message.CopyFrom(values)
+        return
+    make = _from_torch if hasattr(values, "data_ptr") else _from_numpy if hasattr(values, "dtype") else _from_rows
+    name, shape, data = make(values)
+    if len(shape) == 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != 2:
+        raise ValueError("must have the shape (tokens, hidden size)")
+    message.dtype, message.data = _FLOATS[name], data
+    message.shape.extend(shape)
+
+
+def _from_torch(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
+    if not tensor.is_floating_point():
+        raise TypeError("must be of floating-point numbers")
+    if _name(tensor) not in _FLOATS:
+        tensor = tensor.float()
+    tensor = tensor.detach().cpu().contiguous()
+    item = tensor.element_size()
+    # numpy, which torch would go by, has no bfloat16.
+    data = ctypes.string_at(tensor.data_ptr(), tensor.numel() * item)
+    return _name(tensor), tuple(tensor.shape), _little_endian(data, item)
+
+
+def _from_numpy(values: Any) -> tuple[str, tuple[int, ...], bytes]:
+    if _name(values) not in _FLOATS:
+        if values.dtype.kind != "f":
+            raise TypeError("must be of floating-point numbers")
+        values = values.astype("float32")
+    data = values.astype(values.dtype.newbyteorder("=")).tobytes()
+    return _name(values), tuple(values.shape), _little_endian(data, values.dtype.itemsize)
+
+
+def _from_rows(rows: Any) -> tuple[str, tuple[int, ...], bytes]:
+    rows = [list(row) for row in rows]
+    widths = {len(row) for row in rows}
+    if len(widths) > 1:
+        raise ValueError("must have rows of the same length")
+    values = array("f", [value for row in rows for value in row])
+    return "float32", (len(rows), *widths), _little_endian(values.tobytes(), values.itemsize)
+
+
+def _name(values: Any) -> str:
+    """Return the name of the element type: torch.float32, and numpy's float32, are float32."""
+    return str(getattr(values.dtype, "name", values.dtype)).removeprefix("torch.")
+
+
+def _little_endian(data: bytes, item: int) -> bytes:
+    if sys.byteorder == "little":
+        return data
+    numbers = array(_UNSIGNED[item], data)
+    numbers.byteswap()
+    return numbers.tobytes()

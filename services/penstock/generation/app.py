@@ -36,7 +36,7 @@ from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
-from penstock.generation.service import GenerationCore, Lifecycle, ModelState, WatermarkCalls
+from penstock.generation.service import EmbedsIntake, GenerationCore, Lifecycle, ModelState, WatermarkCalls
 from penstock.generation.startup.load import LoadedModel, load
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
@@ -162,6 +162,7 @@ class GenerationApp:
         self._status = StatusLog(loop, stats, self._config.status_seconds)
         self._status.start()
         compiler = self._compiler = _compiler(loaded, self._config)
+        retry_seconds = loaded.engine_config.queue_full_retry_seconds
         return GenerationCore(
             loaded,
             compiler,
@@ -171,7 +172,13 @@ class GenerationApp:
             stats,
             self._config.max_pending_messages,
             self._config.max_items_in_flight,
-            WatermarkCalls(self._config.max_watermark_calls, loaded.engine_config.queue_full_retry_seconds),
+            WatermarkCalls(self._config.max_watermark_calls, retry_seconds),
+            EmbedsIntake(
+                str(loaded.model.dtype).removeprefix("torch."),
+                loaded.engine_config.block_size,
+                self._config.max_live_embeds_bytes,
+                retry_seconds,
+            ),
         )
 
     def _watchdog_ended(self, watchdog: asyncio.Task[None]) -> None:

@@ -270,6 +270,16 @@ class GenerationServiceConfig(ServerConfig):
     max_plugins: int = _bound("max_plugins", "Most entries of logits_processor, and of stopping_criteria.")
     max_plugin_bytes: int = _bound("max_plugin_bytes", "Most bytes of one entry's parameters.")
     max_tensor_steps: int = _bound("max_tensor_steps", "Most entries of tensor_steps.")
+    max_inputs_embeds_bytes: int = _bound(
+        "max_inputs_embeds_bytes",
+        "Largest inputs_embeds; raise --max-message-bytes with it, and a router's --max-request-bytes.",
+    )
+    max_live_embeds_bytes: int = option(
+        256 << 20,
+        "inputs_embeds of all requests that wait or run, in the model's dtype; more are refused.",
+        group=REQUESTS,
+        minimum=0,
+    )
 
     max_constraint_bytes: int = option(
         GrammarLimits.max_bytes, "Longest source of a constraint.", group=CONSTRAINTS, minimum=1

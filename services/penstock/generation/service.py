@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar
 
 from penstock.common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.request_context import new_request_id
 from penstock.generation.core.modes import WatermarkOptions
+from penstock.generation.core.prompt_embeds import PLACEHOLDER, PromptEmbeds
 from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
 from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.tensors import TensorData
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.item_batch import ItemBatch
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
-from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
+from penstock.generation.options.inputs_embeds import ITEM_BYTES
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.resolve import resolve
@@ -40,8 +45,10 @@ from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 from penstock.generation.options.validate import validate, with_prompt
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
 from penstock.generation.startup.load import LoadedModel
+from penstock.generation.wire.prompt_embeds import to_prompt_embeds
 
 STARTING_RETRY_SECONDS = 1.0
+T = TypeVar("T")
 
 
 class ModelState(enum.Enum):
@@ -97,6 +104,52 @@ class WatermarkCalls:
             self._calls -= 1
 
 
+class EmbedsIntake:
+    """Conversion of requests' inputs_embeds off the event loop, one at a time, and the bound on what all of them take.
+
+    Used from the event loop only.
+    """
+
+    def __init__(self, dtype: str, block_size: int, most_bytes: int, retry_seconds: float) -> None:
+        """`dtype` is the model's. Above `most_bytes` more are refused and told to wait for `retry_seconds`; one
+        request alone never is."""
+        self._dtype = dtype
+        self._block_size = block_size
+        self._most_bytes = most_bytes
+        self._retry_seconds = retry_seconds
+        self._turn = asyncio.Lock()
+        # Bytes of requests that are not submitted yet.
+        self._coming = 0
+
+    @contextlib.contextmanager
+    def room(self, tensor: TensorData | None, live_bytes: int) -> Iterator[None]:
+        """Hold room for a request's `tensor` until it is submitted; `live_bytes` are those of submitted requests.
+
+        Raises ResourceExhausted.
+        """
+        if tensor is None:
+            yield
+            return
+        num_bytes = max(len(tensor.data), math.prod(tensor.shape) * ITEM_BYTES[self._dtype])
+        held = live_bytes + self._coming
+        if held and held + num_bytes > self._most_bytes:
+            raise ResourceExhausted(
+                f"inputs_embeds of other requests take {held} bytes of --max-live-embeds-bytes {self._most_bytes}",
+                reason="QUEUE_FULL",
+                retry_after_seconds=self._retry_seconds,
+            )
+        self._coming += num_bytes
+        try:
+            yield
+        finally:
+            self._coming -= num_bytes
+
+    async def convert(self, tensor: TensorData, num_placeholders: int) -> PromptEmbeds:
+        """Convert a request's tensor. Raises what `to_prompt_embeds` raises."""
+        async with self._turn:
+            return await asyncio.to_thread(to_prompt_embeds, tensor, self._dtype, self._block_size, num_placeholders)
+
+
 class _CallerGone(Exception):
     """End of a detection whose caller is gone."""
 
@@ -115,6 +168,7 @@ class GenerationCore:
     # Items of one Score or Embed in the engine at once.
     max_items: int
     watermark_calls: WatermarkCalls
+    embeds_intake: EmbedsIntake
 
     def prepare(self, options: GenerateOptions, deadline: float | None) -> DeltaMaker:
         """Check options and make their request and events. Raises what `validate` and `resolve` raise.
@@ -132,7 +186,7 @@ class GenerationCore:
         arrival = time.monotonic()
         request = Request(
             request_id=options.request_id or new_request_id(),
-            prompt_token_ids=options.prompt_token_ids,
+            prompt_token_ids=_prompt(options),
             params=params,
             arrival_time=arrival,
             resumed_token_ids=options.resumed_token_ids,
@@ -160,23 +214,35 @@ class GenerationCore:
             return params
         model = self.loaded.model.config
         sizes = TensorSizes(model.vocab_size, model.num_layers, model.hidden_size, model.num_heads)
-        prompt_tokens = len(options.prompt_token_ids)
-        return replace(params, tensors=resolve_tensors(options.output, params, prompt_tokens, sizes, self.limits))
+        tensors = resolve_tensors(options.output, params, options.num_prompt_tokens, sizes, self.limits)
+        return replace(params, tensors=tensors)
 
-    async def constrain(self, request: Request, constraint: ConstraintSpec) -> None:
-        """Compile a request's constraint. Abort and deadline end the wait. Raises as `GrammarCompiler.compile`.
+    async def complete(self, request: Request, options: GenerateOptions) -> None:
+        """Convert a request's inputs_embeds and compile its constraint. Abort and deadline end the wait.
 
-        To be awaited between `prepare` and the submission of the request. The request's id is taken from here on.
+        To be awaited between `prepare` and the submission of a request whose options `take_time`. The request's id is
+        taken from here on. Raises as `EmbedsIntake.room`, `EmbedsIntake.convert` and `GrammarCompiler.compile`.
         """
+        tensor, constraint = options.inputs_embeds, options.constraint
+        live_bytes = 0 if tensor is None else self.hub.embeds_bytes
+        with self.embeds_intake.room(tensor, live_bytes):
+            if tensor is not None:
+                converting = self.embeds_intake.convert(tensor, options.num_placeholders)
+                request.embeds = await self._before_submission(request, converting, "inputs_embeds")
+            if constraint is not None:
+                compiling = self.compiler.compile(constraint)
+                grammar = await self._before_submission(request, compiling, "constraint")
+                request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
+
+    async def _before_submission(self, request: Request, work: Coroutine[Any, Any, T], stage: str) -> T:
         remaining = None if request.deadline is None else request.deadline - time.monotonic()
         try:
             async with asyncio.timeout(remaining):
-                grammar = await self.hub.prepare(request.request_id, self.compiler.compile(constraint))
+                return await self.hub.prepare(request.request_id, work)
         except TimeoutError:
             raise DeadlineExceeded(
-                "the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": "constraint"}
+                "the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage}
             ) from None
-        request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
 
     async def score(self, command: ScoreCommand, deadline: float | None) -> list[ItemResult]:
         """Run a Score to its end. Raises what `check_score` raises, or the first error of an item."""
@@ -205,6 +271,13 @@ class GenerationCore:
             return await self.watermark_calls.run(detector, command, deadline)
         except TooFewTokens as error:
             raise InvalidArgument("token_ids", str(error)) from None
+
+
+def _prompt(options: GenerateOptions) -> list[int]:
+    """Return an id for each prompt token."""
+    if not options.num_placeholders:
+        return options.prompt_token_ids
+    return [PLACEHOLDER] * options.num_placeholders + options.prompt_token_ids
 
 
 def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> float | None:

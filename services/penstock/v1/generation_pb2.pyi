@@ -42,6 +42,8 @@ class GenerateRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
     BEGINS_TEXT_FIELD_NUMBER: _builtins.int
+    INPUTS_EMBEDS_FIELD_NUMBER: _builtins.int
+    INPUTS_EMBEDS_BEFORE_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among live requests of the process; chosen by the caller. Empty: the server makes one."""
     attempt_epoch: _builtins.int
@@ -67,6 +69,8 @@ class GenerateRequest(_message.Message):
     """
     begins_text: _builtins.bool
     """The text of the answer begins anew, as in a chat, and not after the prompt's: stop strings are matched in that."""
+    inputs_embeds_before_ids: _builtins.bool
+    """inputs_embeds come before prompt_token_ids, of which the model looks up embeddings as ever."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty: the beginning-of-sequence id, as generate() without an input."""
@@ -86,6 +90,13 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence. Empty: the model's own."""
+
+    @_builtins.property
+    def inputs_embeds(self) -> _common_pb2.Tensor:
+        """Embeddings of prompt tokens, as generate()'s inputs_embeds: (tokens, hidden size), float32, float16 or bfloat16, finite.
+        They become the model's dtype, and it reads them in place of ids. prompt_token_ids are then what options that look at
+        ids take for the prompt: none, or at most one for each row.
+        """
 
     def __init__(
         self,
@@ -108,10 +119,12 @@ class GenerateRequest(_message.Message):
         timeout_seconds: _builtins.float | None = ...,
         fair_share_key: _builtins.str = ...,
         begins_text: _builtins.bool = ...,
+        inputs_embeds: _common_pb2.Tensor | None = ...,
+        inputs_embeds_before_ids: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "config", b"config", "constraint", b"constraint", "output", b"output", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -29,7 +29,7 @@ from penstock.v1 import generation_pb2 as penstock_dot_v1_dot_generation__pb2
 from penstock.v1 import tokenizer_pb2 as penstock_dot_v1_dot_tokenizer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16penstock/v1/text.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\x1a\x1cpenstock/v1/generation.proto\x1a\x1bpenstock/v1/tokenizer.proto\"\xda\x03\n\x13GenerateTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12-\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12%\n\x04stop\x18\x05 \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12)\n\x06output\x18\x06 \x01(\x0b\x32\x19.penstock.v1.OutputConfig\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12\x12\n\nsession_id\x18\x0c \x01(\t\x12)\n\x08metadata\x18\r \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0e \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\xfd\x04\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.penstock.v1.Message\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12(\n\tdocuments\x18\x04 \x03(\x0b\x32\x15.penstock.v1.Document\x12\x35\n\x14\x63hat_template_kwargs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12-\n\x06\x63onfig\x18\x08 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12%\n\x04stop\x18\t \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12)\n\x06output\x18\n \x01(\x0b\x32\x19.penstock.v1.OutputConfig\x12+\n\nconstraint\x18\x0b \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x12\n\ncache_salt\x18\x0e \x01(\t\x12\x12\n\nrequest_id\x18\x0f \x01(\t\x12\x12\n\nsession_id\x18\x10 \x01(\t\x12)\n\x08metadata\x18\x11 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\xa4\x01\n\tTextDelta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12)\n\x07tensors\x18\x06 \x03(\x0b\x32\x18.penstock.v1.StepTensors\"\x9c\x01\n\x14GenerateTextResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.penstock.v1.TextDeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xe7\x01\n\tChatDelta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12\x11\n\treasoning\x18\x06 \x01(\t\x12.\n\ntool_calls\x18\x07 \x03(\x0b\x32\x1a.penstock.v1.ToolCallDelta\x12)\n\x07tensors\x18\x08 \x03(\x0b\x32\x18.penstock.v1.StepTensors\"\x94\x01\n\x0c\x43hatResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.penstock.v1.ChatDeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x10\x45mbedTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x11\n\tnormalize\x18\x03 \x01(\x08\"b\n\x11\x45mbedTextResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"x\n\x10ScoreTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.penstock.v1.ScoreTextItem\x12\x19\n\x0ctop_logprobs\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"5\n\rScoreTextItem\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontinuation\x18\x02 \x01(\t\"a\n\x11ScoreTextResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ScoreResult\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"\xf9\x01\n\x1a\x44\x65tectWatermarkTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12<\n\x13watermarking_config\x18\x04 \x01(\x0b\x32\x1f.penstock.v1.WatermarkingConfig\x12\x18\n\x0bz_threshold\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x1e\n\x16ignore_repeated_ngrams\x18\x06 \x01(\x08\x42\x08\n\x06outputB\x0e\n\x0c_z_threshold\"b\n\x1b\x44\x65tectWatermarkTextResponse\x12\x30\n\x08\x65vidence\x18\x01 \x01(\x0b\x32\x1e.penstock.v1.WatermarkEvidence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xc6\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06parent\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x16\n\x0epercent_loaded\x18\x04 \x01(\x01\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.penstock.v1.Model2\xad\x04\n\x0bTextService\x12Q\n\x08Generate\x12 .penstock.v1.GenerateTextRequest\x1a!.penstock.v1.GenerateTextResponse0\x01\x12=\n\x04\x43hat\x12\x18.penstock.v1.ChatRequest\x1a\x19.penstock.v1.ChatResponse0\x01\x12\x46\n\x05\x45mbed\x12\x1d.penstock.v1.EmbedTextRequest\x1a\x1e.penstock.v1.EmbedTextResponse\x12\x46\n\x05Score\x12\x1d.penstock.v1.ScoreTextRequest\x1a\x1e.penstock.v1.ScoreTextResponse\x12\x64\n\x0f\x44\x65tectWatermark\x12\'.penstock.v1.DetectWatermarkTextRequest\x1a(.penstock.v1.DetectWatermarkTextResponse\x12M\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1f.penstock.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x1d.penstock.v1.GetModelResponseBY\n\x0eio.penstock.v1B\tTextProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16penstock/v1/text.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\x1a\x1cpenstock/v1/generation.proto\x1a\x1bpenstock/v1/tokenizer.proto\"\xa8\x04\n\x13GenerateTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12-\n\x06\x63onfig\x18\x04 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12%\n\x04stop\x18\x05 \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12)\n\x06output\x18\x06 \x01(\x0b\x32\x19.penstock.v1.OutputConfig\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12\x12\n\nsession_id\x18\x0c \x01(\t\x12)\n\x08metadata\x18\r \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0e \x01(\x08H\x01\x88\x01\x01\x12*\n\rinputs_embeds\x18* \x01(\x0b\x32\x13.penstock.v1.Tensor\x12 \n\x18inputs_embeds_before_ids\x18+ \x01(\x08\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\xfd\x04\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.penstock.v1.Message\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12(\n\tdocuments\x18\x04 \x03(\x0b\x32\x15.penstock.v1.Document\x12\x35\n\x14\x63hat_template_kwargs\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12-\n\x06\x63onfig\x18\x08 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12%\n\x04stop\x18\t \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12)\n\x06output\x18\n \x01(\x0b\x32\x19.penstock.v1.OutputConfig\x12+\n\nconstraint\x18\x0b \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x12\n\ncache_salt\x18\x0e \x01(\t\x12\x12\n\nrequest_id\x18\x0f \x01(\t\x12\x12\n\nsession_id\x18\x10 \x01(\t\x12)\n\x08metadata\x18\x11 \x01(\x0b\x32\x17.google.protobuf.StructB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\xa4\x01\n\tTextDelta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12)\n\x07tensors\x18\x06 \x03(\x0b\x32\x18.penstock.v1.StepTensors\"\x9c\x01\n\x14GenerateTextResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.penstock.v1.TextDeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xe7\x01\n\tChatDelta\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.penstock.v1.PositionLogprobs\x12\x11\n\treasoning\x18\x06 \x01(\t\x12.\n\ntool_calls\x18\x07 \x03(\x0b\x32\x1a.penstock.v1.ToolCallDelta\x12)\n\x07tensors\x18\x08 \x03(\x0b\x32\x18.penstock.v1.StepTensors\"\x94\x01\n\x0c\x43hatResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.penstock.v1.StartedH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.penstock.v1.ChatDeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x10\x45mbedTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x11\n\tnormalize\x18\x03 \x01(\x08\"b\n\x11\x45mbedTextResponse\x12*\n\nembeddings\x18\x01 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"x\n\x10ScoreTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.penstock.v1.ScoreTextItem\x12\x19\n\x0ctop_logprobs\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"5\n\rScoreTextItem\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontinuation\x18\x02 \x01(\t\"a\n\x11ScoreTextResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ScoreResult\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.penstock.v1.Usage\"\xf9\x01\n\x1a\x44\x65tectWatermarkTextRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12<\n\x13watermarking_config\x18\x04 \x01(\x0b\x32\x1f.penstock.v1.WatermarkingConfig\x12\x18\n\x0bz_threshold\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x1e\n\x16ignore_repeated_ngrams\x18\x06 \x01(\x08\x42\x08\n\x06outputB\x0e\n\x0c_z_threshold\"b\n\x1b\x44\x65tectWatermarkTextResponse\x12\x30\n\x08\x65vidence\x18\x01 \x01(\x0b\x32\x1e.penstock.v1.WatermarkEvidence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xc6\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06parent\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x16\n\x0epercent_loaded\x18\x04 \x01(\x01\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x10\n\x08\x62\x61\x63kends\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.penstock.v1.Model2\xad\x04\n\x0bTextService\x12Q\n\x08Generate\x12 .penstock.v1.GenerateTextRequest\x1a!.penstock.v1.GenerateTextResponse0\x01\x12=\n\x04\x43hat\x12\x18.penstock.v1.ChatRequest\x1a\x19.penstock.v1.ChatResponse0\x01\x12\x46\n\x05\x45mbed\x12\x1d.penstock.v1.EmbedTextRequest\x1a\x1e.penstock.v1.EmbedTextResponse\x12\x46\n\x05Score\x12\x1d.penstock.v1.ScoreTextRequest\x1a\x1e.penstock.v1.ScoreTextResponse\x12\x64\n\x0f\x44\x65tectWatermark\x12\'.penstock.v1.DetectWatermarkTextRequest\x1a(.penstock.v1.DetectWatermarkTextResponse\x12M\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1f.penstock.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x1d.penstock.v1.GetModelResponseBY\n\x0eio.penstock.v1B\tTextProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,43 +38,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\tTextProtoP\001Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1'
   _globals['_GENERATETEXTREQUEST']._serialized_start=181
-  _globals['_GENERATETEXTREQUEST']._serialized_end=655
-  _globals['_CHATREQUEST']._serialized_start=658
-  _globals['_CHATREQUEST']._serialized_end=1295
-  _globals['_TEXTDELTA']._serialized_start=1298
-  _globals['_TEXTDELTA']._serialized_end=1462
-  _globals['_GENERATETEXTRESPONSE']._serialized_start=1465
-  _globals['_GENERATETEXTRESPONSE']._serialized_end=1621
-  _globals['_TOOLCALLDELTA']._serialized_start=1623
-  _globals['_TOOLCALLDELTA']._serialized_end=1698
-  _globals['_CHATDELTA']._serialized_start=1701
-  _globals['_CHATDELTA']._serialized_end=1932
-  _globals['_CHATRESPONSE']._serialized_start=1935
-  _globals['_CHATRESPONSE']._serialized_end=2083
-  _globals['_EMBEDTEXTREQUEST']._serialized_start=2085
-  _globals['_EMBEDTEXTREQUEST']._serialized_end=2152
-  _globals['_EMBEDTEXTRESPONSE']._serialized_start=2154
-  _globals['_EMBEDTEXTRESPONSE']._serialized_end=2252
-  _globals['_SCORETEXTREQUEST']._serialized_start=2254
-  _globals['_SCORETEXTREQUEST']._serialized_end=2374
-  _globals['_SCORETEXTITEM']._serialized_start=2376
-  _globals['_SCORETEXTITEM']._serialized_end=2429
-  _globals['_SCORETEXTRESPONSE']._serialized_start=2431
-  _globals['_SCORETEXTRESPONSE']._serialized_end=2528
-  _globals['_DETECTWATERMARKTEXTREQUEST']._serialized_start=2531
-  _globals['_DETECTWATERMARKTEXTREQUEST']._serialized_end=2780
-  _globals['_DETECTWATERMARKTEXTRESPONSE']._serialized_start=2782
-  _globals['_DETECTWATERMARKTEXTRESPONSE']._serialized_end=2880
-  _globals['_MODEL']._serialized_start=2883
-  _globals['_MODEL']._serialized_end=3081
-  _globals['_LISTMODELSREQUEST']._serialized_start=3083
-  _globals['_LISTMODELSREQUEST']._serialized_end=3102
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3104
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3160
-  _globals['_GETMODELREQUEST']._serialized_start=3162
-  _globals['_GETMODELREQUEST']._serialized_end=3193
-  _globals['_GETMODELRESPONSE']._serialized_start=3195
-  _globals['_GETMODELRESPONSE']._serialized_end=3248
-  _globals['_TEXTSERVICE']._serialized_start=3251
-  _globals['_TEXTSERVICE']._serialized_end=3808
+  _globals['_GENERATETEXTREQUEST']._serialized_end=733
+  _globals['_CHATREQUEST']._serialized_start=736
+  _globals['_CHATREQUEST']._serialized_end=1373
+  _globals['_TEXTDELTA']._serialized_start=1376
+  _globals['_TEXTDELTA']._serialized_end=1540
+  _globals['_GENERATETEXTRESPONSE']._serialized_start=1543
+  _globals['_GENERATETEXTRESPONSE']._serialized_end=1699
+  _globals['_TOOLCALLDELTA']._serialized_start=1701
+  _globals['_TOOLCALLDELTA']._serialized_end=1776
+  _globals['_CHATDELTA']._serialized_start=1779
+  _globals['_CHATDELTA']._serialized_end=2010
+  _globals['_CHATRESPONSE']._serialized_start=2013
+  _globals['_CHATRESPONSE']._serialized_end=2161
+  _globals['_EMBEDTEXTREQUEST']._serialized_start=2163
+  _globals['_EMBEDTEXTREQUEST']._serialized_end=2230
+  _globals['_EMBEDTEXTRESPONSE']._serialized_start=2232
+  _globals['_EMBEDTEXTRESPONSE']._serialized_end=2330
+  _globals['_SCORETEXTREQUEST']._serialized_start=2332
+  _globals['_SCORETEXTREQUEST']._serialized_end=2452
+  _globals['_SCORETEXTITEM']._serialized_start=2454
+  _globals['_SCORETEXTITEM']._serialized_end=2507
+  _globals['_SCORETEXTRESPONSE']._serialized_start=2509
+  _globals['_SCORETEXTRESPONSE']._serialized_end=2606
+  _globals['_DETECTWATERMARKTEXTREQUEST']._serialized_start=2609
+  _globals['_DETECTWATERMARKTEXTREQUEST']._serialized_end=2858
+  _globals['_DETECTWATERMARKTEXTRESPONSE']._serialized_start=2860
+  _globals['_DETECTWATERMARKTEXTRESPONSE']._serialized_end=2958
+  _globals['_MODEL']._serialized_start=2961
+  _globals['_MODEL']._serialized_end=3159
+  _globals['_LISTMODELSREQUEST']._serialized_start=3161
+  _globals['_LISTMODELSREQUEST']._serialized_end=3180
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3182
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3238
+  _globals['_GETMODELREQUEST']._serialized_start=3240
+  _globals['_GETMODELREQUEST']._serialized_end=3271
+  _globals['_GETMODELRESPONSE']._serialized_start=3273
+  _globals['_GETMODELRESPONSE']._serialized_end=3326
+  _globals['_TEXTSERVICE']._serialized_start=3329
+  _globals['_TEXTSERVICE']._serialized_end=3886
 # @@protoc_insertion_point(module_scope)

@@ -41,6 +41,8 @@ class GenerateTextRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    INPUTS_EMBEDS_FIELD_NUMBER: _builtins.int
+    INPUTS_EMBEDS_BEFORE_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty means the only model served."""
     text: _builtins.str
@@ -55,6 +57,7 @@ class GenerateTextRequest(_message.Message):
     """Requests of one session prefer one backend."""
     add_special_tokens: _builtins.bool
     """Default true: as the tokenizer's own post-processor does it."""
+    inputs_embeds_before_ids: _builtins.bool
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -67,6 +70,10 @@ class GenerateTextRequest(_message.Message):
     def constraint(self) -> _config_pb2.Constraint: ...
     @_builtins.property
     def metadata(self) -> _struct_pb2.Struct: ...
+    @_builtins.property
+    def inputs_embeds(self) -> _common_pb2.Tensor:
+        """As in GenerateRequest. No prompt need be set with them."""
+
     def __init__(
         self,
         *,
@@ -84,10 +91,12 @@ class GenerateTextRequest(_message.Message):
         session_id: _builtins.str = ...,
         metadata: _struct_pb2.Struct | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        inputs_embeds: _common_pb2.Tensor | None = ...,
+        inputs_embeds_before_ids: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "config", b"config", "constraint", b"constraint", "metadata", b"metadata", "output", b"output", "prompt", b"prompt", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "metadata", b"metadata", "output", b"output", "prompt", b"prompt", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "metadata", b"metadata", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "metadata", b"metadata", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "session_id", b"session_id", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from penstock.generation.core.draw import Candidates, DrawKind
+from penstock.generation.core.prompt_embeds import PromptEmbeds
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -35,9 +36,10 @@ _ids = itertools.count()
 class FakeRunner:
     """Runner whose draws are a pure function of (seed, all tokens before), read back from the KV by the block tables.
 
-    `kv[block][offset]` holds (token, position). A step fails when a sequence's context is not what its tokens say,
-    when two sequences write the same slot, when a draw is asked of a row that is not the drawer's last, or when a
-    sequence draws without its branch (whose tokens its draw then depends on, too).
+    `kv[block][offset]` holds (token, position), with a number in place of an embedding's token. A step fails when a
+    sequence's context is not what its tokens say, when two sequences write the same slot, when a draw is asked of a row
+    that is not the drawer's last, or when a sequence draws without its branch (whose tokens its draw then depends on,
+    too).
     """
 
     def __init__(self, config: EngineConfig, *, vocab_size: int = 50, script: dict[int, int] | None = None) -> None:
@@ -117,16 +119,23 @@ class FakeRunner:
                 slot = (sequence.block_table[index], offset)
                 assert slot not in written, "two sequences write the same slot"
                 written.add(slot)
-                self.kv[slot[0]][offset] = (sequence.token_ids[position], position)
+                self.kv[slot[0]][offset] = (self._content(sequence, position), position)
 
     def _read(self, sequence: Sequence, end: int) -> list[int]:
         context: list[int] = []
         for position in range(end):
             index, offset = divmod(position, self.config.block_size)
             slot = self.kv[sequence.block_table[index]][offset]
-            assert slot == (sequence.token_ids[position], position), "the KV pool holds something else"
-            context.append(slot[0])
+            assert slot == (self._content(sequence, position), position), "the KV pool holds something else"
+            context.append(sequence.token_ids[position])
         return context
+
+    def _content(self, sequence: Sequence, position: int) -> int:
+        """Return the token, or a negative number that stands for an embedding in its place."""
+        embeds = sequence.embeds
+        if embeds is None or position >= embeds.num_tokens:
+            return sequence.token_ids[position]
+        return ~int.from_bytes(embeds.digests[position // self.config.block_size][:4])
 
 
 class FakeDrafter:
@@ -224,10 +233,18 @@ def engine_config(**changes: Any) -> EngineConfig:
 def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) -> Request:
     """Make a request from now (time 0). `fields` go to Request where it has them, else to SamplingParams."""
     names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline", "fair_share_key"}
+    names.add("embeds")
     own = {name: fields.pop(name) for name in list(fields) if name in names}
     params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
     defaults: dict[str, Any] = {"request_id": f"r{next(_ids)}", "arrival_time": 0.0}
     return Request(**(defaults | own), prompt_token_ids=list(prompt), params=params)
+
+
+def prompt_embeds(kinds: Items[int], block_size: int, *, num_placeholders: int | None = None) -> PromptEmbeds:
+    """Make embeddings of a number of kinds, without data; blocks of the same kinds are equal. No token has an id."""
+    blocks = [kinds[first : first + block_size] for first in range(0, len(kinds), block_size)]
+    digests = tuple(hashlib.sha256(bytes(block)).digest() for block in blocks)
+    return PromptEmbeds(bytearray(), len(kinds), len(kinds) if num_placeholders is None else num_placeholders, digests)
 
 
 class Answer:

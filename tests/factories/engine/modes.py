@@ -30,8 +30,10 @@ from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import LoadedModel, load
 from penstock.generation.wire.convert import to_generate_options
+from penstock.generation.wire.prompt_embeds import to_prompt_embeds
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 from penstock_client._config_values import watermarking_config
+from penstock_client._tensors import set_rows
 
 ROOMY = engine_config(num_blocks=400, max_context_tokens=256, max_batch_tokens=200, max_running_sequences=64)
 
@@ -71,7 +73,9 @@ def to_message(prompt: Iterable[int], arguments: Mapping[str, Any]) -> generatio
         message.output.MergeFrom(config_pb2.OutputConfig(**{name: given.pop(name)}))
     if "constraint" in given:
         message.constraint.CopyFrom(config_pb2.Constraint(**given.pop("constraint")))
-    for name in ("seed", "cache_salt", "priority"):
+    if "inputs_embeds" in given:
+        set_rows(message.inputs_embeds, given.pop("inputs_embeds"))
+    for name in ("seed", "cache_salt", "priority", "inputs_embeds_before_ids"):
         if name in given:
             setattr(message, name, given.pop(name))
     for name, value in given.items():
@@ -126,13 +130,21 @@ def _constraint(entry: Mapping[str, Any]) -> config_pb2.DecodingConstraint:
     return config_pb2.DecodingConstraint(disjunctive=_alternatives(entry["disjunctive"]))
 
 
-def prepare(loaded: LoadedModel, message: generation_pb2.GenerateRequest) -> Request:
-    """Prepare a message as the servicer does; constraints are the demo tokenizer's. Raises the servicer's errors."""
+def prepare(
+    loaded: LoadedModel, message: generation_pb2.GenerateRequest, block_size: int = ROOMY.block_size
+) -> Request:
+    """Prepare a message as the servicer does; constraints are the demo tokenizer's. Raises the servicer's errors.
+
+    `block_size` is that of the engine that it is for.
+    """
     # The parts of it that only move bytes are left out.
     parts = dict.fromkeys((part.name for part in dataclasses.fields(GenerationCore)), None)
     core = GenerationCore(**(parts | {"loaded": loaded, "limits": RequestLimits()}))  # type: ignore[arg-type]
     command = to_generate_options(message)
     request = core.prepare(command, None).request
+    if command.inputs_embeds is not None:
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        request.embeds = to_prompt_embeds(command.inputs_embeds, dtype, block_size, command.num_placeholders)
     if command.constraint is not None:
         grammar = compiled(command.constraint)
         request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar

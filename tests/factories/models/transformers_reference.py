@@ -67,13 +67,20 @@ def _allowed(prompt_tokens: int, arguments: Mapping[str, Any]) -> Callable[[int,
 def reference_answer(
     model: PreTrainedModel, prompt: list[int], arguments: Mapping[str, Any], **extra: Any
 ) -> tuple[list[list[int]], list[float] | None]:
-    """Generate the new ids of every returned sequence, up to its end, and the beam scores in beam modes."""
+    """Generate the new ids of every returned sequence, up to its end, and the beam scores in beam modes.
+
+    Without ids the prompt is the argument inputs_embeds.
+    """
     given = {"do_sample": False, "pad_token_id": PADDING, **to_arguments(prompt, arguments, **extra)}
     with torch.no_grad():
-        answer = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **given)
+        answer = model.generate(_inputs(prompt), return_dict_in_generate=True, output_scores=True, **given)
     new = answer.sequences[:, len(prompt) :].tolist()
     scores = getattr(answer, "sequences_scores", None)
     return [without_padding(row) for row in new], None if scores is None else scores.tolist()
+
+
+def _inputs(prompt: list[int]) -> torch.Tensor | None:
+    return torch.tensor([prompt]) if prompt else None
 
 
 def without_padding(row: list[int]) -> list[int]:
@@ -82,9 +89,19 @@ def without_padding(row: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def reference_logits(model: PreTrainedModel, contexts: list[list[int]]) -> torch.Tensor:
-    """Compute transformers' logits (N, V), float32, after each of N contexts of the same length."""
-    return model(torch.tensor(contexts)).logits[:, -1].float()
+def reference_logits(
+    model: PreTrainedModel, contexts: list[list[int]], embeds: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute transformers' logits (N, V), float32, after each of N contexts of the same length.
+
+    `embeds` (P, hidden): what the model reads before them.
+    """
+    ids_NT = torch.tensor(contexts, dtype=torch.int64)
+    if embeds is None:
+        return model(ids_NT).logits[:, -1].float()
+    before_NPI = embeds.to(model.dtype).expand(len(contexts), *embeds.shape)
+    inputs = torch.cat([before_NPI, model.get_input_embeddings()(ids_NT)], dim=1)
+    return model(inputs_embeds=inputs).logits[:, -1].float()
 
 
 class ReferenceScores:
@@ -105,7 +122,7 @@ class ReferenceScores:
             criterion = StopStringCriteria(extra["tokenizer"], given.pop("stop_strings"))
             given["stopping_criteria"] = StoppingCriteriaList([criterion, *given.get("stopping_criteria", [])])
         # Public since 4.52: generate() prepares everything as for its own modes and calls this instead.
-        self._processors, self._criteria = model.generate(torch.tensor([prompt]), custom_generate=grab, **given)
+        self._processors, self._criteria = model.generate(_inputs(prompt), custom_generate=grab, **given)
 
     @torch.no_grad()
     def process(self, contexts: list[list[int]], logits_NV: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
 from penstock.common.errors import PenstockError, to_status
+from penstock.router.requests.prompt_length import num_prompt_tokens
 from penstock.serving.server import STOP_GRACE_SECONDS
 from penstock.v1 import (
     admin_pb2,
@@ -307,7 +308,7 @@ class Session:
             event = add(request_id=request_id, attempt_epoch=epoch)
             event.started.request_id, event.started.seed = request_id, request.seed
             event.started.model = self._backend.model
-            event.started.prompt_tokens = len(request.prompt_token_ids)
+            event.started.prompt_tokens = num_prompt_tokens(request, len(request.prompt_token_ids))
         live = False
         for index, position in enumerate(running.positions):
             if index in running.ended:
@@ -346,7 +347,7 @@ class Session:
         finished.last_seq = running.next_seq - 1
         for index in range(len(running.positions)):
             finished.sequences.append(self._result(running, index))
-        finished.usage.prompt_tokens = len(request.prompt_token_ids)
+        finished.usage.prompt_tokens = num_prompt_tokens(request, len(request.prompt_token_ids))
         finished.usage.completion_tokens = len(running.ids) * len(running.positions)
         finished.timings.queue_seconds, finished.timings.prefill_seconds = 0.001, 0.002
         finished.timings.decode_seconds = 0.003

@@ -9,12 +9,16 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import torch
 from factories.servers.failing_engines import SESSION, FailingEngine, failing_engines, owner, router_before
 from factories.servers.generation import request as generation_request
 from factories.servers.held_backend import WANT_IDS, stop_after
 from factories.servers.router import Router, collect, generate
+from penstock.common.checkpoint import demo_folder
 from penstock.common.errors import from_rpc_error
 from penstock.v1 import config_pb2, generation_pb2_grpc, text_pb2
+from penstock_client._tensors import set_rows
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENS = 400
@@ -33,6 +37,15 @@ def asking(config: config_pb2.GenerationConfig, text: str = "Count from 1 to 20.
     return generate(text, config=config, stop=stop, output=WANT_IDS, session_id="sticky")
 
 
+def embedded(config: config_pb2.GenerationConfig) -> text_pb2.GenerateTextRequest:
+    """The same with a prompt of embeddings, of more than a megabyte, before the text."""
+    request = asking(config)
+    model = load_file(demo_folder() / "model.safetensors")["model.embed_tokens.weight"].float()
+    set_rows(request.inputs_embeds, model[torch.arange(3, 1403)] * 1.1)
+    request.inputs_embeds_before_ids = True
+    return request
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines() -> AsyncIterator[list[FailingEngine]]:
     """Two that hang and stop, and get well again."""
@@ -41,13 +54,18 @@ async def engines() -> AsyncIterator[list[FailingEngine]]:
 
 
 async def moved(
-    router: Router, engines: list[FailingEngine], config: config_pb2.GenerationConfig, fault: Fault, undo: Fault
+    router: Router,
+    engines: list[FailingEngine],
+    config: config_pb2.GenerationConfig,
+    fault: Fault,
+    undo: Fault,
+    ask: Callable[[config_pb2.GenerationConfig], text_pb2.GenerateTextRequest] = asking,
 ) -> FailingEngine:
     """Let a stream meet `fault` at its 20th token, hold it against one that met none; return the engine that failed.
 
     `undo` ends a fault that came too late.
     """
-    wanted = await collect(router.stub.Generate(asking(config)))
+    wanted = await collect(router.stub.Generate(ask(config)))
     for _ in range(TRIES):
         failed: list[FailingEngine] = []
 
@@ -55,7 +73,7 @@ async def moved(
             failed.append(owner(router, engines))
             fault(failed[0])
 
-        answer = await collect(router.stub.Generate(asking(config)), stop_after(20, fail))
+        answer = await collect(router.stub.Generate(ask(config)), stop_after(20, fail))
         assert len(answer.ids()) == TOKENS
         assert (answer.ids(), answer.text()) == (wanted.ids(), wanted.text())
         if answer.finished.attempts > 1:
@@ -104,6 +122,13 @@ async def test_a_stream_moves_from_a_connection_that_goes_dark(engines: list[Fai
         dark.proxy.thaw()
         await dark.until_free()
         await router.until("backend_up", 1.0, backend=dark.address)
+
+
+async def test_a_stream_with_a_prompt_of_embeddings_moves(engines: list[FailingEngine]) -> None:
+    async with router_before(engines) as router:
+        lost = await moved(router, engines, SEEDED, lambda one: one.proxy.reset(), lambda _: None, embedded)
+        await lost.until_free()
+        await router.until("backend_up", 1.0, backend=lost.address)
 
 
 async def test_a_hung_step_does_not_keep_a_process_from_its_end() -> None:

@@ -215,3 +215,21 @@ def test_they_are_the_same_alone_and_preempted(loaded: LoadedModel) -> None:
 def test_only_processors_leave_the_fast_path(loaded: LoadedModel) -> None:
     assert RowPlan.of(item(loaded, stopping_criteria=[plugin("multiple", of=29)]).params).is_plain
     assert not RowPlan.of(item(loaded, logits_processor=[plugin("favour")]).params).is_plain
+
+
+@pytest.mark.parametrize("ids", [[], PROMPT[:6]], ids=["embeds", "embeds-and-ids"])
+@pytest.mark.parametrize("arguments", MODES[:3], ids=str)
+def test_plugins_see_the_ids_beside_embeddings_as_transformers_own_do(
+    loaded: LoadedModel, reference: PreTrainedModel, ids: list[int], arguments: dict[str, Any]
+) -> None:
+    rows = torch.randn(6, 48, generator=torch.Generator().manual_seed(3)) * 0.2
+    given = {**LENGTH, **arguments, "inputs_embeds": rows[None]}
+    # A remainder that a placeholder would change, and a criterion that breaks when it sees more ids than there are.
+    too_many = len(ids) + LENGTH["max_new_tokens"] + 1
+    ours = {
+        "logits_processor": [plugin("favour", parts=7), *OURS["logits_processor"]],
+        "stopping_criteria": [*OURS["stopping_criteria"], plugin("raising", after=too_many)],
+    }
+    theirs = {**THEIRS, "logits_processor": LogitsProcessorList([Favour(parts=7), *THEIRS["logits_processor"]])}
+    expected, _ = reference_answer(reference, ids, {**given, **theirs})
+    assert generate(loaded, ids, {**given, **ours}).ids == expected

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from google.protobuf import json_format
 from penstock.v1 import common_pb2, config_pb2, text_pb2
 from penstock_client import GenerationOptions, InvalidArgument, Timings, Usage
-from penstock_client._options import chat_request, check_options, generate_request
+from penstock_client._options import chat_request, check_options, generate_request, generate_requests
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 
@@ -147,6 +148,7 @@ def test_every_field_has_a_keyword_and_every_keyword_a_field() -> None:
     assert keywords == {
         "negative_prompt", "config", "model", "adapter", "request_id", "session_id", "priority", "cache_salt",
         "add_special_tokens", "add_generation_prompt", "continue_final_message",
+        "inputs_embeds", "inputs_embeds_before_ids",
     }  # fmt: skip
 
 
@@ -326,3 +328,78 @@ def test_usage_and_timings_read_as_lines() -> None:
 def test_every_field_of_usage_and_timings_has_its_place() -> None:
     for kind, message in ((Usage, common_pb2.Usage), (Timings, common_pb2.StageTimings)):
         assert [each.name for each in fields(kind)] == [*message.DESCRIPTOR.fields_by_name, "proto"]
+
+
+ROWS = np.arange(6, dtype=np.float32).reshape(2, 3) / 7 - 0.4
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "data"),
+    [
+        (ROWS, "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (ROWS[None], "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (np.asfortranarray(ROWS), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (np.repeat(ROWS, 2, axis=0)[::2], "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (ROWS.astype(">f4"), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (ROWS.astype(np.float64), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (ROWS.astype(np.float16), "D_TYPE_FLOAT16", ROWS.astype(np.float16).tobytes()),
+        (ROWS.tolist(), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (tuple(map(tuple, ROWS.tolist())), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (list(ROWS), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (torch.tensor(ROWS), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (torch.tensor(ROWS, requires_grad=True), "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (torch.tensor(ROWS).double()[None], "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (torch.tensor(ROWS.T.copy()).T, "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (torch.tensor(ROWS).repeat(1, 2)[:, :3], "D_TYPE_FLOAT32", ROWS.tobytes()),
+        (torch.tensor(ROWS).half(), "D_TYPE_FLOAT16", ROWS.astype(np.float16).tobytes()),
+        (
+            torch.tensor(ROWS).bfloat16(),
+            "D_TYPE_BFLOAT16",
+            torch.tensor(ROWS).bfloat16().view(torch.int16).numpy().tobytes(),
+        ),
+        (
+            common_pb2.Tensor(dtype=common_pb2.D_TYPE_FLOAT16, shape=[2, 3], data=b"twelve bytes"),
+            "D_TYPE_FLOAT16",
+            b"twelve bytes",
+        ),
+    ],
+)
+def test_embeddings_of_anyones_kind_become_a_tensor(values: Any, dtype: str, data: bytes) -> None:
+    tensor = generate_request("", {"inputs_embeds": values}).inputs_embeds
+    assert common_pb2.DType.Name(tensor.dtype) == dtype
+    assert (list(tensor.shape), tensor.data) == ([2, 3], data)
+
+
+def test_an_empty_text_beside_embeddings_is_no_prompt() -> None:
+    assert generate_request("", {"inputs_embeds": ROWS}).WhichOneof("prompt") is None
+    assert generate_request("", {"inputs_embeds": None}).WhichOneof("prompt") == "text"
+    assert generate_request("x", {"inputs_embeds": ROWS}).text == "x"
+    request = generate_request([1, 2], {"inputs_embeds": ROWS, "inputs_embeds_before_ids": True})
+    assert (list(request.token_ids.ids), request.inputs_embeds_before_ids) == ([1, 2], True)
+    assert generate_request([], {"inputs_embeds": ROWS}).WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("error", "values"),
+    [
+        (ValueError, ROWS[0]),
+        (ValueError, np.stack([ROWS, ROWS])),
+        (ValueError, torch.zeros(())),
+        (ValueError, [[1.0], [1.0, 2.0]]),
+        (TypeError, ROWS.astype(np.int64)),
+        (TypeError, torch.zeros(2, 3, dtype=torch.int64)),
+        (TypeError, ROWS.astype(np.complex64)),
+        (TypeError, [["a"]]),
+        (TypeError, 5),
+    ],
+)
+def test_embeddings_of_another_form_are_refused_by_name(error: type[Exception], values: Any) -> None:
+    with pytest.raises(error, match="inputs_embeds"):
+        generate_request("", {"inputs_embeds": values})
+
+
+def test_embeddings_are_one_prompts_alone_and_no_conversations() -> None:
+    with pytest.raises(ValueError, match="'inputs_embeds' is for one prompt"):
+        generate_requests(["a", "b"], {"inputs_embeds": ROWS})
+    with pytest.raises(TypeError, match="'inputs_embeds': is for generate only"):
+        chat_request("Hello", (), (), None, {"inputs_embeds": ROWS})

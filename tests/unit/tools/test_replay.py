@@ -8,9 +8,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from factories.engine.fake_engine import FakeDrafter, FakeRunner, engine_config, request
+from factories.engine.fake_engine import FakeDrafter, FakeRunner, engine_config, prompt_embeds, request
 from penstock.common.errors import ResourceExhausted
 from penstock.generation.core.modes import GuidanceOptions
+from penstock.generation.core.prompt_embeds import PLACEHOLDER, PromptEmbeds
 from penstock.generation.core.request import Purpose, Request, TokenHealingOptions
 from penstock.generation.engine import trace_file
 from penstock.generation.engine.config import EngineConfig
@@ -49,7 +50,7 @@ class Runner(FakeRunner):
         return token
 
 
-def random_request(random: Random, mode: str) -> Request:
+def random_request(random: Random, mode: str, block_size: int) -> Request:
     prompt = random.choice(HEADS) + [random.randint(0, 2) for _ in range(random.randint(1, 12))]
     item = request(
         prompt,
@@ -69,7 +70,19 @@ def random_request(random: Random, mode: str) -> Request:
             item.purpose = Purpose.EMBED
     elif mode in ("several", "beams") and len(prompt) > 1 and random.random() < 0.3:
         item.token_healing = TokenHealingOptions(frozenset([prompt[-1], 30]), lambda _: "")
+    if item.purpose is Purpose.GENERATE and item.token_healing is None and random.random() < 0.3:
+        item.prompt_token_ids, item.embeds = embedded(random, prompt, block_size)
     return item
+
+
+def embedded(random: Random, prompt: list[int], block_size: int) -> tuple[list[int], PromptEmbeds]:
+    """Make a prompt whose beginning, or all of it, came as embeddings: of few kinds, some without ids."""
+    # Blocks of one kind each, so that beginnings are equal now and then.
+    kinds = [random.randint(0, 1) for _ in range(0, len(prompt), block_size) for _ in range(block_size)]
+    kinds = kinds[: random.randint(1, len(prompt))]
+    unknown = random.choice([0, len(kinds)])
+    embeds = prompt_embeds(kinds, block_size, num_placeholders=unknown)
+    return [PLACEHOLDER] * unknown + prompt[unknown:], embeds
 
 
 def traced(path: Path, config: EngineConfig, **runner: Any) -> tuple[Engine, TraceFile]:
@@ -82,7 +95,7 @@ def run_mixed(path: Path, random: Random, modes: list[str], config: EngineConfig
     engine, file = traced(path, config)
     items = []
     for _ in range(count):
-        item = random_request(random, random.choice(modes))
+        item = random_request(random, random.choice(modes), config.block_size)
         try:
             engine.check(item)
             engine.add(item)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from penstock.common.errors import PenstockError
     from penstock.generation.core.grammar import Grammar
+    from penstock.generation.core.prompt_embeds import PromptEmbeds
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.tensors import StepTensors
 
@@ -78,10 +79,17 @@ class Request:
     first_needed_row: int | None = None
     # The output's text begins anew, and does not go on from the prompt's: stop strings are matched in that.
     begins_text: bool = False
+    # Embeddings in place of the first prompt tokens' ids; None: there are ids only.
+    embeds: PromptEmbeds | None = None
 
     def __post_init__(self) -> None:
         if self.params.mode.first_needed_row is not None:
             self.first_needed_row = self.params.mode.first_needed_row
+
+    @property
+    def known_prompt_ids(self) -> list[int]:
+        """Ids of the prompt, but for tokens that came as embeddings alone."""
+        return self.prompt_token_ids if self.embeds is None else self.prompt_token_ids[self.embeds.num_placeholders :]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from penstock.generation.core.grammar import GrammarError
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
+    from penstock.generation.core.prompt_embeds import PromptEmbeds
     from penstock.generation.core.sampling_params import SamplingParams
 
 
@@ -58,6 +60,8 @@ class Sequence:
     next_token_id: int | None = None
     # Number of leading blocks that were offered to the prefix cache.
     num_cached_blocks: int = 0
+    # Embeddings of the first tokens of its prompt; None: the model looks up those of all ids.
+    embeds: PromptEmbeds | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +77,29 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """Copy of the output tokens so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_placeholders(self) -> int:
+        """Number of leading tokens without an id: options that look at ids begin after them."""
+        return 0 if self.embeds is None else self.embeds.num_placeholders
+
+    @property
+    def num_prompt_ids(self) -> int:
+        """Number of prompt tokens with an id."""
+        return self.num_prompt_tokens - self.num_placeholders
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """Ids of all tokens that have one: the sequence's own list, or a copy of a part of it."""
+        return self.token_ids[self.embeds.num_placeholders :] if self.embeds is not None else self.token_ids
+
+    def block_content(self, index: int, block_size: int) -> bytes:
+        """Return what the keys and values of full block `index` are made of, beside the blocks before it."""
+        first, end = index * block_size, (index + 1) * block_size
+        embeds = self.embeds
+        if embeds is not None and first < embeds.num_tokens:
+            return embeds.block_content(index, self.token_ids[embeds.num_tokens : end])
+        return array("I", self.token_ids[first:end]).tobytes()
 
     def append(self, token_id: int) -> None:
         """Append an output token and advance the grammar.

@@ -57,6 +57,8 @@ class SchedulerOutput:
     forks: tuple[Fork, ...] = ()
     # Sequences that ended or were preempted since the last step: the runner forgets what it kept for them.
     released: tuple[int, ...] = ()
+    # False: no prompt in the step has embeddings of its own.
+    has_embeds: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -82,6 +82,12 @@ class OutputHub:
         return len(self._live)
 
     @property
+    def embeds_bytes(self) -> int:
+        """Bytes of the embeddings that accepted requests hold. O(live requests)."""
+        held = (live.request.embeds for live in self._live.values())
+        return sum(len(embeds.data) for embeds in held if embeds is not None)
+
+    @property
     def step(self) -> int:
         """Number of engine steps so far."""
         return self._step()

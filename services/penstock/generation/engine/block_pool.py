@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import OrderedDict
 
 _DOMAIN = b"penstock.prefix.v1\0"
@@ -14,9 +13,9 @@ def root_hash(salt: str) -> bytes:
     return hashlib.sha256(_DOMAIN + salt.encode()).digest()
 
 
-def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Return the hash of one full block after `parent`: equal iff all tokens up to its end, and the salt, are equal."""
-    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+def chain_hash(parent: bytes, content: bytes) -> bytes:
+    """Return the hash of one full block after `parent`: equal iff all contents up to its end, and salts, are equal."""
+    return hashlib.sha256(parent + content).digest()
 
 
 class OutOfBlocks(Exception):

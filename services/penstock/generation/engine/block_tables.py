@@ -140,6 +140,5 @@ class BlockTables:
         hashes = sequence.block_hashes
         parent = hashes[-1] if hashes else root_hash(salt)
         for index in range(len(hashes), num_blocks):
-            first = index * self._block_size
-            parent = chain_hash(parent, sequence.token_ids[first : first + self._block_size])
+            parent = chain_hash(parent, sequence.block_content(index, self._block_size))
             hashes.append(parent)

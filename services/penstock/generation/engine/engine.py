@@ -130,7 +130,7 @@ class Engine:
         """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
-        context = () if request.begins_text else request.prompt_token_ids
+        context = () if request.begins_text else request.known_prompt_ids
         criteria = stop_criteria(request.params, output_limit(self.config, request), self._stop_text, context)
         strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
         sequences, preset_events = strategy.start()

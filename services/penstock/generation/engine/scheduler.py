@@ -329,6 +329,8 @@ class Scheduler:
         # A row of output seldom fills a block that another sequence could use in this very step.
         if num_tokens > 1 or end <= sequence.num_prompt_tokens:
             self.prefixes.plan(group, sequence, end, is_cut=False)
+            if sequence.embeds is not None and start < sequence.embeds.num_tokens:
+                self._plan.has_embeds = True
         return True
 
     def _preempt(self, group: SequenceGroup) -> None:

@@ -35,6 +35,8 @@ class StepPlan:
         self.preempted = False
         # True: with a larger budget it would hold more.
         self.is_short = False
+        # True: some prompt in it has embeddings of its own.
+        self.has_embeds = False
         # Reason why admission stopped.
         self.admission_stopped = HeldBack.NOTHING
         # One list, so that a dump from another thread finds every entry with its group.
@@ -100,7 +102,7 @@ class StepPlan:
     def output(self, forks: tuple[Fork, ...], released: tuple[int, ...]) -> SchedulerOutput:
         """Return the step as the runner gets it."""
         entries = tuple([entry for _, entry in self._entries])
-        return SchedulerOutput(entries, tuple(copy for _, copy in self._copies), forks, released)
+        return SchedulerOutput(entries, tuple(copy for _, copy in self._copies), forks, released, self.has_embeds)
 
 
 def _entry(sequence: Sequence, start: int, num_tokens: int, sample: tuple[Sequence, ...]) -> ScheduledSequence:

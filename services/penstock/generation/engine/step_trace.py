@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-from array import array
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -287,10 +286,8 @@ class StepTrace:
         """Hash its full blocks without drafts, as far as they are not hashed yet."""
         hashes = self._blocks.setdefault(sequence.seq_id, [])
         for index in range(len(hashes), _num_fixed_tokens(sequence) // self._block_size):
-            first = index * self._block_size
             before = hashes[-1].to_bytes(_HASH_BYTES) if hashes else self._keyed(group.request.cache_salt.encode())
-            block = array("I", sequence.token_ids[first : first + self._block_size]).tobytes()
-            hashes.append(int.from_bytes(self._keyed(before + block)))
+            hashes.append(int.from_bytes(self._keyed(before + sequence.block_content(index, self._block_size))))
 
     def _keyed(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=_HASH_BYTES, key=self._key).digest()

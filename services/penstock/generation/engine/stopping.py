@@ -205,11 +205,12 @@ class PluginStopCriteria(StopCriteria):
 
     def check(self, sequence: Sequence, state: StopState) -> Stop | None:
         """See StopCriteria. Raises Internal when a criterion of the owner fails."""
-        return self._with_plugins(super().check(sequence, state), sequence.token_ids)
+        return self._with_plugins(super().check(sequence, state), sequence.known_token_ids)
 
     def check_candidate(self, sequence: Sequence, token_id: int, state: StopState) -> Stop | None:
         """See StopCriteria. Raises Internal when a criterion of the owner fails."""
-        return self._with_plugins(super().check_candidate(sequence, token_id, state), [*sequence.token_ids, token_id])
+        stop = super().check_candidate(sequence, token_id, state)
+        return self._with_plugins(stop, [*sequence.known_token_ids, token_id])
 
     def _with_plugins(self, stop: Stop | None, token_ids: list[int]) -> Stop | None:
         if stop is not None and stop is not _LENGTH:

@@ -94,6 +94,7 @@ class CausalLM:
         kv: KVCachePool,
         rows_R: Tensor | None = None,
         *,
+        embeds_TI: Tensor | None = None,
         capture: Capture | None = None,
         attention: Attention | None = None,
     ) -> Tensor:
@@ -101,10 +102,10 @@ class CausalLM:
         write all T rows' keys and values to `kv`.
 
         `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
-        outside the vocabulary are the caller's error (IndexError on CPU). `capture` is filled; `attention` replaces the
-        model's own for this step.
+        outside the vocabulary are the caller's error (IndexError on CPU). `embeds_TI` replaces what `embed` returns and
+        may be overwritten; `capture` is filled; `attention` replaces the model's own for this step.
         """
-        hidden = self.embed(input_ids_T)
+        hidden = self.embed(input_ids_T) if embeds_TI is None else embeds_TI
         if self._fused is not None and capture is None and attention in (None, self.attention):
             return self._fused(hidden, positions_T, metadata, kv, rows_R, draws=False)[0]
         step = self.step(positions_T, metadata, kv, attention)
@@ -126,6 +127,7 @@ class CausalLM:
         metadata: AttentionMetadata,
         kv: KVCachePool,
         rows_R: Tensor | None = None,
+        embeds_TI: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
         where none is finite.
@@ -134,7 +136,8 @@ class CausalLM:
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
-        return self._fused(self.embed(input_ids_T), positions_T, metadata, kv, rows_R, draws=True)
+        hidden = self.embed(input_ids_T) if embeds_TI is None else embeds_TI
+        return self._fused(hidden, positions_T, metadata, kv, rows_R, draws=True)
 
     def decode(self, ids: list[int], lengths: list[int], longest: int, tables_SB: Tensor, kv: KVCachePool) -> list[int]:
         """Return the ids that `forward_and_draw` draws for one token of each sequence.

@@ -22,7 +22,7 @@ def resolve_lengths(
     the number that the pool has beside so many prompt tokens. A limit on new tokens wins over a total length of the
     same origin. Raises InvalidArgument for a total length that the prompt fills.
     """
-    prompt, asked, fallback = len(request.prompt_token_ids), request.options, defaults.options
+    prompt, asked, fallback = request.num_prompt_tokens, request.options, defaults.options
     maximum = _requested_maximum(asked, prompt, warnings)
     if maximum is None:
         open_room = room if pool_room is None else max(min(room, pool_room(prompt)), 1)

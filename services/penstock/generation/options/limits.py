@@ -43,6 +43,8 @@ class RequestLimits:
     # Owners' logits processors, and stopping criteria, of one request, and bytes of one's parameters.
     max_plugins: int = 4
     max_plugin_bytes: int = 4096
+    # Of the data of inputs_embeds: with all else a message is at most 16 MiB, where --max-message-bytes is not raised.
+    max_inputs_embeds_bytes: int = 12 << 20
     max_dola_layers: int = 256
     max_tensor_steps: int = 4096
     max_identifier_chars: int = 256

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.generation.core.sampling_params import SamplingParams
+from penstock.generation.core.tensors import TensorData
 from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.options.table import OutputOptions, RequestOptions, StopOptions
 
@@ -34,6 +35,26 @@ class GenerateOptions:
     # Seconds that are left of the caller's deadline.
     timeout_seconds: float | None = None
     begins_text: bool = False
+    # Embeddings of prompt tokens, unchecked: of all of them, or of those before `prompt_token_ids`.
+    inputs_embeds: TensorData | None = None
+    inputs_embeds_before_ids: bool = False
+
+    @property
+    def take_time(self) -> bool:
+        """True when something of the request is made off the event loop, before it is submitted."""
+        return self.constraint is not None or self.inputs_embeds is not None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens, with an id or without."""
+        if self.inputs_embeds is None:
+            return len(self.prompt_token_ids)
+        return self.inputs_embeds.shape[0] + (len(self.prompt_token_ids) if self.inputs_embeds_before_ids else 0)
+
+    @property
+    def num_placeholders(self) -> int:
+        """Number of leading prompt tokens without an id."""
+        return self.num_prompt_tokens - len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +83,8 @@ class ModelFacts:
     # A token-to-bytes table was built, so that stop strings can be matched.
     has_token_bytes: bool = False
     num_layers: int = 1
+    # Values of an embedding.
+    hidden_size: int = 0
     # The output head is the embedding.
     tied_embeddings: bool = False
     # Name of the draft model that is served beside it; empty: none.

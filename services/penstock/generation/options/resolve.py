@@ -10,6 +10,7 @@ from typing import Any
 from penstock.common.errors import InvalidArgument
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.options.checks import check_possible
+from penstock.generation.options.inputs_embeds import ENCODER_OPTIONS, check_beside_embeds, embeds_warnings
 from penstock.generation.options.lengths import resolve_lengths
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import Modes, resolve_modes
@@ -44,6 +45,7 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
     check_possible(options, model.vocab_size)
     if request.constraint is not None:
         _check_constrained(options)
+    check_beside_embeds(request, options, modes)
     fields = {
         **_as_they_are(options, request.stop, request.output, do_sample=modes.do_sample),
         "do_sample": modes.do_sample,
@@ -54,7 +56,10 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
         "seed": _resolve_seed(request),
         "num_return_sequences": count,
     }
-    warnings = warnings_of(request, modes, has_eos=bool(fields["eos_token_ids"]))
+    if request.inputs_embeds is not None:
+        for name in ENCODER_OPTIONS:
+            fields.pop(name, None)
+    warnings = [*warnings_of(request, modes, has_eos=bool(fields["eos_token_ids"])), *embeds_warnings(request)]
     open_ended = _open_ended(model, fields)
     maximum, minimum = resolve_lengths(request, defaults, _room(request, model, modes), open_ended, warnings)
     _check_resumed(request, count, maximum)
@@ -65,7 +70,7 @@ def resolve(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts
 def _room(request: GenerateOptions, model: ModelFacts, modes: Modes) -> int:
     """Return the number of tokens that the context has for output; the unconditional branch of a guided request must
     fit it too."""
-    return model.max_context_tokens - max(len(request.prompt_token_ids), len(modes.guidance.negative_prompt_ids))
+    return model.max_context_tokens - max(request.num_prompt_tokens, len(modes.guidance.negative_prompt_ids))
 
 
 def _open_ended(model: ModelFacts, fields: dict[str, Any]) -> Callable[[int], int] | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock.generation.options.checks import check_ids, check_limits, check_options, check_seed
+from penstock.generation.options.inputs_embeds import check_embeds
 from penstock.generation.options.kinds import Bounds, check_vocabulary
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.modes import check_assistant
@@ -30,17 +31,18 @@ def validate(request: GenerateOptions, model: ModelFacts, limits: RequestLimits)
     check_limits(request.options, limits)
     check_assistant(request.options.assistant_model, model.assistant_model)
     check_stop(request.stop, model, limits)
-    _check_output(request.output, len(request.prompt_token_ids), limits)
+    check_embeds(request, model, limits)
+    _check_output(request.output, request.num_prompt_tokens, limits)
     _check_tokens(request, model)
 
 
 def with_prompt(request: GenerateOptions, defaults: ModelDefaults, model: ModelFacts) -> GenerateOptions:
     """Return the request with the beginning-of-sequence id for an empty prompt, as generate() without an input.
 
-    It is the request's or else the model's; without either the prompt stays empty, which `validate` refuses. Raises
-    InvalidArgument for an id outside the vocabulary.
+    It is the request's or else the model's; without either the prompt stays empty, which `validate` refuses. With
+    inputs_embeds there is an input. Raises InvalidArgument for an id outside the vocabulary.
     """
-    if request.prompt_token_ids:
+    if request.prompt_token_ids or request.inputs_embeds is not None:
         return request
     asked = request.options.bos_token_id
     if asked is not None:
@@ -98,15 +100,15 @@ def _check_output(output: OutputOptions, prompt_tokens: int, limits: RequestLimi
 
 def _check_tokens(request: GenerateOptions, model: ModelFacts) -> None:
     prompt, vocab_size = request.prompt_token_ids, model.vocab_size
-    if not prompt:
+    if not request.num_prompt_tokens:
         raise InvalidArgument(
             "prompt",
             "must hold at least one token: the model has no id to begin with, and config.bos_token_id is unset",
             reason="EMPTY_PROMPT",
         )
-    if len(prompt) >= model.max_context_tokens:
+    if request.num_prompt_tokens >= model.max_context_tokens:
         raise InvalidArgument(
-            "prompt",
+            "prompt" if request.inputs_embeds is None else "inputs_embeds",
             f"must be shorter than the context of {model.max_context_tokens} tokens",
             reason="PROMPT_TOO_LONG",
         )

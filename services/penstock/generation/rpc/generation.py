@@ -17,9 +17,9 @@ import grpc
 from penstock.common.errors import InvalidArgument, PenstockError
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.streams import RequestStream, SessionStream
-from penstock.generation.grammar.spec import ConstraintSpec
 from penstock.generation.metrics import GenerationMetrics
-from penstock.generation.service import Lifecycle
+from penstock.generation.options.request_options import GenerateOptions
+from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import convert, score_embed
 from penstock.v1 import generation_pb2, generation_pb2_grpc
 
@@ -43,12 +43,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Send Started, deltas and Finished of one request, then its status."""
         try:
             core = self._lifecycle.accepting()
-            options = convert.to_generate_options(request, core.limits)
-            maker = core.prepare(options, deadline_of(context))
-            if options.constraint is not None:
-                await core.constrain(maker.request, options.constraint)
-                # It may have begun to drain meanwhile.
-                self._lifecycle.accepting()
+            maker = await self._make(core, request, deadline_of(context))
             stream = RequestStream(maker, core.max_pending_messages)
             core.hub.submit(maker.request, stream)
         except PenstockError as error:
@@ -60,6 +55,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await context.write(message)
         finally:
             core.hub.detach(stream)
+
+    async def _make(
+        self, core: GenerationCore, message: generation_pb2.GenerateRequest, deadline: float | None
+    ) -> DeltaMaker:
+        """Make a request that can be submitted. Its options, which may hold megabytes, do not outlive this call."""
+        options = convert.to_generate_options(message, core.limits)
+        maker = core.prepare(options, deadline)
+        if options.take_time:
+            await core.complete(maker.request, options)
+            # It may have begun to drain meanwhile.
+            self._lifecycle.accepting()
+        return maker
 
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[generation_pb2.SessionRequest], context: Context
@@ -106,17 +113,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         options = convert.to_generate_options(message, core.limits)
         maker = core.prepare(options, deadline)
         maker.handle = handle
-        if options.constraint is not None:
-            # The session's other commands do not wait for a compiler.
-            session.later(maker, self._submit_constrained(maker, options.constraint, session))
+        if options.take_time:
+            # The session's other commands do not wait for it.
+            session.later(maker, self._submit_later(maker, options, session))
             return
         core.hub.submit(maker.request, session)
         session.add(maker)
 
-    async def _submit_constrained(self, maker: DeltaMaker, constraint: ConstraintSpec, session: SessionStream) -> None:
+    async def _submit_later(self, maker: DeltaMaker, options: GenerateOptions, session: SessionStream) -> None:
         request = maker.request
         try:
-            await self._lifecycle.accepting().constrain(request, constraint)
+            await self._lifecycle.accepting().complete(request, options)
             # It may have begun to drain meanwhile.
             self._lifecycle.accepting().hub.submit(request, session)
             session.add(maker)

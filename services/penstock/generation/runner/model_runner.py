@@ -23,6 +23,7 @@ from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, P
 from penstock.generation.runner.hidden_states import HiddenHistories
 from penstock.generation.runner.input_batch import InputBatch, ModelInputs
 from penstock.generation.runner.output_tensors import StepTensorTaker
+from penstock.generation.runner.prompt_embeds import embed_step
 from penstock.generation.runner.row_outputs import MeanPooling, PromptScorer, apply_guidance
 from penstock.generation.runner.steady_decode import SteadyDecode
 from penstock.generation.sampling.kernels import SamplingKernels
@@ -102,8 +103,9 @@ class ModelRunner:
         # hidden_RI holds the rows that are drawn from, or all rows where others are wanted, too.
         rows_R = None if draws.wants_all_of(num_rows) else self._index(draws.rows)
         num_results = num_rows if rows_R is None else len(draws.rows)
+        embeds_TI = embed_step(self._model, output.scheduled, inputs) if output.has_embeds else None
         if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
-            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R)
+            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI)
             if drawn is not None and goes_on(output.scheduled):
                 self._steady = SteadyDecode(output.scheduled, inputs.metadata, self._kv.block_size)
         else:
@@ -113,6 +115,7 @@ class ModelRunner:
                 inputs.metadata,
                 self._kv,
                 rows_R,
+                embeds_TI=embeds_TI,
                 capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
                 attention=None if tensors is None else tensors.attention,
             )
@@ -186,11 +189,11 @@ class ModelRunner:
         return -(-num_tokens // self._kv.block_size)
 
     def _forward_and_draw(
-        self, draws: DrawRows, inputs: ModelInputs, rows_R: torch.Tensor | None
+        self, draws: DrawRows, inputs: ModelInputs, rows_R: torch.Tensor | None, embeds_TI: torch.Tensor | None
     ) -> tuple[torch.Tensor, _Drawn | None]:
         """Compute hidden states and greedy draws in one call. The draws are None when some row has no token."""
         hidden_RI, ids_R = self._model.forward_and_draw(
-            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R
+            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R, embeds_TI
         )
         ids = ids_R.tolist()
         if -1 in ids:

@@ -195,6 +195,7 @@ def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_to
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
         has_token_bytes=has_token_bytes,
         num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
         tied_embeddings=model.tie_word_embeddings,
     )
 

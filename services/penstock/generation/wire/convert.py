@@ -23,6 +23,7 @@ from penstock.generation.core.request import (
     SequenceFinish,
     StartedOutput,
 )
+from penstock.generation.core.tensors import TensorData
 from penstock.generation.engine.dump import EngineDump
 from penstock.generation.engine.stats import EngineLoad, EngineStats
 from penstock.generation.engine.step_watch import StepView
@@ -38,7 +39,7 @@ from penstock.v1 import admin_pb2, common_pb2, config_pb2, generation_pb2
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
-    from penstock.generation.core.tensors import StepTensors, TensorData
+    from penstock.generation.core.tensors import StepTensors
     from penstock.generation.sampling.watermark_detector import WatermarkEvidence
 
 Event = StartedOutput | Emission | FinishedOutput
@@ -56,6 +57,9 @@ _DTYPES = {
     "bfloat16": common_pb2.D_TYPE_BFLOAT16,
     "int8": common_pb2.D_TYPE_INT8,
 }
+_DTYPE_NAMES = {number: name for name, number in _DTYPES.items()}
+# Of tensors in a request; each is a number that any caller may send millions of.
+_MOST_DIMENSIONS = 8
 
 
 def to_generate_options(
@@ -93,7 +97,14 @@ def to_generate_options(
         model=message.model,
         timeout_seconds=message.timeout_seconds if message.HasField("timeout_seconds") else None,
         begins_text=message.begins_text,
+        inputs_embeds=_to_tensor(message.inputs_embeds) if message.HasField("inputs_embeds") else None,
+        inputs_embeds_before_ids=message.inputs_embeds_before_ids,
     )
+
+
+def _to_tensor(message: common_pb2.Tensor) -> TensorData:
+    """Return a tensor as plain data, unchecked. Of a shape only so much is kept that a check can tell what is wrong."""
+    return TensorData(_DTYPE_NAMES.get(message.dtype, ""), tuple(message.shape[:_MOST_DIMENSIONS]), message.data)
 
 
 def to_detect_watermark(

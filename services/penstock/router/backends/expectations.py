@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.router.requests.prompt_length import num_prompt_tokens
 from penstock.router.requests.request_state import RequestSpec
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2
 
@@ -192,7 +193,7 @@ def expectations_of(
 ) -> Expectations:
     """Make the expectations of an attempt that sends `request` at `now` to a backend with this model."""
     info = info or model_pb2.GetModelInfoResponse()
-    config, prompt = request.config, len(request.prompt_token_ids)
+    config, prompt = request.config, num_prompt_tokens(request, len(request.prompt_token_ids))
     expected = Expectations(
         spec=spec,
         request_id=request.request_id,
@@ -215,7 +216,8 @@ def expectations_of(
 
 def _budget(request: generation_pb2.GenerateRequest, info: model_pb2.GetModelInfoResponse) -> tuple[int, bool]:
     """Return the most tokens of a sequence, as the generation service resolves them, and True when it is exact."""
-    config, default, prompt = request.config, info.default_config, len(request.prompt_token_ids)
+    config, default = request.config, info.default_config
+    prompt = num_prompt_tokens(request, len(request.prompt_token_ids))
     room = NO_LIMIT
     if info.limits.max_context_tokens:
         room = info.limits.max_context_tokens - max(prompt, len(config.negative_prompt_ids.ids))

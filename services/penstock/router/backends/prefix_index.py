@@ -14,10 +14,14 @@ def routing_hashes(token_ids: Sequence[int], block_size: int, salt: str, max_blo
     costs a cache miss, never a wrong answer).
     """
     data = array("I", token_ids[: max_blocks * block_size]).tobytes()
-    width = 4 * block_size
+    return content_hashes(data, 4 * block_size, salt, max_blocks)
+
+
+def content_hashes(data: bytes, width: int, salt: str, max_blocks: int) -> list[int]:
+    """Return such hashes of anything that is `width` bytes a block."""
     chain = hash(salt)
     hashes = []
-    for end in range(width, len(data) + 1, width):
+    for end in range(width, min(len(data), max_blocks * width) + 1, width):
         chain = hash((chain, data[end - width : end]))
         hashes.append(chain)
     return hashes

@@ -10,7 +10,9 @@ from typing import Literal, TypeVar
 from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.common.pace import Demand
 from penstock.common.unknown_fields import refuse_unknown_fields
+from penstock.router.backends.prefix_index import content_hashes, routing_hashes
 from penstock.router.config import RouterConfig
+from penstock.router.requests import prompt_length
 from penstock.router.requests.delta_buffer import PendingDelta
 from penstock.router.tokenizer.pipeline import Prompt
 from penstock.v1 import config_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
@@ -47,8 +49,8 @@ def check(request: PublicRequest, config: RouterConfig) -> None:
             raise InvalidArgument("messages", "must not be empty")
         if request.output.echo:
             raise InvalidArgument("output.echo", "is available in Generate only")
-    elif request.WhichOneof("prompt") is None:
-        raise InvalidArgument("prompt", "text or token_ids must be set")
+    elif request.WhichOneof("prompt") is None and not request.HasField("inputs_embeds"):
+        raise InvalidArgument("prompt", "text or token_ids must be set, or inputs_embeds")
 
 
 def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
@@ -56,7 +58,7 @@ def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
 
     As generate() without an input. Without either it stays empty, which `check_prompt` refuses.
     """
-    if prompt.token_ids or isinstance(request, text_pb2.ChatRequest):
+    if prompt.token_ids or isinstance(request, text_pb2.ChatRequest) or request.HasField("inputs_embeds"):
         return
     if request.config.HasField("bos_token_id"):
         prompt.token_ids.append(request.config.bos_token_id)
@@ -66,17 +68,33 @@ def begin_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetMode
 
 def check_prompt(prompt: Prompt, request: PublicRequest, info: model_pb2.GetModelInfoResponse | None) -> None:
     """Refuse an empty prompt, and one that leaves no room in the context. Raises InvalidArgument."""
-    field = prompt_field(request)
-    if not prompt.token_ids:
+    field, length = prompt_field(request), num_prompt_tokens(prompt, request)
+    has_embeds = isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("inputs_embeds")
+    if not length and not has_embeds:
         text = "must have at least one token"
         if field == "prompt":
             text += ": the model has no id to begin with, and config.bos_token_id is unset"
         raise InvalidArgument(field, text, reason="EMPTY_PROMPT")
     limit = info.limits.max_context_tokens if info is not None else 0
-    if limit and len(prompt.token_ids) >= limit:
+    if limit and length >= limit:
         raise InvalidArgument(
-            field, f"has {len(prompt.token_ids)} tokens; with one to generate at most {limit - 1} fit the context"
+            "inputs_embeds" if has_embeds else field,
+            f"has {length} tokens; with one to generate at most {limit - 1} fit the context",
         )
+
+
+def num_prompt_tokens(prompt: Prompt, request: PublicRequest) -> int:
+    """Return the number of tokens that the model reads: of ids, and of embeddings in place of them or before them."""
+    num_ids = len(prompt.token_ids)
+    return num_ids if isinstance(request, text_pb2.ChatRequest) else prompt_length.num_prompt_tokens(request, num_ids)
+
+
+def prefix_hashes(prompt: Prompt, request: PublicRequest, block_size: int, salt: str, max_blocks: int) -> list[int]:
+    """Return hashes of the blocks at the head of a prompt, at most `max_blocks`: of ids, or of embeddings alone."""
+    if isinstance(request, text_pb2.ChatRequest) or not request.HasField("inputs_embeds"):
+        return routing_hashes(prompt.token_ids, block_size, salt, max_blocks)
+    data, rows = request.inputs_embeds.data, max(1, prompt_length.num_embeds(request))
+    return content_hashes(data, block_size * max(1, len(data) // rows), f"embeds:{salt}", max_blocks)
 
 
 def _check_length(field: str, value: str, limit: int) -> None:
@@ -135,6 +153,10 @@ def to_template(
         begins_text=isinstance(request, text_pb2.ChatRequest),
     )
     template.config.CopyFrom(request.config)
+    if isinstance(request, text_pb2.GenerateTextRequest):
+        template.inputs_embeds_before_ids = request.inputs_embeds_before_ids
+        if request.HasField("inputs_embeds"):
+            template.inputs_embeds.CopyFrom(request.inputs_embeds)
     if request.HasField("output"):
         template.output.CopyFrom(request.output)
         # The router adds the text; generation has none.
@@ -145,8 +167,12 @@ def to_template(
 def to_demand(request: PublicRequest, key: str, info: model_pb2.GetModelInfoResponse | None) -> Demand:
     """Estimate the size of a request whose prompt is not encoded yet. `key`: its `fair_share_key`."""
     config, prompt_tokens = request.config, request.ByteSize() // BYTES_PER_TOKEN
-    if isinstance(request, text_pb2.GenerateTextRequest) and request.HasField("token_ids"):
-        prompt_tokens = len(request.token_ids.ids)
+    if isinstance(request, text_pb2.GenerateTextRequest):
+        if request.HasField("inputs_embeds"):
+            num_ids = len(request.token_ids.ids) or len(request.text) // BYTES_PER_TOKEN
+            prompt_tokens = prompt_length.num_prompt_tokens(request, num_ids)
+        elif request.HasField("token_ids"):
+            prompt_tokens = len(request.token_ids.ids)
     # Unset: as much as fits the context, of which answers take a part only.
     longest = max(info.limits.max_context_tokens - prompt_tokens, 1) if info is not None else MAX_OUTPUT_TOKENS
     sequences = max(1, config.num_return_sequences, config.num_beams)

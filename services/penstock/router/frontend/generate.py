@@ -22,7 +22,6 @@ from penstock.common.errors import (
 from penstock.common.logging import get_logger
 from penstock.common.pace import Demand
 from penstock.common.request_context import current_request_id, new_request_id
-from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.chat.chat_output import ChatParser
 from penstock.router.frontend import convert
 from penstock.router.frontend.admission import fair_share_key, tenant_of
@@ -160,9 +159,9 @@ class _Call:
             wants_logprobs=request.output.HasField("top_logprobs"),
             wants_tensors=convert.wants_tensors(request.output),
             model=self._model,
-            demand=replace(demand, prompt_tokens=len(prompt.token_ids)),
+            demand=replace(demand, prompt_tokens=convert.num_prompt_tokens(prompt, request)),
             session=f"{tenant}:{request.session_id}" if request.session_id else "",
-            prefix_hashes=routing_hashes(prompt.token_ids, block_size, salt, parts.config.max_prefix_blocks)
+            prefix_hashes=convert.prefix_hashes(prompt, request, block_size, salt, parts.config.max_prefix_blocks)
             if block_size
             else [],
             warnings=convert.warnings_of(request),

@@ -14,6 +14,7 @@ from penstock.common.errors import Aborted, Cancelled, PenstockError, Unavailabl
 from penstock.router.frontend import convert
 from penstock.router.frontend.parts import Parts
 from penstock.router.requests.delta_buffer import PendingDelta
+from penstock.router.requests.prompt_length import num_prompt_tokens
 from penstock.router.requests.request_state import RequestState, results_of
 from penstock.router.requests.returned_sequence import ReturnedSequence
 from penstock.router.tokenizer.pipeline import Prompt
@@ -180,13 +181,17 @@ class StreamWriter:
             started.CopyFrom(self._state.started)
         started.request_id = spec.request_id
         started.seed = spec.template.seed
-        started.prompt_tokens = len(self._prompt.token_ids)
+        started.prompt_tokens = self._num_prompt_tokens
         started.warnings.extend(spec.warnings)
         if started.prompt_logprobs:
             await self._fill(started.prompt_logprobs)
         message = self._response(started=convert.check_size(started))
         self._has_started = True
         await self._write(message)
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return num_prompt_tokens(self._state.spec.template, len(self._prompt.token_ids))
 
     async def _write_echo(self, echo: str) -> None:
         if not echo:
@@ -241,7 +246,7 @@ class StreamWriter:
         state = self._state
         usage = common_pb2.Usage()
         usage.CopyFrom(backend.usage)
-        usage.prompt_tokens = len(self._prompt.token_ids)
+        usage.prompt_tokens = self._num_prompt_tokens
         if state.moves or not usage.completion_tokens:
             usage.completion_tokens = sum(len(sequence.token_ids) for sequence in state.sequences.values())
         if state.started is not None:

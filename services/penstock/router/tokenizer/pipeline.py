@@ -32,8 +32,9 @@ class Pipeline:
         self._parse_special = config.allow_control_tokens_in_text
 
     async def text(self, request: text_pb2.GenerateTextRequest, timeout: float | None) -> Prompt:
-        """Return the prompt of Generate. Raises InvalidArgument naming `prompt`, and as TokenizerLink.encode."""
-        if request.WhichOneof("prompt") == "token_ids":
+        """Return the prompt of Generate, empty without one. Raises InvalidArgument naming `prompt`, and as
+        TokenizerLink.encode."""
+        if request.WhichOneof("prompt") != "text":
             return Prompt(list(request.token_ids.ids))
         begin = time.monotonic()
         add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True

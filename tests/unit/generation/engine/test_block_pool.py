@@ -106,9 +106,9 @@ def test_releasing_more_often_than_acquired_is_an_error() -> None:
         pool.release(block)
 
 
-def test_equal_tokens_hash_alike_only_after_equal_tokens_and_under_an_equal_salt() -> None:
-    first = chain_hash(root_hash("a"), [1, 2])
-    assert chain_hash(root_hash("a"), [1, 2]) == first
-    assert chain_hash(root_hash("b"), [1, 2]) != first
-    assert chain_hash(first, [1, 2]) != first
-    assert chain_hash(root_hash("a"), [2, 1]) != first
+def test_equal_contents_hash_alike_only_after_equal_ones_and_under_an_equal_salt() -> None:
+    first = chain_hash(root_hash("a"), b"12")
+    assert chain_hash(root_hash("a"), b"12") == first
+    assert chain_hash(root_hash("b"), b"12") != first
+    assert chain_hash(first, b"12") != first
+    assert chain_hash(root_hash("a"), b"21") != first

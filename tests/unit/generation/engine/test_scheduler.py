@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import (
+    Answer,
+    FakeRunner,
+    collect,
+    engine_config,
+    make_engine,
+    prompt_embeds,
+    request,
+    run,
+)
+from penstock.generation.core.prompt_embeds import PLACEHOLDER
 from penstock.generation.core.request import FinishReason, Request
 
 
@@ -187,3 +197,30 @@ def test_a_context_that_is_full_ends_the_sequence_by_length() -> None:
     assert finished is not None
     assert finished.sequences[0].reason is FinishReason.LENGTH
     assert finished.sequences[0].num_tokens == 4
+
+
+def test_only_steps_with_embeddings_to_compute_say_so() -> None:
+    config = engine_config(max_batch_tokens=4, max_running_sequences=4, prefix_cache=False)
+    engine, runner = make_engine(config)
+    ordinary = request([1, 2, 3], max_new_tokens=4)
+    embeds = prompt_embeds(range(9), config.block_size)
+    run(engine, ordinary, request([PLACEHOLDER] * 9 + [5, 6], max_new_tokens=6, embeds=embeds))
+    for step in runner.steps:
+        starts = [entry.start for entry in step.scheduled if entry.sequence.embeds is not None]
+        assert step.has_embeds == any(start < 9 for start in starts)
+    assert [step.has_embeds for step in runner.steps][-5:] == [False] * 5
+
+
+def test_rows_of_embeddings_are_shared_with_equal_ones_alone() -> None:
+    config = engine_config()
+    engine, _ = make_engine(config)
+    head = list(range(8))
+    prompts = [[*head, 8, 9, 10], [*head, 8, 9, 10], [*head, 9, 9, 9], [1, *head[1:], 8, 9, 10]]
+    cached = []
+    for kinds in prompts:
+        embeds = prompt_embeds(kinds, config.block_size)
+        # FakeRunner fails where a block holds other embeddings than its sequence has.
+        answer = run(engine, request([PLACEHOLDER] * len(kinds), max_new_tokens=3, embeds=embeds)).popitem()[1]
+        assert answer.started is not None
+        cached.append(answer.started.cached_tokens)
+    assert cached == [0, 8, 8, 0]

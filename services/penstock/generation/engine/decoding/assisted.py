@@ -211,6 +211,7 @@ class AssistedGeneration(ParallelSampling):
             num_prompt_tokens=sequence.num_prompt_tokens,
             draw=sequence.draw,
             grammar=grammar,
+            embeds=sequence.embeds,
             origin=sequence,
         )
 

@@ -233,7 +233,8 @@ class BeamStrategy(DecodingStrategy):
         """Return a new sequence. All beams have the request's seed: DrawSpec.gumbel_slot makes their draws differ."""
         params = self._request.params
         num_prompt_tokens = len(self._request.prompt_token_ids)
-        return Sequence(self._next_seq_id(), 0, params, params.seed, token_ids, num_prompt_tokens)
+        embeds = self._request.embeds
+        return Sequence(self._next_seq_id(), 0, params, params.seed, token_ids, num_prompt_tokens, embeds=embeds)
 
     def _delivered(self, index: int, resumed: list[int]) -> Emission:
         """Return the emission of a sequence that an earlier attempt returned, as a whole and with all others."""

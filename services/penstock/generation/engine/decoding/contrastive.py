@@ -79,6 +79,7 @@ class ContrastiveSearch(DecodingStrategy):
             num_prompt_tokens=len(request.prompt_token_ids),
             draw=self._spec(similarity=False),
             grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
+            embeds=request.embeds,
         )
         # Draw of the parent: the candidates' probabilities, logprobs and tensors.
         self._drawn: SampledToken | None = None
@@ -168,6 +169,7 @@ class ContrastiveSearch(DecodingStrategy):
             num_prompt_tokens=parent.num_prompt_tokens,
             draw=self._spec(similarity=True),
             grammar=None if parent.grammar is None else parent.grammar.copy(),
+            embeds=parent.embeds,
         )
         candidate.append(token_id)
         return candidate

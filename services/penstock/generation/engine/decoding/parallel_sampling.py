@@ -130,6 +130,7 @@ class ParallelSampling(DecodingStrategy):
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             grammar=None if request.grammar is None else request.grammar.start(request.params.eos_token_ids),
+            embeds=request.embeds,
             unconditional=_new_unconditional(request, index, self._next_seq_id())
             if request.params.guidance.is_on
             else None,

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 class ForcedBos(LogitsProcessor):
-    """transformers' ForcedBOSTokenLogitsProcessor: the token after a prompt of one token."""
+    """transformers' ForcedBOSTokenLogitsProcessor: the second of all ids, which follows a prompt of one token, or the
+    first output token where the prompt has embeddings and no ids."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        # A longer prompt never has a total of one token.
+        # A prompt of more ids never has a total of one.
         self._rows = [
-            (row, state.sequence.params.forced_bos_token_id)
+            (row, 1 - state.sequence.num_prompt_ids, state.sequence.params.forced_bos_token_id)
             for row, state in zip(rows, states, strict=True)
-            if state.sequence.num_prompt_tokens == 1
+            if state.sequence.num_prompt_ids <= 1
         ]
 
     @staticmethod
@@ -36,8 +37,8 @@ class ForcedBos(LogitsProcessor):
         return params.forced_bos_token_id is not None
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
-        for row, token_id in self._rows:
-            if positions_N[row] == 0 and token_id is not None:
+        for row, position, token_id in self._rows:
+            if positions_N[row] == position and token_id is not None:
                 _force(scores_NV[row], [token_id])
 
 

@@ -40,7 +40,7 @@ class SuppressTokens(LogitsProcessor):
 
 class BeginSuppressTokens(LogitsProcessor):
     """transformers' SuppressTokensAtBeginLogitsProcessor: -inf for the first output token; where forced_bos makes the
-    second of a prompt of one token, for the second."""
+    second of a prompt of one id or none, for the second."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
         self._rows = rows
@@ -65,7 +65,7 @@ class BeginSuppressTokens(LogitsProcessor):
 
 def _begin(state: RowState) -> int:
     sequence = state.sequence
-    return int(sequence.num_prompt_tokens <= 1 and sequence.params.forced_bos_token_id is not None)
+    return int(sequence.num_prompt_ids <= 1 and sequence.params.forced_bos_token_id is not None)
 
 
 class LogitBias(LogitsProcessor):

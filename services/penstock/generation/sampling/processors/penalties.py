@@ -37,7 +37,7 @@ class RepetitionPenalty(LogitsProcessor):
 
     @staticmethod
     def tracker(sequence: Sequence, prepared: object) -> TokenCounts:
-        return TokenCounts()
+        return TokenCounts(first=sequence.num_placeholders)
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         places_E, lengths = _places(self._rows, self._seen, scores_NV.shape[1])

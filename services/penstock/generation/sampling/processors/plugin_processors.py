@@ -41,7 +41,7 @@ class PluginProcessors(LogitsProcessor):
         for row, sequence in self._rows:
             plugins = sequence.params.plugins
             if plugins is not None and plugins.error is None:
-                ids_1T = torch.tensor([sequence.token_ids], dtype=torch.int64, device=self._device)
+                ids_1T = torch.tensor([sequence.known_token_ids], dtype=torch.int64, device=self._device)
                 scores_NV[row] = _processed(plugins, ids_1T, scores_NV[row : row + 1])[0]
 
 

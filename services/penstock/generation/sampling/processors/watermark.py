@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.generation.core.sampling_params import SamplingParams
+    from penstock.generation.core.sequence import Sequence
     from penstock.generation.sampling.processors.base import RowKernels, RowState
 
 # As in transformers: under selfhash only the most likely tokens are tested for being green.
@@ -28,7 +29,8 @@ class Watermark(LogitsProcessor):
     """transformers' WatermarkLogitsProcessor: green tokens gain a bias. Runs after the warpers, as in 5.x."""
 
     def __init__(self, rows: Seq[int], states: Seq[RowState], device: torch.device) -> None:
-        self._rows = [(row, state.sequence) for row, state in zip(rows, states, strict=True)]
+        # Each with the length from which on its last tokens are a whole context of ids.
+        self._rows = [(row, state.sequence, _least(state.sequence)) for row, state in zip(rows, states, strict=True)]
 
     @staticmethod
     def wants(params: SamplingParams) -> bool:
@@ -40,10 +42,10 @@ class Watermark(LogitsProcessor):
 
     def apply(self, scores_NV: torch.Tensor, positions_N: npt.NDArray[np.uint64]) -> None:
         self_hashed = []
-        for row, sequence in self._rows:
+        for row, sequence, least in self._rows:
             options = sequence.params.watermark
             assert isinstance(options, WatermarkOptions), "the row wants it"
-            if len(sequence.token_ids) < options.context_width:
+            if len(sequence.token_ids) < least:
                 continue
             if options.seeding_scheme == SELF_HASH:
                 self_hashed.append((row, options, sequence.token_ids))
@@ -65,6 +67,12 @@ class Watermark(LogitsProcessor):
             green = [token_id for token_id, is_one in zip(ids, are_green_C, strict=True) if is_one]
             if green:
                 scores_NV[row, green] += _bias(options)
+
+
+def _least(sequence: Sequence) -> int:
+    options = sequence.params.watermark
+    assert isinstance(options, WatermarkOptions), "the row wants it"
+    return sequence.num_placeholders + options.context_width
 
 
 def _bias(options: WatermarkOptions) -> float:
