@@ -59,13 +59,14 @@ class Attempt:
 
     __slots__ = (
         "_session",
-        "budget",
+        "end_seq",
         "epoch",
         "expectations",
         "expected_seq",
         "handle",
         "last_delta",
         "num_frames",
+        "plain",
         "probe",
         "quiet_looks",
         "repeats_ended",
@@ -92,11 +93,13 @@ class Attempt:
         # The number that marks its plain tokens.
         self.handle = handle
         self.expectations = expectations
-        # A copy: it is asked once a token.
-        self.budget = expectations.budget
         self.probe = probe
         # Every attempt counts from 0.
         self.expected_seq = _NOT_STARTED
+        # Set while plain tokens come one after the other, so that each costs no search: the sequence that they are of,
+        # and the number of the first that would be more than were asked for.
+        self.plain: ReturnedSequence | None = None
+        self.end_seq = 0
         # The delta that ends the last sequence, and the number of frames with it. It waits for Finished to confirm it.
         self.last_delta: generation_pb2.TokenDelta | None = None
         self.num_frames = 0
@@ -308,19 +311,27 @@ class BackendSession:
                 self._break_off(attempt, _out_of_order(attempt, seq))
                 continue
             attempt.expected_seq = seq + 1
-            state = attempt.state
-            sequence = state.sequences.get(0) or state.sequence(0)
-            if sequence.result is None:
-                ids = sequence.token_ids
-                if len(ids) >= attempt.budget:
-                    self._break_off(attempt, "more tokens than were asked for")
-                    continue
-                ids.append(token_id)
-                add(batch, sequence, [token_id])
-                taken += 1
-            elif 0 in attempt.expectations.ends:
-                self._break_off(attempt, "tokens after the end of their sequence")
+            sequence = attempt.plain or self._plain_of(attempt, seq)
+            if sequence is None:
+                continue
+            if seq >= attempt.end_seq:
+                self._break_off(attempt, "more tokens than were asked for")
+                continue
+            sequence.token_ids.append(token_id)
+            add(batch, sequence, [token_id])
+            taken += 1
         return taken
+
+    def _plain_of(self, attempt: Attempt, seq: int) -> ReturnedSequence | None:
+        """Return the sequence of plain tokens from number `seq` on; None where it ended."""
+        sequence = attempt.state.sequence(0)
+        if sequence.result is None:
+            attempt.plain = sequence
+            attempt.end_seq = seq + attempt.expectations.budget - len(sequence.token_ids)
+            return sequence
+        if 0 in attempt.expectations.ends:
+            self._break_off(attempt, "tokens after the end of their sequence")
+        return None
 
     def _break_off_where(
         self, handles: Sequence[int], token_ids: Sequence[int], is_broken: Callable[[Attempt, int], bool], what: str
@@ -335,6 +346,8 @@ class BackendSession:
         if seq != attempt.expected_seq:
             raise BrokenPromise(_out_of_order(attempt, seq))
         attempt.expected_seq = seq + 1
+        # It may have any number of tokens, and may end its sequence.
+        attempt.plain = None
         index = delta.index
         if index >= state.spec.num_sequences:
             raise BrokenPromise("a sequence that was not asked for")
