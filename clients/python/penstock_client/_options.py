@@ -83,7 +83,7 @@ def _set(request: TextRequest, name: str, value: Any) -> None:
         set_option(request.output, name, OUTPUT[name], value)
     elif name in _REQUEST or (name in _GENERATE | _CHAT and name in request.DESCRIPTOR.fields_by_name):
         if name == "inputs_embeds":
-            set_rows(request.inputs_embeds, value)
+            set_rows(getattr(request, name), value)
         else:
             setattr(request, name, value)
     elif name in _GENERATE | _CHAT:

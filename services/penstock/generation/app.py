@@ -36,8 +36,9 @@ from penstock.generation.metrics import EngineFigures, GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
 from penstock.generation.rpc.model import ModelServicer
-from penstock.generation.service import EmbedsIntake, GenerationCore, Lifecycle, ModelState, WatermarkCalls
+from penstock.generation.service import GenerationCore, Lifecycle, ModelState, WatermarkCalls
 from penstock.generation.startup.load import LoadedModel, load
+from penstock.generation.wire.embeds_intake import EmbedsIntake
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
 
 # Time that streams get to send their INTERNAL before a broken process goes.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,10 +15,9 @@ from typing import Any, TypeVar
 from penstock.common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.common.request_context import new_request_id
 from penstock.generation.core.modes import WatermarkOptions
-from penstock.generation.core.prompt_embeds import PLACEHOLDER, PromptEmbeds
+from penstock.generation.core.prompt_embeds import PLACEHOLDER
 from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
 from penstock.generation.core.sampling_params import SamplingParams
-from penstock.generation.core.tensors import TensorData
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.item_batch import ItemBatch
@@ -28,7 +25,6 @@ from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
-from penstock.generation.options.inputs_embeds import ITEM_BYTES
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.resolve import resolve
@@ -45,7 +41,7 @@ from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 from penstock.generation.options.validate import validate, with_prompt
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
 from penstock.generation.startup.load import LoadedModel
-from penstock.generation.wire.prompt_embeds import to_prompt_embeds
+from penstock.generation.wire.embeds_intake import EmbedsIntake
 
 STARTING_RETRY_SECONDS = 1.0
 T = TypeVar("T")
@@ -102,52 +98,6 @@ class WatermarkCalls:
         finally:
             is_gone.set()
             self._calls -= 1
-
-
-class EmbedsIntake:
-    """Conversion of requests' inputs_embeds off the event loop, one at a time, and the bound on what all of them take.
-
-    Used from the event loop only.
-    """
-
-    def __init__(self, dtype: str, block_size: int, most_bytes: int, retry_seconds: float) -> None:
-        """`dtype` is the model's. Above `most_bytes` more are refused and told to wait for `retry_seconds`; one
-        request alone never is."""
-        self._dtype = dtype
-        self._block_size = block_size
-        self._most_bytes = most_bytes
-        self._retry_seconds = retry_seconds
-        self._turn = asyncio.Lock()
-        # Bytes of requests that are not submitted yet.
-        self._coming = 0
-
-    @contextlib.contextmanager
-    def room(self, tensor: TensorData | None, live_bytes: int) -> Iterator[None]:
-        """Hold room for a request's `tensor` until it is submitted; `live_bytes` are those of submitted requests.
-
-        Raises ResourceExhausted.
-        """
-        if tensor is None:
-            yield
-            return
-        num_bytes = max(len(tensor.data), math.prod(tensor.shape) * ITEM_BYTES[self._dtype])
-        held = live_bytes + self._coming
-        if held and held + num_bytes > self._most_bytes:
-            raise ResourceExhausted(
-                f"inputs_embeds of other requests take {held} bytes of --max-live-embeds-bytes {self._most_bytes}",
-                reason="QUEUE_FULL",
-                retry_after_seconds=self._retry_seconds,
-            )
-        self._coming += num_bytes
-        try:
-            yield
-        finally:
-            self._coming -= num_bytes
-
-    async def convert(self, tensor: TensorData, num_placeholders: int) -> PromptEmbeds:
-        """Convert a request's tensor. Raises what `to_prompt_embeds` raises."""
-        async with self._turn:
-            return await asyncio.to_thread(to_prompt_embeds, tensor, self._dtype, self._block_size, num_placeholders)
 
 
 class _CallerGone(Exception):

@@ -30,7 +30,7 @@ from penstock.generation.sampling.sampler import Sampler
 from penstock.generation.service import GenerationCore
 from penstock.generation.startup.load import LoadedModel, load
 from penstock.generation.wire.convert import to_generate_options
-from penstock.generation.wire.prompt_embeds import to_prompt_embeds
+from penstock.generation.wire.embeds_intake import to_prompt_embeds
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 from penstock_client._config_values import watermarking_config
 from penstock_client._tensors import set_rows

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.models.decoder import CausalLM
 
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
 
@@ -141,6 +142,29 @@ class InputBatch:
         slot = self._free_slots.pop()
         self._num_final[slot], self._ends[slot] = 0, (0, -1)
         return slot
+
+
+def embed_step(model: CausalLM, scheduled: Seq[ScheduledSequence], inputs: ModelInputs) -> torch.Tensor:
+    """Return the residual stream before the first layer (T, hidden) of a step of these entries.
+
+    Ids in `inputs` that embeddings replace become 0: placeholders are outside every vocabulary.
+    """
+    hidden = model.config.hidden_size
+    spans: list[tuple[slice, torch.Tensor]] = []
+    for entry, first in zip(scheduled, inputs.row_starts, strict=False):
+        embeds = entry.sequence.embeds
+        if embeds is None or entry.start >= embeds.num_tokens:
+            continue
+        count = min(entry.start + entry.num_tokens, embeds.num_tokens) - entry.start
+        offset = entry.start * hidden * model.dtype.itemsize
+        rows = torch.frombuffer(embeds.data, dtype=model.dtype, count=count * hidden, offset=offset)
+        spans.append((slice(first, first + count), rows.view(count, hidden)))
+    for rows_of_entry, _ in spans:
+        inputs.input_ids_T[rows_of_entry] = 0
+    hidden_TI = model.embed(inputs.input_ids_T)
+    for rows_of_entry, rows_PI in spans:
+        hidden_TI[rows_of_entry] = rows_PI
+    return hidden_TI
 
 
 def _grown(tables: np.ndarray, *, axis: int, minimum: int) -> np.ndarray:

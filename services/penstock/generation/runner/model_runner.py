@@ -21,9 +21,8 @@ from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
 from penstock.generation.runner.hidden_states import HiddenHistories
-from penstock.generation.runner.input_batch import InputBatch, ModelInputs
+from penstock.generation.runner.input_batch import InputBatch, ModelInputs, embed_step
 from penstock.generation.runner.output_tensors import StepTensorTaker
-from penstock.generation.runner.prompt_embeds import embed_step
 from penstock.generation.runner.row_outputs import MeanPooling, PromptScorer, apply_guidance
 from penstock.generation.runner.steady_decode import SteadyDecode
 from penstock.generation.sampling.kernels import SamplingKernels

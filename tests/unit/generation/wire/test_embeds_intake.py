@@ -15,7 +15,7 @@ from penstock.common.errors import InvalidArgument
 from penstock.generation.core.prompt_embeds import PromptEmbeds
 from penstock.generation.core.tensors import TensorData
 from penstock.generation.wire import convert
-from penstock.generation.wire.prompt_embeds import to_prompt_embeds
+from penstock.generation.wire.embeds_intake import to_prompt_embeds
 from penstock.v1 import common_pb2, generation_pb2
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

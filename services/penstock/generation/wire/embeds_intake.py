@@ -1,0 +1,110 @@
+"""Requests' inputs_embeds on their way in: room for all of them, and conversion to rows that the model reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.common.errors import InvalidArgument, ResourceExhausted
+from penstock.generation.core.prompt_embeds import PromptEmbeds
+from penstock.generation.core.tensors import TensorData
+from penstock.generation.options.inputs_embeds import ITEM_BYTES
+
+# numpy's types; bfloat16, which it does not have, is the upper half of a float32.
+_STORED: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+_BFLOAT16_EXPONENT = 0x7F80
+
+
+class EmbedsIntake:
+    """Conversion of requests' inputs_embeds off the event loop, one at a time, and the bound on what all of them take.
+
+    Used from the event loop only.
+    """
+
+    def __init__(self, dtype: str, block_size: int, most_bytes: int, retry_seconds: float) -> None:
+        """`dtype` is the model's. Above `most_bytes` more are refused and told to wait for `retry_seconds`; one
+        request alone never is."""
+        self._dtype = dtype
+        self._block_size = block_size
+        self._most_bytes = most_bytes
+        self._retry_seconds = retry_seconds
+        self._turn = asyncio.Lock()
+        # Bytes of requests that are not submitted yet.
+        self._coming = 0
+
+    @contextlib.contextmanager
+    def room(self, tensor: TensorData | None, live_bytes: int) -> Iterator[None]:
+        """Hold room for a request's `tensor` until it is submitted; `live_bytes` are those of submitted requests.
+
+        Raises ResourceExhausted.
+        """
+        if tensor is None:
+            yield
+            return
+        num_bytes = max(len(tensor.data), math.prod(tensor.shape) * ITEM_BYTES[self._dtype])
+        held = live_bytes + self._coming
+        if held and held + num_bytes > self._most_bytes:
+            raise ResourceExhausted(
+                f"inputs_embeds of other requests take {held} bytes of --max-live-embeds-bytes {self._most_bytes}",
+                reason="QUEUE_FULL",
+                retry_after_seconds=self._retry_seconds,
+            )
+        self._coming += num_bytes
+        try:
+            yield
+        finally:
+            self._coming -= num_bytes
+
+    async def convert(self, tensor: TensorData, num_placeholders: int) -> PromptEmbeds:
+        """Convert a request's tensor. Raises what `to_prompt_embeds` raises."""
+        async with self._turn:
+            return await asyncio.to_thread(to_prompt_embeds, tensor, self._dtype, self._block_size, num_placeholders)
+
+
+def to_prompt_embeds(tensor: TensorData, dtype: str, block_size: int, num_placeholders: int) -> PromptEmbeds:
+    """Return `tensor` (rows, hidden size), which `validate` has let pass, as embeddings in `dtype`, the model's.
+
+    Takes a core for some milliseconds. Raises InvalidArgument for a value that is not finite, or is not in that type.
+    """
+    values = _converted(np.frombuffer(tensor.data, dtype=_STORED[tensor.dtype]), tensor.dtype, dtype)
+    if not _is_finite(values, dtype):
+        raise InvalidArgument("inputs_embeds", f"must hold finite values only, also in the model's {dtype}")
+    data = bytearray(values.view(np.uint8).data)
+    num_rows, hidden = tensor.shape
+    each = block_size * hidden * values.itemsize
+    view = memoryview(data)
+    digests = tuple(hashlib.sha256(view[first : first + each]).digest() for first in range(0, len(data), each))
+    return PromptEmbeds(data, num_rows, num_placeholders, digests)
+
+
+def _converted(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
+    """Return the values as `target` stores them, rounded to the nearest, of two to the even one."""
+    if source == target:
+        return values
+    if source == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    if target == "bfloat16":
+        return _to_bfloat16(values.astype(np.float32))
+    # What has no room becomes infinite, and the caller refuses it.
+    with np.errstate(over="ignore"):
+        return values.astype(_STORED[target])
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    # Rounded bits of a NaN may be those of a number.
+    return np.where(np.isnan(values), np.uint16(_BFLOAT16_EXPONENT), rounded)
+
+
+def _is_finite(values: npt.NDArray[Any], dtype: str) -> bool:
+    if dtype == "bfloat16":
+        return bool(((values & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
+    return bool(np.isfinite(values).all())
