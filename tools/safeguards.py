@@ -89,9 +89,9 @@ SAFEGUARDS = (
     Safeguard(
         "a backend makes no more tokens than were asked for",
         _PENSTOCK + "router/backends/session.py",
-        "                if len(ids) >= attempt.budget:\n"
-        '                    self._break_off(attempt, "more tokens than were asked for")\n'
-        "                    continue\n",
+        "            if seq >= attempt.end_seq:\n"
+        '                self._break_off(attempt, "more tokens than were asked for")\n'
+        "                continue\n",
         "",
         "tests/integration/router/test_lies.py::test_no_lie_ends_with_ok[more tokens than asked for-asyncio]",
     ),
