@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from penstock.common.errors import Internal, Unavailable, to_status
-from penstock.router.backends.session import BackendSession
+from penstock.router.backends.session import FORGOTTEN_LOOKS, BackendSession
 from penstock.router.metrics import RouterMetrics
 from penstock.router.requests.request_state import RequestSpec, RequestState, Timings
 from penstock.router.requests.suspect import Suspect
@@ -56,6 +56,18 @@ async def test_a_heartbeat_is_a_sign_of_life_and_nothing_else() -> None:
     session, (state,) = session_with("a")
     session._take(generation_pb2.SessionResponse(step=3, heartbeat=True))
     assert (session.frames, session.in_flight, state.loss, state.error) == (1, 1, None, None)
+
+
+async def test_a_session_that_is_silent_has_forgotten_nothing() -> None:
+    """A connection may have gone dark while its backend, which has ended the request, reports that it has none."""
+    session, (state,) = session_with("a")
+    for _ in range(2 * FORGOTTEN_LOOKS):
+        session.look_for_forgotten(known=0)
+    assert state.loss is None
+    for _ in range(FORGOTTEN_LOOKS):
+        session._take(generation_pb2.SessionResponse(heartbeat=True))
+        session.look_for_forgotten(known=0)
+    assert state.loss is not None
 
 
 async def test_an_error_with_a_broken_status_costs_its_request_that_backend_and_no_other() -> None:

@@ -141,6 +141,7 @@ class BackendSession:
         self._on_step_failed = on_step_failed
         # Number of messages so far, heartbeats included: signs of life.
         self.frames = 0
+        self._frames_looked_at = 0
         self._info = info
         self._vocab_size = (info.vocab_size if info is not None else 0) or NO_LIMIT
         self._eos_ids = frozenset(info.eos_token_ids if info is not None else ())
@@ -196,7 +197,13 @@ class BackendSession:
 
     def look_for_forgotten(self, known: int) -> None:
         """Give up attempts that have stood still for FORGOTTEN_LOOKS looks, at each of which the backend had fewer
-        requests (`known`) than were sent to it: others keep the session busy, and nobody else would notice."""
+        requests (`known`) than were sent to it: others keep the session busy, and nobody else would notice.
+
+        A look since which nothing came does not count: a session that is silent is lost as a whole, and no lie.
+        """
+        if self.frames == self._frames_looked_at:
+            return
+        self._frames_looked_at = self.frames
         is_short = known < len(self._attempts)
         for attempt in list(self._attempts.values()):
             is_quiet = is_short and attempt.expected_seq == attempt.seen_seq
