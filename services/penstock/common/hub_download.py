@@ -64,8 +64,9 @@ def download(
         lacking = missing()
         # None are left where another process has downloaded them meanwhile.
         if lacking:
-            stage = held.enter_context(Stage(show, DOWNLOAD, repo, total=sum(lacking.values())))
-            return snapshot(tqdm_class=_byte_bars(stage, sum(lacking.values())))
+            total = sum(lacking.values())
+            stage = held.enter_context(Stage(show, DOWNLOAD, repo, total=total))
+            return snapshot(tqdm_class=_byte_bars(stage, total, lambda: total - sum(missing().values())))
         return snapshot()
 
 
@@ -101,11 +102,11 @@ def _take(descriptor: int) -> bool:
     return True
 
 
-def _byte_bars(stage: Stage, total: int) -> type[tqdm]:
-    """Make the class of bars for snapshot_download: they draw nothing, and those that count bytes count for `stage`.
+def _byte_bars(stage: Stage, total: int, in_files: Callable[[], int]) -> type[tqdm]:
+    """Make the class of bars for snapshot_download: they draw nothing and count for `stage`.
 
-    Releases of huggingface_hub differ in the number of such bars: bytes that came and bytes that were written may have
-    one each. The larger is shown.
+    Releases of huggingface_hub differ in their bars: one counts files, and bytes that came and bytes that were written
+    have one each, one together, or none. The most is shown; `in_files` returns the bytes of whole files.
     """
     counted: dict[int, float] = {}
     lock = threading.RLock()
@@ -116,7 +117,7 @@ def _byte_bars(stage: Stage, total: int) -> type[tqdm]:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
-            self._counts = kwargs.get("unit") == "B"
+            self._counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
@@ -124,10 +125,9 @@ def _byte_bars(stage: Stage, total: int) -> type[tqdm]:
 
         def update(self, n: float | None = 1) -> bool | None:
             result: bool | None = super().update(n)
-            if self._counts:
-                with lock:
-                    counted[id(self)] = self.n
-                    stage.count(int(max(counted.values())), total)
+            with lock:
+                counted[id(self)] = self.n if self._counts_bytes else in_files()
+                stage.count(int(max(counted.values())), total)
             return result
 
     # The lock by default is for processes, and starts one of its own.

@@ -95,7 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(name, hub.files[name], with_body=with_body)
         else:
             self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
+            is_ours = path.startswith((api, f"/{hub.repo}/"))
+            self.send_header("X-Error-Code", "RevisionNotFound" if is_ours else "RepoNotFound")
             self.send_header("Content-Length", "0")
             self.end_headers()
 
