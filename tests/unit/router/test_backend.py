@@ -1,4 +1,4 @@
-"""What a backend's connection says of its process: one loss is one, and an end that was told of is one death."""
+"""Doubts and losses of one backend's connection: one loss is one, and an end that was told of is one death."""
 
 from __future__ import annotations
 
