@@ -114,7 +114,8 @@ class ServerConfig(TransportConfig):
     anonymous_rpcs_each: int = option(16, "The same of one connection; more are refused.", group=LIMITS, minimum=1)
     anonymous_connections: int = option(
         256,
-        "Connections that have shown no token yet; one without calls makes room for a new one (asyncio transport).",
+        "Connections that have shown no token yet, and as many amid a TLS handshake; one without calls, and the oldest "
+        "handshake, makes room for a new one (asyncio transport).",
         group=LIMITS,
         minimum=1,
     )

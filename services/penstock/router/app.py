@@ -89,7 +89,7 @@ class RouterApp:
             config,
             ScoreEmbedTexts(self._link, config),
             self._pool,
-            UnaryAttempts(self._pool, policy, attempts, config, metrics),
+            UnaryAttempts(self._pool, attempts, config, metrics),
             forecast,
             self._admission,
             self._drain,

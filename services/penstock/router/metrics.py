@@ -65,7 +65,10 @@ class RouterMetrics:
         self.backends_up = gauge("backend_up", "Ready backends of a configured target.", "backend")
         self.backend_requests = counters("backend_requests_total", "Attempts sent, by configured target.", "backend")
         self.backend_failures = counters(
-            "backend_failures_total", "Attempts that failed there, by configured target and kind.", "backend", "kind"
+            "backend_failures_total",
+            "Failures there, by configured target and kind; a loss is one, with all that it took.",
+            "backend",
+            "kind",
         )
         self.ejections = counter(
             "backend_ejections_total", "Backends ejected, by target and cause.", "backend", "cause"

@@ -105,7 +105,7 @@ async def test_one_that_has_to_go_and_does_not_read_is_cut_off(monkeypatch: pyte
 
 
 def _nobody(_: object) -> None:
-    """Tell nobody of connections and calls."""
+    """Take a connection or a call, and do nothing."""
 
 
 async def test_of_too_many_the_oldest_without_calls_goes_and_then_the_oldest() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import Internal, ResourceExhausted
-from penstock.router.backends.attempts import Attempts, Trial
+from penstock.router.backends.attempts import Attempts, StreamTrial
 from penstock.router.backends.deaths import Blame, Deaths
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
@@ -58,7 +58,7 @@ async def test_a_request_that_passed_its_trial_is_not_blamed_for_what_it_was_tri
     state: Any = SimpleNamespace(
         suspect=one, attempts=2, num_tokens=10, finished=None, closed=False, attempt=SimpleNamespace()
     )
-    tries._trials["b"] = Trial(state, needed=5)
+    tries._trials["b"] = StreamTrial(state, needed=5)
     state.attempts, state.num_tokens = 3, 100
     # Long after it passed, and before anybody asked, its backend dies of something else.
     death(one)

@@ -1,4 +1,4 @@
-"""Signs of a process in its backend's connection: one loss is one, and an end that was told of is one death."""
+"""Doubts and losses of one backend's connection: one loss is one, and an end that was told of is one death."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def note(outcome: Outcome, _: Any, has_begun: bool) -> None:
     OUTCOMES.append((outcome, has_begun))
 
 
-def session_with(*names: str) -> tuple[BackendSession, list[RequestState]]:
+def session_with(*names: str, budget: int = 100) -> tuple[BackendSession, list[RequestState]]:
     """A session without a stream, and the requests that it holds."""
     OUTCOMES.clear()
     metrics, detokenizer = RouterMetrics(CollectorRegistry()), Detokenizer(max_outstanding=1)
@@ -38,6 +38,7 @@ def session_with(*names: str) -> tuple[BackendSession, list[RequestState]]:
     states = []
     for name in names:
         request = generation_pb2.GenerateRequest(request_id=name)
+        request.config.max_new_tokens = budget
         spec = RequestSpec(name, request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
         states.append(
             RequestState(spec, Timings(asyncio.get_running_loop().time()), detokenizer.drop, metrics, 1 << 20)
@@ -156,3 +157,26 @@ async def test_a_request_counts_as_forgotten_only_by_a_report_that_came_since() 
         session._take(generation_pb2.SessionResponse(heartbeat=True))
         session.look_for_forgotten(known=0, reports=8)
     assert state.loss is not None
+
+
+@pytest.mark.parametrize("before", [0, 3])
+async def test_rows_and_deltas_share_one_budget(before: int) -> None:
+    session, (state,) = session_with("a", budget=8 + before)
+    state.sequence(0).token_ids += range(before)
+    begun(session, "a")
+
+    def rows(*seqs: int) -> None:
+        rows = generation_pb2.SessionTokens(handles=[1] * len(seqs), seqs=seqs, token_ids=[7] * len(seqs))
+        session._take(generation_pb2.SessionResponse(events=[generation_pb2.SessionEvent(tokens=rows)]))
+
+    rows(0, 1)
+    delta = generation_pb2.TokenDelta(seq=2, token_ids=[8] * 3)
+    event = generation_pb2.SessionEvent(request_id="a", delta=delta)
+    session._take(generation_pb2.SessionResponse(events=[event]))
+    rows(3, 4, 5)
+    assert state.sequence(0).token_ids[before:] == [7, 7, 8, 8, 8, 7, 7, 7]
+    assert state.loss is None
+    rows(6)
+    assert len(state.sequence(0).token_ids) == 8 + before
+    assert state.loss is not None
+    assert (Outcome.PROTOCOL, True) in OUTCOMES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,9 +50,7 @@ async def answer(backends: Any) -> Any:
     policy: Policy[Any] = Policy(PolicyConfig())
     attempts = Attempts(backends, policy, config, metrics)
     call: Any = None
-    return await UnaryAttempts(backends, policy, attempts, config, metrics).run(
-        call, model="", hashes=(), deadline=None
-    )
+    return await UnaryAttempts(backends, attempts, config, metrics).run(call, model="", hashes=(), deadline=None)
 
 
 async def test_connections_that_end_are_no_deaths() -> None:
@@ -64,6 +64,68 @@ async def test_two_deaths_are_not_followed_by_a_third_try() -> None:
         await answer(backends)
     assert caught.value.reason == "POISON"
     assert backends.calls == 2
+
+
+class Together:
+    """Two backends that lose all calls together, twice; then each answers, alone."""
+
+    def __init__(self, count: int) -> None:
+        self.deaths = Deaths(lambda: None)
+        self.running = {"a": 0, "b": 0}
+        self.most = 0
+        self._tries: dict[Any, int] = {}
+        self._losing: list[Any] = []
+        self._lost = asyncio.Event()
+        self._count = count
+        self._all: list[Any] = [
+            SimpleNamespace(
+                key=key, call=partial(self._call, key), load=0.0, in_flight=0, is_full=False, kv_pressure=0.0
+            )
+            for key in self.running
+        ]
+
+    def usable(self, _: str) -> list[Any]:
+        return self._all
+
+    def to_probe(self, _: str) -> None:
+        return None
+
+    async def changed(self, _: float) -> bool:
+        await asyncio.sleep(0)
+        return True
+
+    async def _call(self, key: str, _: Any, __: Any, ___: Any, suspect: Any, ____: Any) -> str:
+        tries = self._tries[suspect] = self._tries.get(suspect, 0) + 1
+        if tries <= 2:
+            await self._lose(suspect)
+        self.running[key] += 1
+        self.most = max(self.most, self.running[key])
+        for _turn in range(5):
+            await asyncio.sleep(0)
+        self.running[key] -= 1
+        return "answer"
+
+    async def _lose(self, suspect: Any) -> None:
+        self._losing.append(suspect)
+        lost = self._lost
+        if len(self._losing) == self._count:
+            self.deaths.judge(self.deaths.doubt(self._losing), is_death=True)
+            self._losing, self._lost = [], asyncio.Event()
+            lost.set()
+        await lost.wait()
+        raise Unavailable("the backend was lost", reason="BACKEND_LOST")
+
+
+async def test_calls_that_share_the_blame_are_tried_apart() -> None:
+    backends: Any = Together(6)
+    config, metrics = RouterConfig(), RouterMetrics(CollectorRegistry())
+    policy: Policy[Any] = Policy(PolicyConfig())
+    calls = UnaryAttempts(backends, Attempts(backends, policy, config, metrics), config, metrics)
+    call: Any = None
+    answers = await asyncio.gather(*(calls.run(call, model="", hashes=(), deadline=None) for _ in range(6)))
+    assert answers == ["answer"] * 6
+    assert backends.most == 1
+    assert metrics.poisoned._value.get() == 0
 
 
 async def test_three_losses_are_the_last() -> None:

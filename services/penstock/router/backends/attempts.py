@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from penstock.common.errors import (
@@ -58,28 +59,66 @@ class RetryBudget:
         return True
 
 
-class Trial:
+class Trial(ABC):
     """Trial of one of several requests that may be to blame for deaths, with its next attempt."""
+
+    def __init__(self, suspect: Suspect) -> None:
+        """Begin it."""
+        self.suspect = suspect
+        # Those that it is tried for: what comes after it passed is another matter.
+        self.deaths = tuple(suspect.deaths)
+        suspect.is_tried = True
+
+    @property
+    @abstractmethod
+    def has_passed(self) -> bool:
+        """True once it has gone on for long enough, or to its end."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """True once it has passed, was given up, or was lost again."""
+
+
+class StreamTrial(Trial):
+    """Trial of a stream, which passes by tokens."""
 
     def __init__(self, state: RequestState, needed: int) -> None:
         """Begin it. It is passed with `needed` tokens more."""
-        self.state = state
-        # Those that it is tried for: what comes after it passed is another matter.
-        self.deaths = tuple(state.suspect.deaths)
+        super().__init__(state.suspect)
+        self._state = state
         self._attempt = state.attempts
         self._tokens = state.num_tokens + needed
-        state.suspect.is_tried = True
 
     @property
     def has_passed(self) -> bool:
-        """True once it has gone on for long enough, or to its end."""
-        return self.state.num_tokens >= self._tokens or self.state.finished is not None
+        return self._state.num_tokens >= self._tokens or self._state.finished is not None
 
     @property
     def is_over(self) -> bool:
-        """True once it has passed, was given up, or was lost again."""
-        state = self.state
+        state = self._state
         return self.has_passed or state.closed or (state.attempts > self._attempt and state.attempt is None)
+
+
+class CallTrial(Trial):
+    """Trial of a call with a single answer, which passes by that."""
+
+    def __init__(self, suspect: Suspect) -> None:
+        """Begin it. Whoever makes the call notes what becomes of it."""
+        super().__init__(suspect)
+        self._is_over = self._has_passed = False
+
+    def end(self, *, has_passed: bool) -> None:
+        """Note the call's end."""
+        self._is_over, self._has_passed = True, has_passed
+
+    @property
+    def has_passed(self) -> bool:
+        return self._has_passed
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
 
 
 class Attempts:
@@ -209,29 +248,51 @@ class Attempts:
 
     def _choose(self, state: RequestState) -> Backend | None:
         spec = state.spec
-        avoid = state.lost_on | self._on_trial() if self._trials else state.lost_on
-        return self._policy.choose(self._pool.usable(spec.model), spec.prefix_hashes, session=spec.session, avoid=avoid)
+        return self.choose(spec.model, spec.prefix_hashes, state.lost_on, session=spec.session)
+
+    def choose(self, model: str, hashes: Sequence[int], lost_on: set[str], *, session: str = "") -> Backend | None:
+        """Choose a backend by the policy; one that the request was lost on, or a suspect is tried on, comes last."""
+        avoid = lost_on | self._on_trial() if self._trials else lost_on
+        return self._policy.choose(self._pool.usable(model), hashes, session=session, avoid=avoid)
 
     def _on_trial(self) -> set[str]:
         """Return the keys of backends with a trial that is not over. What is over is judged."""
         for key, trial in list(self._trials.items()):
             if trial.is_over:
                 del self._trials[key]
-                trial.state.suspect.is_tried = False
+                trial.suspect.is_tried = False
                 if trial.has_passed:
-                    self._pool.deaths.acquit(trial.state.suspect, trial.deaths)
+                    self._pool.deaths.acquit(trial.suspect, trial.deaths)
         return set(self._trials)
 
     async def _wait_for_trial(self, state: RequestState) -> Backend | None:
+        def begin() -> Trial:
+            return StreamTrial(state, min(state.suspect.longest_attempt + 1, self._config.quarantine_tokens))
+
+        return await self._place_for_trial(state.spec.model, begin, lambda: state.closed)
+
+    async def wait_for_trial(self, model: str, suspect: Suspect) -> tuple[Backend, CallTrial] | None:
+        """Wait for a backend to try a call with a single answer on. The trial's `end` must be called in any case."""
+        made: list[CallTrial] = []
+
+        def begin() -> Trial:
+            made.append(CallTrial(suspect))
+            return made[0]
+
+        backend = await self._place_for_trial(model, begin, lambda: False)
+        return None if backend is None else (backend, made[0])
+
+    async def _place_for_trial(
+        self, model: str, begin: Callable[[], Trial], is_given_up: Callable[[], bool]
+    ) -> Backend | None:
         """Return a backend on which no other suspect is being tried: the one where a death costs least."""
         until = time.monotonic() + self._config.quarantine_wait_seconds
-        while not state.closed:
+        while not is_given_up():
             taken = self._on_trial()
-            free = [one for one in self._pool.usable(state.spec.model) if not one.is_full and one.key not in taken]
+            free = [one for one in self._pool.usable(model) if not one.is_full and one.key not in taken]
             if free:
                 backend = min(free, key=lambda one: one.in_flight)
-                needed = min(state.suspect.longest_attempt + 1, self._config.quarantine_tokens)
-                self._trials[backend.key] = Trial(state, needed)
+                self._trials[backend.key] = begin()
                 return backend
             left = until - time.monotonic()
             if left <= 0:

@@ -9,10 +9,10 @@ from typing import TypeVar
 from penstock.common.errors import Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
-from penstock.router.backends.attempts import Attempts
+from penstock.router.backends.attempts import Attempts, CallTrial
 from penstock.router.backends.backend import Backend, GenerationStub
+from penstock.router.backends.deaths import Blame
 from penstock.router.backends.outliers import Probe
-from penstock.router.backends.policy import Policy
 from penstock.router.backends.pool import BackendPool
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import RouterMetrics
@@ -30,13 +30,11 @@ class UnaryAttempts:
     def __init__(
         self,
         pool: BackendPool,
-        policy: Policy[Backend],
         attempts: Attempts,
         config: RouterConfig,
         metrics: RouterMetrics,
     ) -> None:
         self._pool = pool
-        self._policy = policy
         self._attempts = attempts
         self._config = config
         self._metrics = metrics
@@ -53,34 +51,48 @@ class UnaryAttempts:
         """
         self._attempts.note_request()
         lost_on: set[str] = set()
-        suspect = Suspect(time.monotonic())
+        suspect, blame = Suspect(time.monotonic()), Blame.NONE
         for attempt in range(self._config.max_attempts):
-            backend, probe = await self._choose(model, hashes, lost_on, first=attempt == 0)
+            backend, probe, trial = await self._choose(model, hashes, lost_on, suspect, blame, first=attempt == 0)
             try:
-                return await backend.call(call, hashes, deadline, suspect, probe)
-            except Unavailable as error:
+                answer = await backend.call(call, hashes, deadline, suspect, probe)
+            except BaseException as error:
+                if trial is not None:
+                    trial.end(has_passed=False)
+                if not isinstance(error, Unavailable):
+                    raise
                 lost_on.add(backend.key)
-                await self._check_again(error, attempt, suspect)
+                blame = await self._check_again(error, attempt, suspect)
+            else:
+                if trial is not None:
+                    trial.end(has_passed=True)
+                return answer
             self._metrics.retries.inc()
             _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 2)
         raise self._attempts.nowhere(model)
 
-    async def _check_again(self, error: Unavailable, attempt: int, suspect: Suspect) -> None:
-        await self._attempts.check_blame(suspect)
+    async def _check_again(self, error: Unavailable, attempt: int, suspect: Suspect) -> Blame:
+        blame = await self._attempts.check_blame(suspect)
         if attempt + 1 >= self._config.max_attempts or not self._attempts.may_retry():
             raise error
+        return blame
 
     async def _choose(
-        self, model: str, hashes: Sequence[int], avoid: set[str], *, first: bool
-    ) -> tuple[Backend, Probe | None]:
-        until = time.monotonic() + (0.0 if first else self._config.failover_wait_seconds)
+        self, model: str, hashes: Sequence[int], lost_on: set[str], suspect: Suspect, blame: Blame, *, first: bool
+    ) -> tuple[Backend, Probe | None, CallTrial | None]:
+        if blame is Blame.SHARED:
+            found = await self._attempts.wait_for_trial(model, suspect)
+            if found is None:
+                raise self._attempts.nowhere(model)
+            return found[0], None, found[1]
         probed = self._pool.to_probe(model) if first else None
         if probed is not None:
-            return probed, self._pool.outliers.begin_probe(probed.key)
+            return probed, self._pool.outliers.begin_probe(probed.key), None
+        until = time.monotonic() + (0.0 if first else self._config.failover_wait_seconds)
         while True:
-            backend = self._policy.choose(self._pool.usable(model), hashes, avoid=avoid)
+            backend = self._attempts.choose(model, hashes, lost_on)
             left = until - time.monotonic()
             if backend is not None:
-                return backend, None
+                return backend, None, None
             if left <= 0 or not await self._pool.changed(left):
                 raise self._attempts.nowhere(model)
