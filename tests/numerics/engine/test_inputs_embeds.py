@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -290,3 +291,18 @@ def test_the_last_id_of_the_vocabulary_is_no_placeholder(pair: Pair) -> None:
     hits = Hits(pair)
     assert hits(pair.rows, repetition_penalty=1.4, no_repeat_ngram_size=1) == 0
     assert hits(None, [VOCAB_SIZE - 1] * 13, repetition_penalty=1.4, no_repeat_ngram_size=1) == 0
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 20}, {"max_new_tokens": 12, "do_sample": True, "seed": 2}])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", ["golden-qwen2", "golden-llama"], ids=["apart", "tied"])
+def test_narrow_weights_read_rows_as_they_read_ids(
+    tmp_path: Path, name: str, quantization: str, options: dict[str, Any]
+) -> None:
+    loaded = load_service(golden_checkpoint(tmp_path / name, name), dtype="bfloat16", quantization=quantization)
+    ids = [*range(60, 83)]
+    rows = loaded.model.embed(torch.tensor(ids)).clone()
+    assert rows.dtype is torch.bfloat16
+    expected = generate(loaded, ids, options).ids
+    assert generate(loaded, [], {**options, "inputs_embeds": rows}).ids == expected
+    assert generate(loaded, [], {**options, "inputs_embeds": rows.float()}).ids == expected
