@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from penstock.cli.serve import reports
@@ -14,9 +15,14 @@ class Parent:
     """The other end of a reporter."""
 
     def __init__(self) -> None:
-        self._read_end, write_end = os.pipe()
+        self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
-        self.reporter = Reporter(write_end)
+        self.reporter = Reporter(self._write_end)
+
+    def close(self) -> None:
+        """Close both ends."""
+        os.close(self._read_end)
+        os.close(self._write_end)
 
     def take(self) -> list[StageProgress]:
         """All that was reported since."""
@@ -30,10 +36,12 @@ class Parent:
 
 
 @pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Parent:
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parent]:
     """No time passes between two reports."""
     monkeypatch.setattr(reports, "PROGRESS_SECONDS", 1e9)
-    return Parent()
+    parent = Parent()
+    yield parent
+    parent.close()
 
 
 def at(done: int, stage: str = DOWNLOAD, *, total: int = 1000, ended: bool = False) -> StageProgress:
