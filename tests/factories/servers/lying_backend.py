@@ -252,6 +252,11 @@ LIES: tuple[Lie, ...] = (
     ),
     Lie("a log-probability of another token", _delta(5, "logprobs.0.chosen.token_id", 7), **_LOGPROBS),
     Lie("a log-probability that is not a number", _delta(5, "logprobs.0.chosen.logprob", math.nan), **_LOGPROBS),
+    Lie(
+        "a log-probability of an alternative that is no token",
+        _each("delta", _changed(lambda event: event.delta.logprobs[0].top.add(token_id=_HUGE, rank=1)), 5),
+        **_LOGPROBS,
+    ),
     Lie("a log-probability above zero", _delta(5, "logprobs.0.chosen.logprob", 3.0), **_LOGPROBS),
     # Started.
     Lie("no Started", _each("started", _drop)),

@@ -22,7 +22,8 @@ SMALL = Demand("a", 10, 10)
 
 def forecast(*paces: Pace, sent: dict[str, float] | None = None) -> Forecast:
     backends = [SimpleNamespace(pace=pace, sent_tokens=sent or {}) for pace in paces]
-    pool: Any = SimpleNamespace(ready=lambda _: backends)
+    ejected = [SimpleNamespace(pace=IDLE, sent_tokens={})]
+    pool: Any = SimpleNamespace(ready=lambda _: [*backends, *ejected], usable=lambda _: backends)
     return Forecast(pool, RouterConfig())
 
 

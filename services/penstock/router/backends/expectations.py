@@ -82,6 +82,8 @@ class Expectations:
             self.spec.template.output.HasField("prompt_logprobs") and logprobs == started.prompt_tokens
         ):
             raise BrokenPromise("log-probabilities of another prompt")
+        for position in started.prompt_logprobs:
+            self._check_alternatives(position)
 
     def check_tokens(self, token_ids: Sequence[int], total: int, *, is_last: bool) -> None:
         """Check the ids of a delta; with them its sequence has `total`. `is_last`: it ends the sequence."""
@@ -106,8 +108,15 @@ class Expectations:
                 # NaN fails the comparison.
                 if chosen.token_id != token_id or not chosen.logprob <= _MAX_LOGPROB:
                     raise BrokenPromise("a log-probability that is none of its token")
+                self._check_alternatives(position)
         if self.spec.wants_tensors and len(delta.tensors) not in (0, len(token_ids)):
             raise BrokenPromise("not one set of tensors a token")
+
+    def _check_alternatives(self, position: common_pb2.PositionLogprobs) -> None:
+        # Their texts are asked for, and an id of no token would be held against the client's request.
+        for one in position.top:
+            if one.token_id >= self.vocab_size:
+                raise BrokenPromise("an alternative of no token")
 
     def check_end(
         self, result: common_pb2.SequenceResult, token_ids: Sequence[int], now: float, text_of: TextOf

@@ -44,7 +44,8 @@ class Forecast:
 
     def check(self, model: str, demand: Demand, left: float) -> None:
         """Check that some backend would end a request in time. Raises ResourceExhausted OVERLOADED."""
-        backends = self._pool.ready(model)
+        # Not one that is ejected: nothing is sent there.
+        backends = self._pool.usable(model)
         late = float("inf") if backends else 0.0
         coming = self._coming.get(model, {})
         for backend in backends:
