@@ -20,6 +20,8 @@ from penstock.generation.options.inputs_embeds import ITEM_BYTES
 # numpy's types; bfloat16, which it does not have, is the upper half of a float32.
 _STORED: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 _BFLOAT16_EXPONENT = 0x7F80
+# Values that are converted at a time: what that takes fits a core's cache.
+_PIECE = 1 << 15
 
 
 class EmbedsIntake:
@@ -73,12 +75,16 @@ def to_prompt_embeds(tensor: TensorData, dtype: str, block_size: int, num_placeh
 
     Takes a core for some milliseconds. Raises InvalidArgument for a value that is not finite, or is not in that type.
     """
-    values = _converted(np.frombuffer(tensor.data, dtype=_STORED[tensor.dtype]), tensor.dtype, dtype)
-    if not _is_finite(values, dtype):
-        raise InvalidArgument("inputs_embeds", f"must hold finite values only, also in the model's {dtype}")
-    data = bytearray(values.view(np.uint8).data)
+    given = np.frombuffer(tensor.data, dtype=_STORED[tensor.dtype])
+    data = bytearray(len(given) * ITEM_BYTES[dtype])
+    taken = np.frombuffer(data, dtype=_STORED[dtype])
+    for first in range(0, len(given), _PIECE):
+        piece = _converted(given[first : first + _PIECE], tensor.dtype, dtype)
+        if not _is_finite(piece, dtype):
+            raise InvalidArgument("inputs_embeds", f"must hold finite values only, also in the model's {dtype}")
+        taken[first : first + _PIECE] = piece
     num_rows, hidden = tensor.shape
-    each = block_size * hidden * values.itemsize
+    each = block_size * hidden * ITEM_BYTES[dtype]
     view = memoryview(data)
     digests = tuple(hashlib.sha256(view[first : first + each]).digest() for first in range(0, len(data), each))
     return PromptEmbeds(data, num_rows, num_placeholders, digests)
