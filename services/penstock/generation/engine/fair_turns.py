@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 # Weight of a shorter and of a longer light step in their mean: steps with a prompt are not what decoding takes.
 _SHORTER_WEIGHT, _LONGER_WEIGHT = 1 / 4, 1 / 32
-# A tenant is a crowd with more than this many times the running sequences of the others' mean.
-_CROWD = 2.0
+# A tenant is a crowd with more than this many times the running sequences, or blocks, of the others' mean.
+CROWD = 2.0
 # Most steps in a row in which crowds rest: they go on, however slow their steps are.
 _MOST_LIGHT_STEPS = 64
 
@@ -32,7 +32,7 @@ class FairTurns:
         if not self._light_steps_left or len(widths) < 2:
             return frozenset()
         total, others = sum(widths.values()), len(widths) - 1
-        crowds = frozenset(tenant for tenant, width in widths.items() if width > _CROWD * (total - width) / others)
+        crowds = frozenset(tenant for tenant, width in widths.items() if width > CROWD * (total - width) / others)
         if crowds:
             self._light_steps_left -= 1
         return crowds

@@ -127,6 +127,13 @@ class SequenceGroup:
         return tuple(one for one in self.sequences if one.family == sequence.family and len(one.token_ids) == end)
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks that its sequences hold; those that several share count once."""
+        if len(self.sequences) == 1:
+            return len(self.sequences[0].block_table)
+        return len({block for sequence in self.sequences for block in sequence.block_table})
+
+    @property
     def pending_prompt_tokens(self) -> int:
         """Number of prompt tokens that are not computed yet."""
         if len(self.sequences) == 1:

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 class _Planned(NamedTuple):
-    """A block that the step being put together fills; `key` belongs to the group that fills it."""
+    """A block that the step being put together fills; `key` and `tenant` are those of the group that fills it."""
 
     key: tuple[float, int]
+    tenant: str
     block: int
 
 
@@ -23,8 +24,8 @@ class SharedPrefixes:
     In every layer a forward pass writes the keys and values of all its rows before any row attends, so a row may read
     what another row of the same step writes: a block counts as filled once a row of the step is planned to fill it.
 
-    A group takes over blocks of earlier groups only. Preemption takes the last group first, so it never takes back
-    blocks that a group in the step relies on.
+    Of blocks that the step itself fills a group takes over those of earlier groups of its tenant only. Preemption takes
+    the last group of a tenant first, so it never takes back blocks that a group in the step relies on.
     """
 
     def __init__(self, tables: BlockTables) -> None:
@@ -68,11 +69,11 @@ class SharedPrefixes:
     def plan(self, group: SequenceGroup, sequence: Sequence, end: int, *, is_cut: bool) -> None:
         """Plan that `sequence` is computed up to token `end` in this step; `is_cut`: and further in the next one."""
         hashes, table = sequence.block_hashes, sequence.block_table
-        filled = end // self._block_size
+        filled, tenant = end // self._block_size, group.request.fair_share_key
         for index in range(sequence.num_computed_tokens // self._block_size, min(filled, len(hashes))):
             known = self._planned.get(hashes[index])
             if known is None or group.key < known.key:
-                self._planned[hashes[index]] = _Planned(group.key, table[index])
+                self._planned[hashes[index]] = _Planned(group.key, tenant, table[index])
         if is_cut and filled < len(hashes):
             known_key = self._coming.get(hashes[filled], group.key)
             self._coming[hashes[filled]] = min(known_key, group.key)
@@ -92,7 +93,7 @@ class SharedPrefixes:
             block = self._tables.pool.lookup(block_hash)
             if block is None:
                 planned = self._planned.get(block_hash)
-                if planned is None or planned.key > group.key:
+                if planned is None or planned.key > group.key or planned.tenant != group.request.fair_share_key:
                     break
                 block = planned.block
             found.append(block)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.step import Fork
 from penstock.generation.engine.block_pool import BlockPool
 from penstock.generation.engine.block_tables import BlockTables
 from penstock.generation.engine.fair_queue import FairQueue
+from penstock.generation.engine.fair_turns import CROWD
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
@@ -34,8 +36,9 @@ class Scheduler:
     from the waiting queue, then the rest of the budget for prompts that got a share only; each in (priority, arrival)
     order, but admission takes the tenant first that was given least (see FairQueue). A sequence that needs what an
     earlier one is computing waits for it (see SharedPrefixes). When blocks run out, the last running group in that
-    order is preempted: it gives back its blocks, keeps its tokens, and waits at its old place. The first group is
-    never preempted, and `Engine.check` lets in only what fits an empty pool, so some group always progresses.
+    order is preempted, of a tenant's that holds far more blocks than the others if there is one: it gives back its
+    blocks, keeps its tokens, and waits at its old place. The first group is never preempted, and `Engine.check` lets in
+    only what fits an empty pool, so some group always progresses.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
@@ -320,7 +323,8 @@ class Scheduler:
         start = sequence.num_computed_tokens
         end = start + num_tokens
         while self.tables.blocks_to_write(sequence, end) > self.pool.num_free:
-            victim = self.running.last
+            crowd, _ = self._crowd()
+            victim = crowd[-1] if crowd else self.running.last
             self._preempt(victim)
             if victim is group:
                 return False
@@ -374,7 +378,7 @@ class Scheduler:
                 self.waiting.remove(group)
                 passed.append(group)
                 continue
-            if not self._start(group, starts):
+            if not self._start(group, starts) and not self._start_in_place_of_crowd(group, starts):
                 self._plan.admission_stopped = HeldBack.BLOCKS
                 break
             all_ready = group.all_ready
@@ -416,8 +420,45 @@ class Scheduler:
             self._stats.prefix_hit_tokens += cached
         return True
 
+    def _start_in_place_of_crowd(self, group: SequenceGroup, starts: Starts) -> bool:
+        """Start a waiting group for which the last groups of another tenant's crowd give way. False: they do not."""
+        needed = self._config.reserve_blocks + sum(self.tables.blocks_to_admit(one, prefix) for one, prefix in starts)
+        crowd, blocks = self._crowd()
+        if not crowd or _tenant(crowd[0]) == _tenant(group) or needed > self.pool.num_free + blocks:
+            return False
+        while crowd and _tenant(crowd[0]) != _tenant(group):
+            self._preempt(crowd[-1])
+            # What it would have computed in this step is not there.
+            if self._start(group, [(leader, self.prefixes.find(group, leader)) for leader in group.leaders]):
+                return True
+            crowd, _ = self._crowd()
+        return False
+
+    def _crowd(self) -> tuple[list[SequenceGroup], int]:
+        """Return running groups of the tenant that holds far more blocks than the others, and blocks to get from them.
+
+        Without the first group of all, which never gives way. Empty when there is none. O(running sequences) where
+        there are several tenants, else O(1).
+        """
+        tenants = self.waiting.tenants
+        if len(tenants) < 2:
+            return [], 0
+        held = dict.fromkeys(tenants, 0)
+        for group in self.running:
+            held[_tenant(group)] += group.num_blocks
+        largest = max(held, key=lambda tenant: held[tenant])
+        surplus = held[largest] - CROWD * (sum(held.values()) - held[largest]) / (len(held) - 1)
+        if surplus <= 0:
+            return [], 0
+        crowd = [group for group in islice(self.running, 1, None) if _tenant(group) == largest]
+        return crowd, min(int(surplus), sum(group.num_blocks for group in crowd))
+
     def _give_back(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:
             if sequence.block_table:
                 self.tables.free(sequence)
                 self._released.append(sequence.seq_id)
+
+
+def _tenant(group: SequenceGroup) -> str:
+    return group.request.fair_share_key

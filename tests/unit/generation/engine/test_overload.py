@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from factories.engine.fake_engine import engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
 from factories.engine.open_loop import Flow, simulate
 from penstock.common.errors import DeadlineExceeded
 from penstock.common.pace import Demand, Pace
@@ -248,3 +248,40 @@ def test_prompts_progress_beside_all_decoding_sequences_of_several_tenants() -> 
         entry.num_tokens for step in runner.steps for entry in step.scheduled if entry.sequence.token_ids[0] == 99
     ]
     assert prompts == [5] * 5
+
+
+def test_a_flood_that_fills_the_pool_leaves_another_tenants_p99_within_twice_of_its_solo() -> None:
+    """Long answers of a flood hold all blocks; its last request gives way to whoever comes, and to whoever grows."""
+    pool: dict[str, Any] = {"num_blocks": 256, "max_context_tokens": 1000}
+    quiet = Flow(5.0, tenant="b", begin=1.0, end=SECONDS)
+    (solo,) = simulate([quiet], **pool)
+    flood = Flow(30.0, tenant="a", end=SECONDS, output_tokens=(200, 400))
+    crowd, beside = simulate([flood, quiet], **pool)
+    assert not beside.refused
+    assert not beside.late
+    assert beside.p99 <= 2 * solo.p99
+    # Those that gave way go on later.
+    assert not crowd.late
+
+
+def test_nobody_gives_way_to_a_request_that_would_not_fit_all_the_same() -> None:
+    engine, _ = make_engine(engine_config(num_blocks=20, reserve_share=0.0, tenant_slowdown=0.0))
+    for number in range(3):
+        engine.add(request([number + 1] * 16, fair_share_key="a", max_new_tokens=6))
+    answers: dict[str, Answer] = {}
+    collect(answers, engine.step())
+    engine.add(request([9] * 70, fair_share_key="b", max_new_tokens=6, request_id="wide"))
+    run(engine, answers=answers)
+    assert engine.stats.preemptions == 0
+    assert answers["wide"].finished is not None
+    assert answers["wide"].finished.error is None
+
+
+def test_the_first_request_never_gives_way() -> None:
+    engine, _ = make_engine(engine_config(num_blocks=20, reserve_share=0.0, tenant_slowdown=0.0))
+    engine.add(request([1] * 60, fair_share_key="a", max_new_tokens=12, request_id="first"))
+    answers: dict[str, Answer] = {}
+    collect(answers, engine.step())
+    engine.add(request([9] * 20, fair_share_key="b", max_new_tokens=6))
+    assert run(engine, answers=answers)["first"].finished is not None
+    assert engine.stats.preemptions == 0
