@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -85,14 +87,23 @@ def embedded(random: Random, prompt: list[int], block_size: int) -> tuple[list[i
     return [PLACEHOLDER] * unknown + prompt[unknown:], embeds
 
 
-def traced(path: Path, config: EngineConfig, **runner: Any) -> tuple[Engine, TraceFile]:
+def traced(
+    path: Path, config: EngineConfig, clock: Callable[[], float] = time.monotonic, **runner: Any
+) -> tuple[Engine, TraceFile]:
     file = TraceFile(str(path), 1 << 24)
-    return Engine(config, Runner(config, **runner), None, drafter=FakeDrafter(0.7), trace=file), file
+    return Engine(config, Runner(config, **runner), None, drafter=FakeDrafter(0.7), trace=file, clock=clock), file
 
 
-def run_mixed(path: Path, random: Random, modes: list[str], config: EngineConfig, count: int = 16) -> Engine:
+def run_mixed(
+    path: Path,
+    random: Random,
+    modes: list[str],
+    config: EngineConfig,
+    count: int = 16,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
     """Requests of `modes` that arrive while others run; some are aborted, and the cache is cleared now and then."""
-    engine, file = traced(path, config)
+    engine, file = traced(path, config, clock)
     items = []
     for _ in range(count):
         item = random_request(random, random.choice(modes), config.block_size)
@@ -109,7 +120,9 @@ def run_mixed(path: Path, random: Random, modes: list[str], config: EngineConfig
         if random.random() < 0.1:
             engine.clear_cache()
     while engine.has_work:
+        steps, is_due = engine.stats.steps, engine._scheduler.has_work
         engine.step()
+        assert engine.stats.steps == steps + is_due, "a step is empty though there is work"
     file.close()
     return engine
 
@@ -128,6 +141,20 @@ def test_a_replay_of_each_mode_schedules_the_same(tmp_path: Path, mode: str) -> 
         assert trace.end == "stopped"
         assert first_difference(trace) is None
     assert preemptions
+
+
+def test_no_step_is_empty_where_sequences_in_lockstep_find_in_the_cache_what_they_lacked(tmp_path: Path) -> None:
+    """As after a preemption, beside a tenant that rests: turns depend on the time that steps take."""
+    random, now = Random("c33"), 1000.0
+    jump, share = random.choice([1e-4, 1e-3, 0.02, 0.5, 3.0]), random.random()
+
+    def clock() -> float:
+        nonlocal now
+        now += random.random() * jump if random.random() < share else 1e-6
+        return now
+
+    run_mixed(tmp_path / "trace", Random(33), ["beams that decide together"], SMALL, clock=clock)
+    assert first_difference(Trace.read(tmp_path / "trace")) is None
 
 
 def test_a_trace_keeps_nothing_of_requests_that_ended(tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ class Scheduler:
         self.preempted.clear()
         self.asked_to_rest = self.resting
         self._put_together()
-        if self.resting and not self._plan.num_entries:
-            # Only those that rest have work. What the first try preempted stays preempted, and is told.
+        if len(self.running) and not self._plan.num_entries:
+            # Only those that rest have work, or sequences in lockstep found all that they lacked in the cache, and only
+            # now draw together. What the first try preempted stays preempted, and is told.
             self.resting = frozenset()
             self._put_together()
         output = self._plan.output(tuple(self._forks), tuple(self._released))
