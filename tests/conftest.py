@@ -1,14 +1,19 @@
-"""Makes tests/factories importable as `factories` however pytest is started."""
+"""Tests are of this tree, whatever is installed, and find tests/factories as `factories`, however pytest is started."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+_TESTS = Path(__file__).parent
+_PACKAGES = [str(_TESTS.parent / part) for part in ("services", "clients/python")]
+sys.path[:0] = [str(_TESTS), *_PACKAGES]
+# For the processes that tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*_PACKAGES, os.environ.get("PYTHONPATH"))))
 # On a busy machine an example that takes long, or is made slowly, is not a failure.
 _SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("penstock", deadline=None, suppress_health_check=_SLOW)

@@ -30,8 +30,6 @@ from penstock.common.errors import StartupError
 from penstock.common.options import options_of
 
 ROOT = Path(__file__).resolve().parents[3]
-# Folders of the packages, before whatever is installed.
-TREE = [str(ROOT / "services"), str(ROOT / "clients" / "python")]
 
 
 def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +40,7 @@ def python(*arguments: str, stdin: str = "", **variables: str) -> subprocess.Com
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(TREE + sys.path), **variables},
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(sys.path), **variables},
     )
 
 
@@ -52,7 +50,8 @@ def penstock(*arguments: str, stdin: str = "", **variables: str) -> subprocess.C
 
 
 def test_commands_are_those_of_this_tree() -> None:
-    """Else all tests here would hold another tree's."""
+    """Else all tests here would hold another tree's. (tests/conftest.py)"""
+    assert Path(app.__file__).is_relative_to(ROOT)
     done = python("-c", "import penstock.cli, penstock_client; print(penstock.cli.__file__, penstock_client.__file__)")
     assert [Path(file).is_relative_to(ROOT) for file in done.stdout.split()] == [True, True], done.stdout
 
