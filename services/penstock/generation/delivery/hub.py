@@ -84,6 +84,11 @@ class OutputHub:
         return len(self._live)
 
     @property
+    def num_prepared(self) -> int:
+        """Number of requests that are prepared and not submitted yet."""
+        return len(self._preparing)
+
+    @property
     def embeds_bytes(self) -> int:
         """Bytes of the embeddings that accepted requests hold. O(live requests)."""
         held = (live.request.embeds for live in self._live.values())
@@ -114,6 +119,7 @@ class OutputHub:
         task: asyncio.Task[T] = asyncio.create_task(work)
         self._preparing[request_id] = task
         self._set_busy()
+        self.notify()
         try:
             made = await task
             if request_id in self._aborted:
