@@ -260,6 +260,7 @@ async def test_an_abort_or_a_second_request_right_behind_one_that_is_prepared_fi
         generation_pb2.SessionRequest(abort=abort),
     )
     await asyncio.wait_for(servicer.Session(turn, turn), PATIENCE_SECONDS)
-    errors = [from_status(status_pb2.Status.FromString(event.error.status_details)) for event in turn.events if event.HasField("error")]
+    details = [event.error.status_details for event in turn.events if event.HasField("error")]
+    errors = [from_status(status_pb2.Status.FromString(one)) for one in details]
     assert [error.reason for error in errors] == ["DUPLICATE_REQUEST_ID", "ABORTED"]
     assert (await client.load()).waiting_requests == 0
