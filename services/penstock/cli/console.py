@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,15 +23,20 @@ def console() -> Console:
 
 
 def say(line: str = "") -> None:
-    """Write one plain line at once, even into a pipe."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """Write one plain line at once, even into a pipe; nothing where standard output is closed."""
+    _write(sys.stdout, line)
 
 
 def complain(line: str) -> None:
-    """Write one line to stderr."""
-    sys.stderr.write(f"penstock: {line}\n")
-    sys.stderr.flush()
+    """Write one line to stderr; nothing where it is closed."""
+    _write(sys.stderr, f"penstock: {line}")
+
+
+def _write(stream: TextIO | None, line: str) -> None:
+    # Python has None for a stream that was closed when it started.
+    if stream is not None:
+        stream.write(line + "\n")
+        stream.flush()
 
 
 def startup_line(error: StartupError) -> str:

@@ -134,7 +134,8 @@ class ShownStage:
     def _speed(self, now: float) -> float:
         """Bytes a second; 0 while it is not known."""
         when, done = self._samples[0]
-        return (self.done - done) / (now - when) if now - when >= SHOWN_SECONDS else 0.0
+        # The bytes of a process that ended are no longer among them.
+        return max(0.0, self.done - done) / (now - when) if now - when >= SHOWN_SECONDS else 0.0
 
 
 def _shown_time(seconds: float) -> str:
@@ -352,9 +353,9 @@ def _output() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(OSError, ValueError)
 
 
-def is_live(stream: TextIO) -> bool:
-    """True when a line on `stream` can be drawn anew."""
-    return stream.isatty() and current_environment().get("TERM") not in (None, "", "dumb")
+def is_live(stream: TextIO | None) -> bool:
+    """True when a line on `stream`, None where it is closed, can be drawn anew."""
+    return stream is not None and stream.isatty() and current_environment().get("TERM") not in (None, "", "dumb")
 
 
 def serve_display(config: ServerConfig) -> ProgressDisplay:

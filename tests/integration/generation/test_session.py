@@ -11,10 +11,11 @@ import grpc
 import pytest
 import pytest_asyncio
 from factories.engine.step_gate import held_after
-from factories.servers.generation import Client, generation_service, request, text_checkpoint
+from factories.servers.generation import PATIENCE_SECONDS, Client, generation_service, request, text_checkpoint
 from factories.servers.sessions import Session
 from google.rpc import status_pb2
 from penstock.common.errors import InvalidArgument, from_status
+from penstock.generation.rpc.generation import GenerationServicer
 from penstock.v1 import common_pb2, config_pb2, generation_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,6 +26,24 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clie
     folder = text_checkpoint(tmp_path_factory.mktemp("model"))
     async with generation_service(folder) as running:
         yield running
+
+
+class Turn:
+    """A call whose commands are all there at once, as a caller's are that come in one packet."""
+
+    def __init__(self, *commands: generation_pb2.SessionRequest) -> None:
+        self._commands = commands
+        self.events: list[generation_pb2.SessionEvent] = []
+
+    async def __aiter__(self) -> AsyncIterator[generation_pb2.SessionRequest]:
+        for command in self._commands:
+            yield command
+
+    async def write(self, message: generation_pb2.SessionResponse) -> None:
+        self.events += message.events
+
+    def time_remaining(self) -> float | None:
+        return None
 
 
 def long(**fields: Any) -> generation_pb2.GenerateRequest:
@@ -218,3 +237,30 @@ async def test_many_requests_over_two_sessions_each_end_once(client: Client) -> 
         assert ends == {f"{name}{number}": 1 for number in range(20)}
         assert all(len(session.ids(f"{name}{number}")) == 1 + number % 7 for number in range(20))
     await client.until_idle()
+
+
+def made_later(kind: str) -> generation_pb2.GenerateRequest:
+    """A request of which something is made before it is submitted."""
+    if kind == "constraint":
+        return long(request_id="late", constraint=config_pb2.Constraint(regex="[ab]{3000}"))
+    rows = common_pb2.Tensor(dtype=common_pb2.D_TYPE_FLOAT32, shape=[2, 48], data=bytes(4 * 2 * 48))
+    return long(prompt=(), request_id="late", inputs_embeds=rows)
+
+
+@pytest.mark.parametrize("kind", ["embeds", "constraint"])
+async def test_an_abort_or_a_second_request_right_behind_one_that_is_prepared_finds_it(
+    client: Client, kind: str
+) -> None:
+    service: Any = client.running.service
+    servicer = GenerationServicer(service._lifecycle, service._metrics)
+    abort = generation_pb2.SessionAbort(request_id="late")
+    turn = Turn(
+        generation_pb2.SessionRequest(submit=made_later(kind)),
+        generation_pb2.SessionRequest(submit=request(request_id="late", attempt_epoch=1)),
+        generation_pb2.SessionRequest(abort=abort),
+    )
+    await asyncio.wait_for(servicer.Session(turn, turn), PATIENCE_SECONDS)
+    details = [event.error.status_details for event in turn.events if event.HasField("error")]
+    errors = [from_status(status_pb2.Status.FromString(one)) for one in details]
+    assert [error.reason for error in errors] == ["DUPLICATE_REQUEST_ID", "ABORTED"]
+    assert (await client.load()).waiting_requests == 0

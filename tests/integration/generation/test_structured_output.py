@@ -252,6 +252,15 @@ async def test_abort_ends_a_compilation(client: Client) -> None:
     assert isinstance((await call).error, Cancelled)
 
 
+async def test_a_request_that_is_still_prepared_waits_by_the_load_report(client: Client) -> None:
+    call = asyncio.create_task(client.generate(constrained(ENDLESS, request_id="made")))
+    # A router takes a request that no report counts for forgotten, and moves it.
+    await client.until(lambda load: load.waiting_requests == 1)
+    await client.generation.Abort(generation_pb2.AbortRequest(request_ids=["made"]))
+    assert isinstance((await call).error, Cancelled)
+    await client.until_idle()
+
+
 async def test_a_deadline_ends_the_wait_for_a_compilation(client: Client) -> None:
     outcome = await client.generate(constrained(ENDLESS, timeout_seconds=0.2))
     assert isinstance(outcome.error, DeadlineExceeded)

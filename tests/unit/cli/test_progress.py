@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import threading
 from collections.abc import Iterable
 
 import pytest
 from penstock.cli import progress as shown
+from penstock.cli.console import complain, say
 from penstock.cli.progress import (
     LINE_SECONDS,
     SHOWN_SECONDS,
@@ -250,3 +252,24 @@ def test_work_goes_on_where_the_output_is_gone(monkeypatch: pytest.MonkeyPatch) 
     assert asked.wait(PATIENCE_SECONDS)
     display.show(at(GIB, ended=True))
     display.close()
+
+
+def test_bytes_of_a_process_that_ended_are_no_negative_speed() -> None:
+    one = stage(LOAD_WEIGHTS)
+    one.note("a", at(GIB // 2, name=LOAD_WEIGHTS), 0.0)
+    one.note("b", at(GIB // 4, name=LOAD_WEIGHTS), 1.0)
+    one.drop("a")
+    assert one.facts(3.0) == "25 %, 256 MiB of 1 GiB"
+
+
+def test_closed_streams_are_no_terminal_and_take_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    for write, stream in ((say, sys.stdout), (complain, sys.stderr)):
+        assert not is_live(stream)
+        display = ProgressDisplay(PlainLines(write))
+        display.show(at(0))
+        next(iter(display._stages.values())).shown = 0.0
+        display.show(at(GIB, ended=True))
+        display.say("a line")
+        display.close()

@@ -65,6 +65,8 @@ class OutputHub:
         self._live: dict[str, RequestRecord] = {}
         # Request id -> work for a request that is not submitted yet.
         self._preparing: dict[str, asyncio.Task[Any]] = {}
+        # Those of them that were aborted: work that has just ended cannot be cancelled any more.
+        self._aborted: set[str] = set()
         self._watchers: set[asyncio.Event] = set()
         self._open: set[OutputStream] = set()
         self._all_closed = asyncio.Event()
@@ -80,6 +82,11 @@ class OutputHub:
     def num_live(self) -> int:
         """Number of accepted requests without their last word."""
         return len(self._live)
+
+    @property
+    def num_prepared(self) -> int:
+        """Number of requests that are prepared and not submitted yet."""
+        return len(self._preparing)
 
     @property
     def embeds_bytes(self) -> int:
@@ -112,15 +119,20 @@ class OutputHub:
         task: asyncio.Task[T] = asyncio.create_task(work)
         self._preparing[request_id] = task
         self._set_busy()
+        self.notify()
         try:
-            return await task
+            made = await task
+            if request_id in self._aborted:
+                raise _aborted()
+            return made
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
                 raise
-            raise Cancelled("aborted before it was submitted", reason="ABORTED") from None
+            raise _aborted() from None
         finally:
             del self._preparing[request_id]
+            self._aborted.discard(request_id)
             self._settle()
 
     def is_taken(self, request_id: str) -> bool:
@@ -138,6 +150,7 @@ class OutputHub:
         prepared = [request_id for request_id in ids if request_id in self._preparing]
         for request_id in prepared:
             self._preparing[request_id].cancel()
+        self._aborted.update(prepared)
         return live + prepared
 
     def end_streams_for_good(self) -> None:
@@ -264,6 +277,10 @@ class OutputHub:
             live.last_token_at = now
         if output.finished is not None:
             self._metrics.request_finished(live.request, output.finished)
+
+
+def _aborted() -> Cancelled:
+    return Cancelled("aborted before it was submitted", reason="ABORTED")
 
 
 def _taken() -> InvalidArgument:

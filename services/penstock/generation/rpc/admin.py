@@ -121,7 +121,10 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
             # Else a watcher would be told of every step that is under way.
             view = StepView()
         limit, start_id = config.max_queued_requests, self._lifecycle.start_id
-        return convert.from_load(core.loop.load, view, self._lifecycle.state.value, limit, start_id)
+        load = core.loop.load
+        # The engine does not know those that are prepared yet, and a router takes what nobody counts for forgotten.
+        load = load._replace(waiting_requests=load.waiting_requests + core.hub.num_prepared)
+        return convert.from_load(load, view, self._lifecycle.state.value, limit, start_id)
 
 
 def _interval(request: admin_pb2.WatchLoadRequest) -> float:

@@ -100,13 +100,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             try:
                 if kind is None:
                     raise InvalidArgument("command", "must be submit or abort")
-                self._submit(submit, command.handle, session, deadline)
+                if self._submit(submit, command.handle, session, deadline):
+                    # Its id must be taken before the next command, which may be its abort, and may be there already.
+                    await asyncio.sleep(0)
             except PenstockError as error:
                 self._refuse(session, submit.request_id, submit.attempt_epoch, error)
 
     def _submit(
         self, message: generation_pb2.GenerateRequest, handle: int, session: SessionStream, deadline: float | None
-    ) -> None:
+    ) -> bool:
+        """Submit a request. True: the next turn of the event loop begins to prepare it first."""
         core = self._lifecycle.accepting()
         if not message.request_id:
             raise InvalidArgument("request_id", "must be set in a session")
@@ -116,9 +119,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if options.take_time:
             # The session's other commands do not wait for it.
             session.later(maker, self._submit_later(maker, options, session))
-            return
+            return True
         core.hub.submit(maker.request, session)
         session.add(maker)
+        return False
 
     async def _submit_later(self, maker: DeltaMaker, options: GenerateOptions, session: SessionStream) -> None:
         request = maker.request

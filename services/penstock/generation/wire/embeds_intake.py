@@ -65,9 +65,20 @@ class EmbedsIntake:
             self._coming -= num_bytes
 
     async def convert(self, tensor: TensorData, num_placeholders: int) -> PromptEmbeds:
-        """Convert a request's tensor. Raises what `to_prompt_embeds` raises."""
+        """Convert a request's tensor. Raises what `to_prompt_embeds` raises.
+
+        A conversion cannot be stopped: when cancelled amid it this ends with it, so that turn and room are held as long
+        as memory is.
+        """
         async with self._turn:
-            return await asyncio.to_thread(to_prompt_embeds, tensor, self._dtype, self._block_size, num_placeholders)
+            work = asyncio.to_thread(to_prompt_embeds, tensor, self._dtype, self._block_size, num_placeholders)
+            converting = asyncio.create_task(work)
+            try:
+                return await asyncio.shield(converting)
+            finally:
+                while not converting.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([converting])
 
 
 def to_prompt_embeds(tensor: TensorData, dtype: str, block_size: int, num_placeholders: int) -> PromptEmbeds:

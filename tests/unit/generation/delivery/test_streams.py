@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from penstock.common.errors import (
+    Cancelled,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
@@ -375,3 +376,22 @@ async def test_the_hub_is_busy_while_requests_are_live() -> None:
     await asyncio.sleep(0)
     assert not again.done()
     again.cancel()
+
+
+async def test_an_abort_that_comes_as_a_preparation_ends_is_kept() -> None:
+    hub = Harness().hub
+
+    async def work() -> str:
+        # It runs after the work is done and before its waiter is awake.
+        asyncio.get_running_loop().call_soon(hub.abort, ["a"])
+        return "made"
+
+    with pytest.raises(Cancelled) as aborted:
+        await hub.prepare("a", work())
+    assert aborted.value.reason == "ABORTED"
+    assert not hub.live_ids()
+
+    async def more() -> str:
+        return "made"
+
+    assert await hub.prepare("a", more()) == "made"
