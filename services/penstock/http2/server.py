@@ -207,8 +207,10 @@ class Http2Server:
         if handler.request_streaming:
             request: Any = call.requests(handler.request_deserializer)
         else:
-            data = await call.request()
-            request = handler.request_deserializer(data) if handler.request_deserializer is not None else data
+            # Its bytes, perhaps megabytes, are not kept beside it for as long as a stream lasts.
+            request = await call.request()
+            if handler.request_deserializer is not None:
+                request = handler.request_deserializer(request)
         answer = await behavior(request, call)
         if not handler.response_streaming:
             await call.write(answer)
