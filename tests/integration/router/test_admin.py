@@ -87,8 +87,8 @@ async def test_a_call_whose_backend_is_given_up_says_so(transport: str, monkeypa
                 await reports.read()
 
         error = await failure(read_on())
-        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BACKEND_LOST")
         stream.cancel()
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BACKEND_LOST")
 
 
 async def test_admin_tokens_are_for_admin_calls_only_and_the_others_are_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from factories.wire.http2 import LIMITS, Socket
-from penstock.http2 import server_connection
+from penstock.http2 import frames, server_connection
 from penstock.http2.server_connection import Connection
 from penstock.http2.strangers import Strangers
 
@@ -98,10 +98,14 @@ async def test_one_that_has_to_go_and_does_not_read_is_cut_off(monkeypatch: pyte
     monkeypatch.setattr(server_connection, "_STRANGERS_LINGER_SECONDS", 0.01)
     strangers, sockets = Strangers(1, 0.1), [Socket(), Socket()]
     for socket in sockets:
-        Connection(LIMITS, _nobody, _nobody, _nobody, strangers=strangers).connection_made(socket)
+        connection = Connection(LIMITS, _nobody, _nobody, _nobody, strangers=strangers)
+        connection.connection_made(socket)
+        connection.data_received(frames.PREFACE + frames.settings(()))
     assert [socket.is_closed for socket in sockets] == [True, False]
-    while not sockets[0].is_aborted:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    # Less than its keepalive takes.
+    async with asyncio.timeout(40):
+        while not sockets[0].is_aborted:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def _nobody(_: object) -> None:
