@@ -101,7 +101,7 @@ def stamp_router() -> None:
 
     wrap_async(TextFlow, "run", _of_messages, before="router: handler")
     wrap_async(TokenizerLink, "apply_chat_template", _of_messages, "router: template asked", "router: prompt")
-    wrap(BackendSession, "submit", lambda _, state, __: _of_id(state.spec.request_id), after="router: submitted")
+    wrap(BackendSession, "submit", lambda _, state, *__: _of_id(state.spec.request_id), after="router: submitted")
     first = _once()
     wrap(
         BackendSession, "_on_delta", lambda _, one, *__: first(_of_id(one.state.spec.request_id)), "router: token read"

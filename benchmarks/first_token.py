@@ -179,7 +179,8 @@ class Round:
         self.seconds = time.monotonic() - begin
         self._connection.close()
         if len(self.first) != len(self.sent):
-            raise RuntimeError(f"{len(self.sent) - len(self.first)} of {len(self.sent)} requests failed")
+            last = self._connection.trailers.decode(errors="replace")
+            raise RuntimeError(f"{len(self.sent) - len(self.first)} of {len(self.sent)} requests failed: {last!r}")
 
     def milliseconds(self) -> list[float]:
         """Times from sent to first token, of every request."""
