@@ -207,8 +207,11 @@ def assert_full(error: PenstockError) -> None:
 
 async def test_one_request_alone_is_never_too_much_for_all(folder: Path) -> None:
     async with generation_service(folder, max_live_embeds_bytes=0) as client:
-        outcomes = [await client.generate(embedded()) for _ in range(3)]
-        assert [outcome.error for outcome in outcomes] == [None] * 3
+        for refused in (with_value(float("nan")), embedded(constraint=config_pb2.Constraint(regex="("))):
+            assert (await client.generate(embedded())).error is None
+            # Nor is anything held for one that was refused on the way.
+            assert isinstance((await client.generate(refused)).error, InvalidArgument)
+        assert (await client.generate(embedded())).error is None
 
 
 async def test_a_caller_that_leaves_frees_its_blocks_and_its_rows(client: Client) -> None:

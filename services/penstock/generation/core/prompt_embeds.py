@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class PromptEmbeds:
     """Embeddings of the first `num_tokens` tokens of a prompt (transformers' inputs_embeds), for all its sequences."""
 
     # (num_tokens, hidden size), row-major, in the model's dtype.
-    data: bytearray
+    data: bytearray = field(repr=False)
     num_tokens: int
     # Number of leading tokens whose id is PLACEHOLDER.
     num_placeholders: int

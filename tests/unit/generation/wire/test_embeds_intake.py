@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.common.errors import InvalidArgument
+from penstock.common.errors import InvalidArgument, ResourceExhausted
 from penstock.generation.core.prompt_embeds import PromptEmbeds
 from penstock.generation.core.tensors import TensorData
 from penstock.generation.wire import convert
-from penstock.generation.wire.embeds_intake import to_prompt_embeds
+from penstock.generation.wire.embeds_intake import EmbedsIntake, to_prompt_embeds
 from penstock.v1 import common_pb2, generation_pb2
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -122,3 +123,43 @@ def test_a_shape_of_millions_of_dimensions_is_not_copied() -> None:
     assert options.inputs_embeds is not None
     assert options.inputs_embeds.dtype == ""
     assert len(options.inputs_embeds.shape) < 10
+
+
+def intake(most_bytes: int) -> EmbedsIntake:
+    return EmbedsIntake("float32", 4, most_bytes, 0.5)
+
+
+def test_room_counts_what_waits_and_what_is_coming_as_it_will_be() -> None:
+    small, large = tensor_data(torch.zeros(5, 4)), tensor_data(torch.zeros(11, 4, dtype=torch.float16))
+    made = intake(160)
+    with made.room(small, 0), made.room(small, 0):
+        # 80 bytes each.
+        with pytest.raises(ResourceExhausted, match="160 bytes of --max-live-embeds-bytes 160"), made.room(small, 0):
+            raise AssertionError("there is no room")
+        with made.room(None, 0):
+            pass
+    with made.room(small, 80):
+        pass
+    # 88 bytes on the wire, and 176 in the model's dtype.
+    with pytest.raises(ResourceExhausted) as refused, made.room(large, 1):
+        raise AssertionError("there is no room")
+    assert (refused.value.reason, refused.value.retry_after_seconds) == ("QUEUE_FULL", 0.5)
+    with made.room(large, 0):
+        pass
+
+
+async def test_a_caller_that_leaves_in_the_middle_gives_its_room_back() -> None:
+    made = intake(0)
+    tensor = tensor_data(torch.zeros(1000, 400))
+
+    async def take() -> None:
+        with made.room(tensor, 0):
+            await made.convert(tensor, 0)
+
+    for _ in range(3):
+        task = asyncio.create_task(take())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await take()
