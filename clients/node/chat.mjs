@@ -41,6 +41,11 @@ export async function* chat(client, request, { deadlineSeconds = 60 } = {}) {
   if (!finished) throw new Error("the stream ended without Finished");
 }
 
+// A message without the names `_field` that the loader adds for every optional field: for people.
+export function plain(message) {
+  return Object.fromEntries(Object.entries(message).filter(([name]) => !name.startsWith("_")));
+}
+
 // Writes the server's status and its message about the field to stderr.
 export function reportFailure(error) {
   const status = Object.keys(grpc.status).find((name) => grpc.status[name] === error.code);
@@ -73,7 +78,8 @@ async function main() {
     if (message.event === "finished") {
       const { sequences, usage, timings } = message.finished;
       process.stdout.write("\n");
-      console.error(JSON.stringify({ finish_reason: sequences[0]?.finish_reason, usage, timings }));
+      const summary = { finish_reason: sequences[0]?.finish_reason, usage: plain(usage), timings: plain(timings) };
+      console.error(JSON.stringify(summary));
     }
   }
   client.close();

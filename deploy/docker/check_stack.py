@@ -1,65 +1,83 @@
-"""Run the compose stack for real: build, up, healthy, chat, scale, kill a backend, scrape; then take it down.
+"""Run the compose stacks for real: build, up, healthy, chat, scale, kill a backend, scrape; then take them down.
 
-Needs a Docker engine and docker-compose. Where no image registry is reachable, run deploy/docker/offline.sh first and
-source deploy/docker/offline.env. The result is printed, and written as Markdown with --out.
+Needs a Docker engine with `docker compose` or docker-compose. Where no image registry is reachable, run
+deploy/docker/offline.sh first and source deploy/docker/offline.env. The result is printed, and written as Markdown with
+--out. Without names all stacks are run, one after another:
+
+    plain    docker-compose.yml
+    tls      with docker-compose.tls.yml: TLS, without certificates of clients and without a token
+    token    the same with a bearer token
+    mutual   the same with certificates of clients instead
+    strict   docker-compose.tls.yml as it is: certificates of clients and a token
 
     python deploy/docker/check_stack.py --out dev/log/compose-run.md
+    python deploy/docker/check_stack.py tls mutual
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock_client import AsyncClient, Client, Completion
+from penstock_client import AsyncClient, Client, ClientConfig, Completion, TLSConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "penstock-check"
 ROUTER = f"localhost:{os.environ.get('PENSTOCK_GRPC_PORT', '50050')}"
 PROMETHEUS = f"http://localhost:{os.environ.get('PROMETHEUS_PORT', '9090')}"
+ROLES = ["tokenizer", "generation", "router"]
 # Grafana is left out: its image comes from a registry only, and a test checks its dashboard against the metrics.
-SERVICES = ["tokenizer", "generation", "router", "prometheus"]
+SERVICES = [*ROLES, "prometheus"]
+# Of the metrics port of the container that this runs in: the status without and with the token.
+ASK_METRICS = """
+import ssl, sys, urllib.error, urllib.request
+tls = ssl.create_default_context(cafile="/certs/ca.pem")
+tls.load_cert_chain("/certs/service.pem", "/certs/service.key")
+for token in (None, open("/certs/token").read().strip()):
+    headers = {"authorization": "Bearer " + token} if token else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(sys.argv[1], headers=headers), context=tls) as answer:
+            print(answer.status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
 
 
-def run(*command: str) -> str:
+def run(*command: str, environment: dict[str, str] | None = None) -> str:
     """Run a command and return its output. Raises CalledProcessError; the command's errors go to the terminal."""
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    whole = {**os.environ, **(environment or {})}
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=whole).stdout
 
 
-def compose(*arguments: str) -> str:
-    """docker-compose with this check's own project name."""
-    return run("docker-compose", "-p", PROJECT, "--profile", "observability", *arguments)
+@functools.cache
+def compose_command() -> list[str]:
+    """`docker compose` where Docker has that plugin, else docker-compose."""
+    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return ["docker", "compose"] if plugin.returncode == 0 else ["docker-compose"]
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 120.0) -> None:
+def until(condition: Callable[[], bool], what: str, timeout: float = 300.0) -> None:
     """Poll until `condition` holds. Raises TimeoutError that names `what`."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout:.0f} s")
         time.sleep(0.5)
-
-
-def containers(service: str) -> list[str]:
-    """Ids of the running containers of a service."""
-    return compose("ps", "-q", service).split()
-
-
-def healthy(service: str) -> bool:
-    """Every container of the service runs and reports healthy."""
-    states = [run("docker", "inspect", "-f", "{{.State.Health.Status}}", one).strip() for one in containers(service)]
-    return bool(states) and all(state == "healthy" for state in states)
 
 
 def query(expression: str) -> list[float]:
@@ -70,11 +88,62 @@ def query(expression: str) -> list[float]:
     return [float(series["value"][1]) for series in answer["data"]["result"]]
 
 
+@dataclass(frozen=True)
+class Stack:
+    """One of the stacks: its name, and what its services want of who calls them."""
+
+    name: str
+    tls: bool = False
+    client_certificates: bool = False
+    token: bool = False
+    # Folder with what make_certs.sh makes.
+    certs: Path = Path()
+
+    def compose(self, *arguments: str) -> str:
+        """docker-compose with this check's own project name."""
+        files = ["-f", "docker-compose.yml", *(["-f", "docker-compose.tls.yml"] if self.tls else [])]
+        off = {}
+        if not self.client_certificates:
+            off["PENSTOCK_TLS_CLIENT_CA"] = ""
+        if not self.token:
+            off["PENSTOCK_AUTH_TOKEN_FILE"] = ""
+        command = [*compose_command(), *files, "-p", PROJECT, "--profile", "observability", *arguments]
+        return run(*command, environment={**off, "CERTS": str(self.certs)} if self.tls else None)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the running containers of a service."""
+        return self.compose("ps", "-q", service).split()
+
+    def healthy(self, service: str) -> bool:
+        """Every container of the service runs and reports healthy."""
+        ids = self.containers(service)
+        states = [run("docker", "inspect", "-f", "{{.State.Health.Status}}", one).strip() for one in ids]
+        return bool(states) and all(state == "healthy" for state in states)
+
+    def client(self, **changes: Path | None) -> ClientConfig:
+        """Configuration of a client that gives what this stack asks for; `changes` are of its TLS."""
+        if not self.tls:
+            return ClientConfig()
+        files: dict[str, Path | None] = {"ca_file": self.certs / "ca.pem"}
+        if self.client_certificates:
+            files |= {"cert_file": self.certs / "client.pem", "key_file": self.certs / "client.key"}
+        token = (self.certs / "token").read_text().strip() if self.token else None
+        return ClientConfig(tls=TLSConfig(**(files | changes)), token=token)  # type: ignore[arg-type]
+
+    def flags(self, *, ca: bool = True, certificate: Path | None = None, token: bool = True) -> list[str]:
+        """Flags of `penstock complete`, with a folder of client certificates when there is one."""
+        flags = ["--tls-ca", str(self.certs / "ca.pem")] if ca else []
+        if certificate:
+            flags += ["--client-cert", str(certificate / "client.pem"), "--client-key", str(certificate / "client.key")]
+        return flags + (["--token-file", str(self.certs / "token")] if token and self.token else [])
+
+
 class Report:
     """Steps with their durations and a line of what was seen."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[str, float, str]] = []
+        self.rows: list[tuple[str, str, float, str]] = []
+        self.stack = ""
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
@@ -82,20 +151,22 @@ class Report:
         seen: list[str] = []
         start = time.monotonic()
         yield seen
-        self.rows.append((name, time.monotonic() - start, "; ".join(seen)))
-        print(f"{name}: {self.rows[-1][2]} ({self.rows[-1][1]:.1f} s)", flush=True)
+        self.rows.append((self.stack, name, time.monotonic() - start, "; ".join(seen)))
+        print(f"{self.stack}: {name}: {self.rows[-1][3]} ({self.rows[-1][2]:.1f} s)", flush=True)
 
     def markdown(self) -> str:
         """The whole run as a page."""
         commit = run("git", "rev-parse", "--short", "HEAD").strip()
         engine = run("docker", "version", "-f", "{{.Server.Version}}").strip()
         head = (
-            "# Last run of the compose stack\n\n"
+            "# Last run of the compose stacks\n\n"
             f"`python deploy/docker/check_stack.py`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {commit}, Docker "
-            f"{engine}, base image `{os.environ.get('PENSTOCK_BASE', 'python:3.11-slim-bookworm')}`.\n\n"
-            "| step | seconds | seen |\n|---|---|---|\n"
+            f"{engine}, base image `{os.environ.get('PENSTOCK_BASE', 'python:3.11-slim-bookworm')}`, load average "
+            f"{os.getloadavg()[2]:.0f} on {os.cpu_count()} cores.\n\n"
+            "| stack | step | seconds | seen |\n|---|---|---|---|\n"
         )
-        return head + "".join(f"| {name} | {seconds:.1f} | {seen} |\n" for name, seconds, seen in self.rows)
+        rows = [(stack, name, f"{seconds:.1f}", seen.replace("|", "\\|")) for stack, name, seconds, seen in self.rows]
+        return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def image_facts(role: str) -> str:
@@ -112,9 +183,9 @@ def image_facts(role: str) -> str:
     return f"{role} {size / 1e6:.0f} MB (uid {uid}, torch {torch}, compiler {compiler})"
 
 
-def device_of_generation() -> str:
+def device_of_generation(stack: Stack) -> str:
     """What the running generation service says that it computes on. Raises RuntimeError without C++ kernels."""
-    logs = compose("logs", "--no-color", "generation")
+    logs = stack.compose("logs", "--no-color", "generation")
     line = next(line for line in logs.splitlines() if " on cpu (" in line)
     device = line[line.index("cpu (") :]
     if "kernels" not in device:
@@ -122,32 +193,88 @@ def device_of_generation() -> str:
     return device
 
 
-async def kill_one_of_two() -> list[Completion]:
+def probe_answers(stack: Stack) -> str:
+    """What the containers' own health checks answered last. Raises RuntimeError for another answer than SERVING."""
+    answers = {}
+    for role in ROLES:
+        state = run("docker", "inspect", "-f", "{{json .State.Health}}", stack.containers(role)[0])
+        answers[role] = json.loads(state)["Log"][-1]["Output"].strip()
+    if set(answers.values()) != {"SERVING"}:
+        raise RuntimeError(f"health checks answered {answers}")
+    return "their health checks answer SERVING by the health socket"
+
+
+async def kill_one_of_two(stack: Stack) -> list[Completion]:
     """16 long chats; one backend is killed once every chat has begun."""
-    async with AsyncClient(ROUTER) as client:
+    async with AsyncClient(ROUTER, stack.client()) as client:
         streams = [client.chat(f"{i}: count from 1 to 20.", max_new_tokens=600, ignore_eos=True) for i in range(16)]
         await asyncio.gather(*(anext(stream) for stream in streams))
-        await asyncio.to_thread(run, "docker", "kill", containers("generation")[0])
+        await asyncio.to_thread(run, "docker", "kill", stack.containers("generation")[0])
         return await asyncio.gather(*(stream.result() for stream in streams))
 
 
-def check(report: Report) -> None:
-    """The steps, in order. Raises on the first that fails."""
+def refusal(flags: list[str], words: str) -> str:
+    """What `penstock complete` says when it is refused. Raises RuntimeError when it is not, or without `words`."""
+    command = [sys.executable, "-m", "penstock.cli.main", "complete", "--address", ROUTER, *flags, "Hello"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    told = done.stderr.strip()
+    if done.returncode == 0 or words not in told or len(told.splitlines()) != 1:
+        raise RuntimeError(
+            f"penstock complete {' '.join(flags)}: exit code {done.returncode}, {done.stdout!r}, {told!r}"
+        )
+    return told
+
+
+def refusals(stack: Stack, report: Report, folder: Path) -> None:
+    """Clients that lack what the stack wants are told what they lack."""
+    with report.step("a client in plaintext") as seen:
+        seen.append(refusal(stack.flags(ca=False, token=False), "speaks TLS"))
+    if stack.client_certificates:
+        with report.step("a client without a certificate") as seen:
+            seen.append(refusal(stack.flags(), "wants a client certificate"))
+        with report.step("a client with another CA's certificate") as seen:
+            foreign = folder / "foreign"
+            run("deploy/tls/make_certs.sh", str(foreign))
+            seen.append(refusal(stack.flags(certificate=foreign), "wants a client certificate"))
+    if stack.token:
+        with report.step("a client without the token") as seen:
+            own = stack.certs if stack.client_certificates else None
+            seen.append(refusal(stack.flags(certificate=own, token=False), "UNAUTHENTICATED"))
+        with report.step("metrics without the token and with it") as seen:
+            ports = {"router": 9100, "tokenizer": 9101, "generation": 9102}
+            for role, port in ports.items():
+                container = stack.containers(role)[0]
+                ask = ("python", "-c", ASK_METRICS, f"https://localhost:{port}/metrics")
+                answers = run("docker", "exec", container, *ask).split()
+                if answers != ["401", "200"]:
+                    raise RuntimeError(f"the metrics of {role} answered {answers}")
+            seen.append("401 and 200 from each service")
+
+
+def build(stack: Stack, report: Report) -> None:
+    """The images, which all stacks share."""
     with report.step("build") as seen:
-        compose("build", "-q", "tokenizer", "generation", "router")
+        stack.compose("build", "-q", *ROLES)
         seen += [image_facts(role) for role in ("router", "tokenizer", "generation")]
+
+
+def check(stack: Stack, report: Report, folder: Path) -> None:
+    """The steps, in order. Raises on the first that fails."""
     with report.step("up") as seen:
-        compose("up", "-d", *SERVICES)
-        for service in ("tokenizer", "generation", "router"):
-            until(lambda service=service: healthy(service), f"{service} healthy")  # type: ignore[misc]
-        seen.append(f"tokenizer, generation and router healthy; generation on {device_of_generation()}")
-    with report.step("chat") as seen, Client(ROUTER) as client:
+        stack.compose("up", "-d", *SERVICES)
+        for service in ROLES:
+            until(lambda service=service: stack.healthy(service), f"{service} healthy")  # type: ignore[misc]
+        seen.append(f"tokenizer, generation and router healthy; generation on {device_of_generation(stack)}")
+        seen.append(probe_answers(stack))
+    with report.step("chat") as seen, Client(ROUTER, stack.client()) as client:
         answer = client.chat("What is Penstock?", max_new_tokens=64).result()
         seen.append(f"{answer.text.strip()!r}, {answer.choices[0].finish_reason}")
+    if stack.tls:
+        refusals(stack, report, folder)
     with report.step("scale generation to 2") as seen:
-        compose("up", "-d", "--no-recreate", "--scale", "generation=2", *SERVICES)
-        until(lambda: len(containers("generation")) == 2 and healthy("generation"), "two healthy backends")
-        with Client(ROUTER) as client:
+        stack.compose("up", "-d", "--no-recreate", "--scale", "generation=2", *SERVICES)
+        until(lambda: len(stack.containers("generation")) == 2 and stack.healthy("generation"), "two healthy backends")
+        with Client(ROUTER, stack.client()) as client:
             until(lambda: client.get_model().backends == 2, "the router sees both")
         seen.append("the router sees 2 backends")
     with report.step("metrics") as seen:
@@ -155,33 +282,59 @@ def check(report: Report) -> None:
         until(lambda: sum(query("penstock_generation_tokens_total")) > 0, "Prometheus has counted tokens")
         seen.append("4 targets up, penstock_generation_tokens_total > 0")
     with report.step("kill one of two backends under 16 streams") as seen:
-        completions = asyncio.run(kill_one_of_two())
+        completions = asyncio.run(kill_one_of_two(stack))
         if any(one.usage.completion_tokens != 600 for one in completions):
             raise RuntimeError("a stream lost tokens")
         moved = sum(one.finished.attempts > 1 for one in completions)
         seen.append(f"16 of 16 streams finished with all their tokens, {moved} of them moved")
     with report.step("stop") as seen:
-        survivors = [*containers("router"), *containers("tokenizer"), *containers("generation")]
-        compose("stop")
+        survivors = [one for role in ("router", "tokenizer", "generation") for one in stack.containers(role)]
+        stack.compose("stop")
         codes = [run("docker", "inspect", "-f", "{{.State.ExitCode}}", one).strip() for one in survivors]
         seen.append(f"exit codes {', '.join(codes)}")
         if any(code not in ("0", "137") for code in codes) or codes.count("137") > 1:
             raise RuntimeError(f"exit codes {codes}")
 
 
+def stacks(certs: Path) -> dict[str, Stack]:
+    """All stacks, by name."""
+    every = (
+        Stack("plain"),
+        Stack("tls", tls=True, certs=certs),
+        Stack("token", tls=True, token=True, certs=certs),
+        Stack("mutual", tls=True, client_certificates=True, certs=certs),
+        Stack("strict", tls=True, client_certificates=True, token=True, certs=certs),
+    )
+    return {stack.name: stack for stack in every}
+
+
 def main() -> int:
-    """Run the check and always take the stack down."""
+    """Run the checks and always take the stack down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(stacks(Path()))
+    parser.add_argument("stacks", nargs="*", metavar="STACK", help=f"{', '.join(names)}; all of them without a name")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.stacks if name not in names]:
+        parser.error(f"there is no stack {unknown[0]!r}: {', '.join(names)}")
+    folder = Path(tempfile.mkdtemp(prefix="penstock-check-"))
     report = Report()
     try:
-        check(report)
-    except BaseException:
-        print(compose("logs", "--tail", "40"), file=sys.stderr)
-        raise
+        run("deploy/tls/make_certs.sh", str(folder / "certs"))
+        for number, name in enumerate(arguments.stacks or names):
+            stack = stacks(folder / "certs")[name]
+            report.stack = name
+            try:
+                if number == 0:
+                    build(stack, report)
+                check(stack, report, folder)
+            except BaseException:
+                print(stack.compose("logs", "--tail", "40"), file=sys.stderr)
+                raise
+            finally:
+                stack.compose("down", "-v", "--remove-orphans")
     finally:
-        compose("down", "-v", "--remove-orphans")
+        shutil.rmtree(folder)
     if arguments.out:
         arguments.out.write_text(report.markdown())
     return 0

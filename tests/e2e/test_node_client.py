@@ -47,6 +47,7 @@ def test_node_streams_the_same_chat_as_python(example: Path, stack: Stack) -> No
     summary = json.loads(done.stderr)
     assert summary["finish_reason"] == f"FINISH_REASON_{expected.choices[0].finish_reason}"
     assert summary["usage"]["completion_tokens"] == expected.usage.completion_tokens
+    assert all(name.endswith("_seconds") and not name.startswith("_") for name in summary["timings"])
 
 
 def test_node_gets_the_status_and_field_of_a_bad_request(example: Path, stack: Stack) -> None:

@@ -95,7 +95,7 @@ def test_command(command: str, served: Process, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(0, "tokens"), (1, '"gpu"'), (2, "Penstock is")],
+    [(0, "tokens"), (1, '"gpu"'), (2, "CPU")],
     ids=["chat", "options", "several prompts"],
 )
 def test_the_python_examples(served: Process, number: int, expected: str) -> None:

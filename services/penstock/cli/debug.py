@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, connect, no_answer
+from penstock.cli.client.connection import ConnectionConfig, connect, wait_connected
 from penstock.cli.console import console, say
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT
@@ -99,10 +99,7 @@ async def _ask(config: DebugConfig) -> State:
 
     channel, metadata = connect(config, opened)
     async with channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), config.connect_timeout_seconds)
-        except TimeoutError:
-            raise no_answer(config, _HINT) from None
+        await wait_connected(channel, config, _HINT)
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         if config.backend is not None:
             await _require_router(config, channel, metadata)

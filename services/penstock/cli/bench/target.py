@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import secrets
 import time
@@ -15,7 +14,7 @@ import grpc
 from penstock_client import ClientConfig
 
 from penstock.cli.bench.config import BenchConfig, lengths
-from penstock.cli.client.connection import no_answer
+from penstock.cli.client.connection import wait_connected
 from penstock.common.errors import (
     DeadlineExceeded,
     NotFound,
@@ -134,11 +133,8 @@ class Target:
         await self._channel.close(None)
 
     async def wait_ready(self) -> None:
-        """Wait until connected. Raises StartupError after --connect-timeout-seconds."""
-        try:
-            await asyncio.wait_for(self._channel.channel_ready(), self._config.connect_timeout_seconds)
-        except TimeoutError:
-            raise no_answer(self._config) from None
+        """Wait until connected. Raises StartupError after --connect-timeout-seconds, or for a reason that lasts."""
+        await wait_connected(self._channel, self._config)
 
     async def vocab_size(self) -> int:
         """Ask for the model's vocabulary size. Raises PenstockError; StartupError at the address of another service."""

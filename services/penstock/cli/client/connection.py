@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.cli.console import complain
 from penstock.common.options import option
 from penstock.common.ports import ROUTER_PORT
 
 if TYPE_CHECKING:
+    import grpc
     from penstock_client import Client, ClientConfig
 
-    from penstock.common.errors import StartupError
+    from penstock.cli.client.silence import Silence
 
 GROUP = "Connection"
 T = TypeVar("T")
+# Without a connection for so long the address is asked for the reason: most reasons do not go away by waiting.
+FIRST_LOOK_SECONDS = 1.0
+_HINT = "is `penstock serve` running?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +41,49 @@ class ConnectionConfig:
 
 
 def open_client(config: ConnectionConfig) -> Client:
-    """Yield a connected client. Raises StartupError for unreadable files, and without an answer."""
+    """Return a connected client. Raises StartupError for unreadable files, and without an answer."""
     from penstock_client import Client
 
     from penstock.common.errors import Unavailable
 
     client = connect(config, lambda made: Client(config.address, made))
     try:
-        client.wait_ready()
-    except Unavailable:
+        for wait, rest in _waits(config):
+            try:
+                client.wait_ready(wait)
+                break
+            except Unavailable:
+                _look(config, rest, _HINT)
+    except BaseException:
         client.close()
-        raise no_answer(config) from None
+        raise
     return client
+
+
+async def wait_connected(channel: grpc.aio.Channel, config: ConnectionConfig, hint: str = _HINT) -> None:
+    """Wait until a channel is connected. Raises StartupError without an answer; `hint` says what may be wrong."""
+    for wait, rest in _waits(config):
+        try:
+            await asyncio.wait_for(channel.channel_ready(), wait)
+            return
+        except TimeoutError:
+            await asyncio.to_thread(_look, config, rest, hint)
+
+
+def _waits(config: ConnectionConfig) -> list[tuple[float, float]]:
+    """Return the seconds to wait for a connection, and those that are left after them."""
+    whole = config.connect_timeout_seconds
+    first = min(FIRST_LOOK_SECONDS, whole)
+    return [(first, whole - first), (whole - first, 0.0)][: 2 if whole > first else 1]
+
+
+def _look(config: ConnectionConfig, rest: float, hint: str) -> None:
+    """Raise the reason of a missing connection, unless it is worth to wait longer; then tell a person who waits."""
+    reason = _no_answer(config, hint)
+    if reason.lasts or not rest:
+        raise reason from None
+    if sys.stderr.isatty():
+        complain(f"no connection to {config.address} yet, trying for {rest:.0f} s more")
 
 
 def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
@@ -76,8 +114,7 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
         raise StartupError(str(error), flag="--tls-ca") from error
 
 
-def no_answer(config: ConnectionConfig, hint: str = "is `penstock serve` running?") -> StartupError:
-    """Make the error for an address without an answer: the reason is looked for at the address."""
+def _no_answer(config: ConnectionConfig, hint: str) -> Silence:
     from penstock.cli.client.silence import silence_of
 
     return silence_of(

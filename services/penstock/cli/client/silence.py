@@ -4,7 +4,6 @@ certificates that one side does not accept.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 
@@ -19,6 +18,14 @@ _FLAGS = {"--channel-tls-ca": "--tls-ca", "--channel-tls-cert": "--client-cert",
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
+class Silence(StartupError):
+    """A server gave no answer. `lasts` where waiting mends nothing: the other side said what it does not accept."""
+
+    def __init__(self, message: str, *, flag: str, lasts: bool = False) -> None:
+        super().__init__(message, flag=flag)
+        self.lasts = lasts
+
+
 def silence_of(
     address: str,
     *,
@@ -28,7 +35,7 @@ def silence_of(
     client_key: str | None,
     name: str | None,
     hint: str = "is `penstock serve` running?",
-) -> StartupError:
+) -> Silence:
     """Make the error for `address`, which did not answer with these settings; it names the flag to change.
 
     Blocks for some seconds at most. `name` is the one expected in the certificate when it is not the address's. `hint`
@@ -49,10 +56,10 @@ def silence_of(
                 return _of_plaintext(address, host, plain)
             return _of_tls(address, plain, context, name or host)
     except (OSError, ValueError, OverflowError):
-        return StartupError(f"no server answers at {address}; {hint}", flag="--address")
+        return Silence(f"no server answers at {address}; {hint}", flag="--address")
 
 
-def _of_plaintext(address: str, host: str, plain: socket.socket) -> StartupError:
+def _of_plaintext(address: str, host: str, plain: socket.socket) -> Silence:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -63,7 +70,8 @@ def _of_plaintext(address: str, host: str, plain: socket.socket) -> StartupError
         # An alert: only TLS has them.
     except OSError:
         return _too_slow(address)
-    return StartupError(f"{address} speaks TLS: give --tls-ca FILE, or --tls for the system's CAs", flag="--tls-ca")
+    told = f"{address} speaks TLS: give --tls-ca FILE, or --tls for the system's CAs"
+    return Silence(told, flag="--tls-ca", lasts=True)
 
 
 def _is_plaintext(error: ssl.SSLError) -> bool:
@@ -72,38 +80,50 @@ def _is_plaintext(error: ssl.SSLError) -> bool:
     return error.reason in signs or isinstance(error, ssl.SSLEOFError)
 
 
-def _of_tls(address: str, plain: socket.socket, context: ssl.SSLContext, name: str) -> StartupError:
-    wants_certificate = StartupError(
-        f"{address} wants a client certificate that it knows: --client-cert and --client-key", flag="--client-cert"
-    )
+def _of_tls(address: str, plain: socket.socket, context: ssl.SSLContext, name: str) -> Silence:
     try:
         secure = context.wrap_socket(plain, server_hostname=name)
     except ssl.SSLCertVerificationError as error:
         why = error.verify_message
         if "mismatch" in why:
-            flag = "--server-name"
-            return StartupError(f"the certificate of {address} is not for {name}: give {flag}", flag=flag)
-        return StartupError(f"the certificate of {address} is not accepted ({why}): give its CA", flag="--tls-ca")
+            told = f"the certificate of {address} is not for {name}: give --server-name"
+            return Silence(told, flag="--server-name", lasts=True)
+        return Silence(
+            f"the certificate of {address} is not accepted ({why}): give its CA", flag="--tls-ca", lasts=True
+        )
+    except TimeoutError:
+        return _too_slow(address)
     except OSError as error:
         if isinstance(error, ssl.SSLError) and not _is_plaintext(error):
             # An alert of TLS 1.2.
-            return wants_certificate
-        return StartupError(f"{address} speaks no TLS: leave --tls and --tls-ca out", flag="--tls-ca")
-    with secure, contextlib.suppress(OSError):
-        secure.sendall(_PREFACE)
-        if secure.recv(1):
+            return _wants_certificate(address)
+        # Who only hangs up may be the proxy of a server that is still starting.
+        said = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError) and error.reason is not None
+        return Silence(f"{address} speaks no TLS: leave --tls and --tls-ca out", flag="--tls-ca", lasts=said)
+    with secure:
+        try:
+            secure.sendall(_PREFACE)
+            answers = bool(secure.recv(1))
+        except OSError as error:
+            answers = isinstance(error, TimeoutError)
+        if answers:
             return _too_slow(address)
-    # TLS 1.3 refuses a client after the handshake.
-    return wants_certificate
+    # TLS 1.3 refuses a client after the handshake: it hangs up, with an alert or without.
+    return _wants_certificate(address)
 
 
-def with_own_flags(error: StartupError) -> StartupError:
+def with_own_flags(error: StartupError) -> Silence:
     """Return `error` of a ChannelConfig's file with the names that a command has for these flags."""
-    message, flag = error.message, error.flag
+    message, flag = error.message, error.flag or "--tls-ca"
     for theirs, ours in _FLAGS.items():
         message, flag = message.replace(theirs, ours), ours if flag == theirs else flag
-    return StartupError(message, flag=flag)
+    return Silence(message, flag=flag, lasts=True)
 
 
-def _too_slow(address: str) -> StartupError:
-    return StartupError(f"{address} accepts connections but did not answer in time", flag="--connect-timeout-seconds")
+def _wants_certificate(address: str) -> Silence:
+    told = f"{address} wants a client certificate that it knows: --client-cert and --client-key"
+    return Silence(told, flag="--client-cert", lasts=True)
+
+
+def _too_slow(address: str) -> Silence:
+    return Silence(f"{address} accepts connections but did not answer in time", flag="--connect-timeout-seconds")

@@ -129,7 +129,7 @@ def intake(most_bytes: int) -> EmbedsIntake:
     return EmbedsIntake("float32", 4, most_bytes, 0.5)
 
 
-def test_room_counts_what_waits_and_what_is_coming_as_it_will_be() -> None:
+def test_room_counts_rows_that_wait_and_rows_to_come_at_their_final_size() -> None:
     small, large = tensor_data(torch.zeros(5, 4)), tensor_data(torch.zeros(11, 4, dtype=torch.float16))
     made = intake(160)
     with made.room(small, 0), made.room(small, 0):
