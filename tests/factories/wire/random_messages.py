@@ -1,4 +1,7 @@
-"""Random protobuf messages of any type, by its descriptor: extreme numbers, odd texts, deep nesting, unknown fields."""
+"""Random protobuf messages of any type, by its descriptor: extreme numbers, odd texts, deep nesting, unknown fields.
+
+Some are good messages with a few fields changed: what is drawn whole is mostly refused at its first bad field.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,12 @@ _DEEPEST = 12
 class RandomMessages:
     """Draws messages; the same seed, the same messages."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self._draw = random.Random(seed)
+
+    def chance(self, share: float) -> bool:
+        """Return True in `share` of the calls."""
+        return self._draw.random() < share
 
     def message(self, kind: Any, density: float | None = None) -> Any:
         """Return a message of the class `kind`, in which each field is set with the chance `density`."""
@@ -38,10 +45,21 @@ class RandomMessages:
         self._fill(made, self._draw.choice((0.05, 0.2, 0.5)) if density is None else density, 0)
         return made
 
-    def damaged(self, data: bytes) -> bytes:
-        """Return the bytes of a message as they are, cut, with a byte changed, or with a field nobody knows."""
+    def changed(self, message: Any) -> Any:
+        """Return a copy of a message in which up to four fields, of messages within it too, are set or cleared."""
+        made = type(message)()
+        made.CopyFrom(message)
+        for _ in range(self._draw.choice((0, 1, 1, 1, 2, 4))):
+            self._change(made, 0)
+        return made
+
+    def damaged(self, data: bytes, one_of: int = 12) -> bytes:
+        """Return the bytes of a message as they are, cut, with a byte changed, or with a field nobody knows.
+
+        They stay as they are but for four cases in `one_of`.
+        """
         draw = self._draw
-        match draw.randrange(12):
+        match draw.randrange(one_of):
             case 0:
                 return data[: draw.randrange(len(data) + 1)]
             case 1 if data:
@@ -57,18 +75,37 @@ class RandomMessages:
     def _fill(self, message: Any, density: float, depth: int) -> None:
         descriptor: Descriptor = message.DESCRIPTOR
         for field in descriptor.fields:
-            if self._draw.random() >= density or (field.message_type is not None and depth >= _DEEPEST):
-                continue
-            if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                self._fill_map(getattr(message, field.name), field, depth)
-            elif field.is_repeated:
-                self._fill_list(getattr(message, field.name), field, density, depth)
-            elif field.message_type is not None:
-                inner = getattr(message, field.name)
-                inner.SetInParent()
-                self._fill(inner, density * 0.8, depth + 1)
-            else:
-                setattr(message, field.name, self._scalar(field))
+            if self._draw.random() < density and (field.message_type is None or depth < _DEEPEST):
+                self._set(message, field, density, depth)
+
+    def _set(self, message: Any, field: FieldDescriptor, density: float, depth: int) -> None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            self._fill_map(getattr(message, field.name), field, depth)
+        elif field.is_repeated:
+            self._fill_list(getattr(message, field.name), field, density, depth)
+        elif field.message_type is not None:
+            inner = getattr(message, field.name)
+            inner.SetInParent()
+            self._fill(inner, density * 0.8, depth + 1)
+        else:
+            setattr(message, field.name, self._scalar(field))
+
+    def _change(self, message: Any, depth: int) -> None:
+        descriptor: Descriptor = message.DESCRIPTOR
+        if not descriptor.fields:
+            return
+        draw, field = self._draw, self._draw.choice(descriptor.fields)
+        is_message = field.message_type is not None and not field.message_type.GetOptions().map_entry
+        entries = getattr(message, field.name)
+        if draw.random() < 0.1:
+            message.ClearField(field.name)
+        elif is_message and not field.is_repeated and depth < _DEEPEST:
+            entries.SetInParent()
+            self._change(entries, depth + 1)
+        elif is_message and field.is_repeated and len(entries) and draw.random() < 0.7:
+            self._change(draw.choice(entries), depth + 1)
+        else:
+            self._set(message, field, 0.2, depth)
 
     def _fill_list(self, entries: Any, field: FieldDescriptor, density: float, depth: int) -> None:
         few = field.message_type is not None and depth > 2

@@ -104,6 +104,13 @@ class RawClient:
             if (kind, where) == (frames.DATA, stream):
                 return payload
 
+    async def until(self, kind: int) -> list[tuple[int, int, int, bytes]]:
+        """Return kind, flags, stream and payload of the next frames, up to one of this kind. Raises EOFError."""
+        seen = [await self._next()]
+        while seen[-1][0] != kind:
+            seen.append(await self._next())
+        return seen
+
     async def _next(self) -> tuple[int, int, int, bytes]:
         frame = await anext(self._frames, None)
         if frame is None:

@@ -1,0 +1,139 @@
+"""Good requests of every call that takes more than a name, drawn at random: where a fuzzer that changes them begins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from factories.engine.mixed import mixed_request, structured, textual
+from factories.engine.modes import to_message
+from factories.wire.random_messages import CANARY
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, tokenizer_pb2
+
+# In texts: it may appear in no log, metric or error.
+_TEXT = f"one {CANARY} two three"
+_ROLES = ("system", "user", "assistant", "user")
+_EXTRA = {"structured": structured("none"), "textual": textual}
+
+
+def good_requests(name: str, draw: random.Random) -> list[Any]:
+    """Return the messages of a call of the method `name` ("penstock.v1.TextService.Chat"); none for other methods."""
+    make = _MAKERS.get(name)
+    return make(draw) if make is not None else []
+
+
+def _ids(draw: random.Random, most: int = 20) -> list[int]:
+    return [draw.randrange(3, 300) for _ in range(draw.randint(1, most))]
+
+
+def _runs(draw: random.Random) -> list[common_pb2.TokenIds]:
+    return [common_pb2.TokenIds(ids=_ids(draw)) for _ in range(draw.randint(1, 4))]
+
+
+def _generate(draw: random.Random) -> generation_pb2.GenerateRequest:
+    arguments = mixed_request(draw, _EXTRA)
+    arguments.update(draw.choice(({}, {}, {"output_scores": True}, {"prompt_logprobs": 2}, {"top_logprobs": 5})))
+    message = to_message(arguments.pop("prompt"), arguments)
+    message.request_id = f"{draw.randrange(1 << 60):x}"
+    return message
+
+
+def _text(draw: random.Random, kind: Any) -> Any:
+    generate = _generate(draw)
+    made = kind(config=generate.config, stop=generate.stop, output=generate.output, cache_salt=generate.cache_salt)
+    if generate.HasField("constraint"):
+        made.constraint.CopyFrom(generate.constraint)
+    if generate.eos_token_ids:
+        made.config.eos_token_id[:] = generate.eos_token_ids
+    return made
+
+
+def _generate_text(draw: random.Random) -> list[Any]:
+    made = _text(draw, text_pb2.GenerateTextRequest)
+    if draw.random() < 0.5:
+        made.text = _TEXT * draw.randint(1, 4)
+    else:
+        made.token_ids.ids.extend(_ids(draw))
+    return [made]
+
+
+def _messages(draw: random.Random) -> list[tokenizer_pb2.Message]:
+    count = draw.randint(1, len(_ROLES))
+    return [tokenizer_pb2.Message(role=role, content=_TEXT) for role in _ROLES[-count:]]
+
+
+def _chat(draw: random.Random) -> list[Any]:
+    made = _text(draw, text_pb2.ChatRequest)
+    made.messages.extend(_messages(draw))
+    return [made]
+
+
+def _watermarking(draw: random.Random) -> config_pb2.WatermarkingConfig:
+    if draw.random() < 0.5:
+        return config_pb2.WatermarkingConfig(greenlist_ratio=0.4, bias=1.5)
+    synthid = config_pb2.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 6, 7], context_history_size=4)
+    return config_pb2.WatermarkingConfig(synthid=synthid)
+
+
+def _decode_stream(draw: random.Random) -> list[Any]:
+    """Make sequences that open, go on and end on one stream."""
+    item, live = tokenizer_pb2.DecodeStreamItem, list(range(draw.randint(1, 5)))
+    options = tokenizer_pb2.DecodeStreamOpen(stop_strings=draw.choice(([], ["e", "in"])), prefix_token_ids=_ids(draw))
+    begin = [item(stream_id=one, open=options, token_ids=_ids(draw)) for one in live]
+    steps = [[item(stream_id=one, token_ids=_ids(draw, 3)) for one in live] for _ in range(draw.randint(0, 3))]
+    end = [item(stream_id=one, token_ids=_ids(draw, 3), finish=True) for one in live]
+    return [tokenizer_pb2.DecodeStreamRequest(items=items) for items in (begin, *steps, end)]
+
+
+def _session(draw: random.Random) -> list[Any]:
+    requests = [_generate(draw) for _ in range(draw.randint(1, 3))]
+    made = [generation_pb2.SessionRequest(submit=one, handle=draw.randrange(3)) for one in requests]
+    if draw.random() < 0.3:
+        abort = generation_pb2.SessionAbort(request_id=requests[0].request_id)
+        made.append(generation_pb2.SessionRequest(abort=abort))
+    return made
+
+
+def _score(draw: random.Random) -> list[Any]:
+    item = generation_pb2.ScoreItem
+    items = [item(prompt_token_ids=_ids(draw), continuation_token_ids=_ids(draw)) for _ in range(draw.randint(1, 3))]
+    return [generation_pb2.ScoreRequest(items=items, top_logprobs=draw.choice((None, 3)))]
+
+
+def _score_text(draw: random.Random) -> list[Any]:
+    items = [text_pb2.ScoreTextItem(prompt=_TEXT, continuation=" four") for _ in range(draw.randint(1, 3))]
+    return [text_pb2.ScoreTextRequest(items=items, top_logprobs=draw.choice((None, 3)))]
+
+
+def _abort(draw: random.Random) -> list[Any]:
+    return [generation_pb2.AbortRequest(request_ids=[CANARY, f"{draw.randrange(1 << 60):x}"])]
+
+
+_MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
+    "penstock.v1.TextService.Generate": _generate_text,
+    "penstock.v1.TextService.Chat": _chat,
+    "penstock.v1.TextService.Embed": lambda draw: [text_pb2.EmbedTextRequest(texts=[_TEXT, "four"])],
+    "penstock.v1.TextService.Score": _score_text,
+    "penstock.v1.TextService.DetectWatermark": lambda draw: [
+        text_pb2.DetectWatermarkTextRequest(text=_TEXT * 3, watermarking_config=_watermarking(draw))
+    ],
+    "penstock.v1.TokenizerService.Encode": lambda draw: [
+        tokenizer_pb2.EncodeRequest(texts=[_TEXT, "four"], return_offsets=True)
+    ],
+    "penstock.v1.TokenizerService.Decode": lambda draw: [tokenizer_pb2.DecodeRequest(sequences=_runs(draw))],
+    "penstock.v1.TokenizerService.ApplyChatTemplate": lambda draw: [
+        tokenizer_pb2.ApplyChatTemplateRequest(messages=_messages(draw), add_generation_prompt=True)
+    ],
+    "penstock.v1.TokenizerService.DecodeStream": _decode_stream,
+    "penstock.v1.GenerationService.Generate": lambda draw: [_generate(draw)],
+    "penstock.v1.GenerationService.Session": _session,
+    "penstock.v1.GenerationService.Score": _score,
+    "penstock.v1.GenerationService.Embed": lambda draw: [generation_pb2.EmbedRequest(inputs=_runs(draw))],
+    "penstock.v1.GenerationService.DetectWatermark": lambda draw: [
+        generation_pb2.DetectWatermarkRequest(
+            token_ids=[one for _ in range(6) for one in _ids(draw)], watermarking_config=_watermarking(draw)
+        )
+    ],
+    "penstock.v1.GenerationService.Abort": _abort,
+}
