@@ -28,9 +28,10 @@ CALLS = 16
 CONNECTIONS = 150
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
-# Of an attack: connections, seconds of each trick, and the most memory that it may cost.
+# Of an attack: connections, seconds of each trick in the first round and in those of `make chaos`, and the most memory
+# that it may cost.
 ATTACKERS = 8
-TRICK_SECONDS = 0.15
+TRICK_SECONDS, LONG_TRICK_SECONDS = 0.4, 2.0
 MOST_BYTES = 64 << 20
 # Process that is attacked: a method of it that needs a token, none that the invariants count.
 TARGETS = {
@@ -149,10 +150,10 @@ async def test_a_stream_does_not_notice_what_clients_do_beside_it(
     await chaos.invariants.hold()
 
 
-async def tricks_begun(process: Process, path: str) -> dict[str, int]:
+async def tricks_begun(process: Process, path: str, trick_seconds: float) -> dict[str, int]:
     """Attack a process once by every trick, from another process; return on how many connections each was begun."""
     command = (sys.executable, "-m", "factories.wire.attacker", process.address, "--path", path, "--rounds", "1")
-    limits = ("--connections", str(ATTACKERS), "--trick-seconds", str(TRICK_SECONDS))
+    limits = ("--connections", str(ATTACKERS), "--trick-seconds", str(trick_seconds))
     attacker = await asyncio.create_subprocess_exec(
         *command, *limits, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT / "tests"
     )
@@ -215,7 +216,7 @@ async def test_callers_without_a_token_try_every_trick_in_vain(
     healthy, memory = (asyncio.ensure_future(watch(process, over)) for watch in (times_healthy, most_memory))
     streams = [asyncio.ensure_future(exact_streams(chaos, place, over)) for place in range(3)]
     try:
-        begun = await tricks_begun(process, TARGETS[target])
+        begun = await tricks_begun(process, TARGETS[target], LONG_TRICK_SECONDS if number else TRICK_SECONDS)
     finally:
         over.set()
         done = await asyncio.gather(*streams, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections import deque
@@ -35,6 +36,8 @@ _CONTENT_TYPE = "application/grpc"
 # Most bytes of answers that wait for a stranger. Seconds that it waits for the end after it broke the protocol, and
 # that it has to read the last bytes where others need its place.
 _STRANGERS_WRITE_BYTES, _STRANGERS_LINGER_SECONDS = 16 << 10, 1.0
+# States of TCP: reset, and closed by the other end.
+_HUNG_UP = (7, 8)
 # Streams that ended before their requests, whose frames may still be on their way, and gaps between numbers of streams.
 _MOST_CUT_OFF, _MOST_SKIPPED = 1000, 64
 # Calls whose windows are changed for the price of one frame.
@@ -303,7 +306,14 @@ class Connection(asyncio.Protocol):
             self._strangers.spend(self, seconds)
 
     def go_on(self) -> None:
-        """Look at the bytes of a stranger that wait, for a slice of time."""
+        """Look at the bytes of a stranger that wait, for a slice of time; not at those of one that has hung up."""
+        if self._transport is not None and _has_hung_up(self._transport):
+            # It is not read, so nobody would be told before all that it has sent had its turns.
+            self.abort()
+        else:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
         self._goes_on = False
         if self._is_closing or self._transport is None:
             return
@@ -332,7 +342,7 @@ class Connection(asyncio.Protocol):
         elif not self._goes_on and self._strangers is not None:
             self._goes_on = True
             if self._strangers.may_go_on(self):
-                self.go_on()
+                self._take_turn()
             elif self._transport is not None:
                 self._transport.pause_reading()
 
@@ -659,6 +669,19 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self.send(frames.frame(frames.PING, 0, 0, b"penstock"))
+
+
+def _has_hung_up(transport: asyncio.Transport) -> bool:
+    """True when the other end has closed or reset its connection, whatever it sent before. Only Linux tells."""
+    end = transport.get_extra_info("socket")
+    if end is None or not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        state: int = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError:
+        # Not TCP.
+        return False
+    return state in _HUNG_UP
 
 
 def _refusal(headers: dict[str, str]) -> int:

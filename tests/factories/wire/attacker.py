@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from factories.wire.raw_client import reset
 from factories.wire.tricks import TRICKS, Trick
 
 # One trick, and whether its player reads the answers.
@@ -67,7 +68,7 @@ class Attacker:
                     async with asyncio.timeout(max(0.0, until - time.monotonic())):
                         await self._send(trick, writer, reading)
             finally:
-                writer.transport.abort()
+                reset(writer)
                 if reading is not None:
                     reading.cancel()
 

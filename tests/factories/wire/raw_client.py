@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator
 
 from factories.wire.conformance import HELLO
@@ -51,6 +52,14 @@ class Seen:
         return None
 
 
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Reset a connection (RST): nothing that was written is sent any more."""
+    end = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
 async def frames_from(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, int, int, bytes]]:
     """Yield kind, flags, stream and payload of each frame until the connection ends."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -89,6 +98,10 @@ class RawClient:
         with contextlib.suppress(OSError):
             self._writer.write(data)
             await self._writer.drain()
+
+    def hang_up(self) -> None:
+        """Reset the connection, as the end of a process that is killed does: what is under way is lost."""
+        reset(self._writer)
 
     async def outcome(self, stream: int) -> tuple[str, int]:
         """Return what became of `stream`, or of the connection, once something has."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import struct
+
+from factories.wire.raw_client import reset
 
 # Bytes of a client in which a connection's purpose is looked for.
 _FIRST_BYTES = 4096
@@ -75,10 +75,7 @@ class TcpProxy:
     def reset(self) -> None:
         """Reset every connection (RST, what is under way is lost) and accept new ones."""
         for writer in list(self._writers):
-            end = writer.get_extra_info("socket")
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
+            reset(writer)
 
     def reset_after(self, count: int) -> None:
         """Reset every connection once, after `count` bytes more from the target, at any place of a frame."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,27 @@ async def test_floods_wait_and_probes_do_not(tokens: str) -> None:
             assert (await stub.GetTokenizer(pb.GetTokenizerRequest())).vocab_size == 7
         assert not sending.done()
         sending.cancel()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux tells that an unread peer has gone")
+async def test_a_flood_ends_with_its_connection(tokens: str) -> None:
+    """What had come before it hung up, and was not looked at, is not worked for."""
+    update = frames.window_update(0, 1)
+    async with guarded("asyncio", tokens, anonymous_cpu_share=0.001) as (_, running, _):
+        server: Any = running._server
+
+        def has_left_much() -> bool:
+            return server._strangers.are_many and any(len(one._received) > 50_000 for one in server._connections)
+
+        async with RawClient.opened(running.address) as flood:
+            sending = asyncio.ensure_future(flood.send(400_000 * update))
+            await until(has_left_much)
+            sending.cancel()
+            flood.hang_up()
+            (connection,) = server._connections
+            left, before = len(connection._received) // len(update), connection.window
+            await until(lambda: not server._connections)
+        assert connection.window - before < left / 2
 
 
 async def test_a_connection_is_trusted_once_a_call_was_admitted(tokens: str) -> None:
