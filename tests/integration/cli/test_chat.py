@@ -85,7 +85,7 @@ async def test_chat_remembers_the_conversation_until_it_is_reset() -> None:
     async with scripted() as (script, address):
         lines = ["one", "two", "bad", "/system be brief", "three", "/reset", "four", "/quit", "never"]
         code, stdout, stderr = await penstock("chat", "--address", address, stdin="\n".join(lines) + "\n")
-    assert code == 0
+    assert code == 1, "a question was refused, and nobody reads along"
     assert stdout.split() == ["one!", "two!", "three!", "four!"]
     assert "INVALID_ARGUMENT: messages: not this one" in stderr
     spoken = [[(message.role, message.content) for message in chat.messages] for chat in script.chats]
@@ -100,7 +100,8 @@ async def test_chat_remembers_the_conversation_until_it_is_reset() -> None:
 
 async def test_chat_shows_counts_and_timings_when_asked() -> None:
     async with scripted() as (_, address):
-        _, stdout, _ = await penstock("chat", "--address", address, "--stats", stdin="hi\n")
+        code, stdout, _ = await penstock("chat", "--address", address, "--stats", stdin="hi\n")
+    assert code == 0
     assert "5 prompt (2 cached) + 3 tokens · first after 12.5 ms · 20 tok/s · STOP_EOS" in stdout
 
 

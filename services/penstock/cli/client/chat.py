@@ -30,7 +30,10 @@ def split_options(given: Overrides) -> tuple[ConnectionConfig, SamplingConfig]:
 
 
 def run_chat(given: Overrides) -> None:
-    """Converse until /quit or the end of input. Raises StartupError when no server answers."""
+    """Converse until /quit or the end of input. Raises StartupError when no server answers.
+
+    The exit code is 1 where the input is no terminal, so that nobody reads along, and a question failed.
+    """
     connection, sampling = split_options(given)
     allow_any_text()
     with open_client(connection) as client:
@@ -38,7 +41,10 @@ def run_chat(given: Overrides) -> None:
             import readline  # noqa: F401  # line editing and history for input()
 
             console().print(f"connected to {connection.address}; {HELP}", style="dim")
-        ChatSession(client, sampling).run(lambda: input("› " if sys.stdin.isatty() else ""))
+        session = ChatSession(client, sampling)
+        session.run(lambda: input("› " if sys.stdin.isatty() else ""))
+    if session.has_failed and not sys.stdin.isatty():
+        raise SystemExit(1)
 
 
 @dataclass
@@ -50,6 +56,8 @@ class ChatSession:
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     show_stats: bool = False
+    # True: some question had no answer.
+    has_failed: bool = False
 
     def __post_init__(self) -> None:
         self.show_stats = self.sampling.stats
@@ -89,6 +97,7 @@ class ChatSession:
         except PenstockError as error:
             # The conversation goes on without the question that failed.
             complain(f"{error.code.name}: {error.message}")
+            self.has_failed = True
             return
         if completion is None:
             return
