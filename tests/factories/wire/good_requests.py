@@ -10,10 +10,13 @@ from factories.engine.mixed import mixed_request, structured, textual
 from factories.engine.modes import to_message
 from factories.wire.random_messages import CANARY
 from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, tokenizer_pb2
+from penstock_client._tensors import set_rows
 
 # In texts: it may appear in no log, metric or error.
 _TEXT = f"one {CANARY} two three"
 _ROLES = ("system", "user", "assistant", "user")
+# Numbers of a row of embeddings: the tiny checkpoints'.
+_HIDDEN_SIZE = 48
 _EXTRA = {"structured": structured("none"), "textual": textual}
 
 
@@ -36,7 +39,18 @@ def _generate(draw: random.Random) -> generation_pb2.GenerateRequest:
     arguments.update(draw.choice(({}, {}, {"output_scores": True}, {"prompt_logprobs": 2}, {"top_logprobs": 5})))
     message = to_message(arguments.pop("prompt"), arguments)
     message.request_id = f"{draw.randrange(1 << 60):x}"
+    if draw.random() < 0.2:
+        _embed(draw, message)
+        if not message.inputs_embeds_before_ids:
+            del message.prompt_token_ids[:]
     return message
+
+
+def _embed(draw: random.Random, message: Any) -> None:
+    """Give a request a prompt of embeddings, in place of ids or before them."""
+    rows = [[draw.uniform(-0.5, 0.5) for _ in range(_HIDDEN_SIZE)] for _ in range(draw.randint(1, 9))]
+    set_rows(message.inputs_embeds, rows)
+    message.inputs_embeds_before_ids = draw.random() < 0.5
 
 
 def _text(draw: random.Random, kind: Any) -> Any:
@@ -51,6 +65,10 @@ def _text(draw: random.Random, kind: Any) -> Any:
 
 def _generate_text(draw: random.Random) -> list[Any]:
     made = _text(draw, text_pb2.GenerateTextRequest)
+    if draw.random() < 0.2:
+        _embed(draw, made)
+    if made.HasField("inputs_embeds") and not made.inputs_embeds_before_ids:
+        return [made]
     if draw.random() < 0.5:
         made.text = _TEXT * draw.randint(1, 4)
     else:

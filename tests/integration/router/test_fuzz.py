@@ -68,6 +68,7 @@ async def text_of(address: str) -> tuple[int, ...]:
 async def test_random_requests(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     memory: list[int] = []
     leaks: list[str] = []
+    tracebacks: list[str] = []
 
     def look() -> None:
         gc.collect()
@@ -76,6 +77,8 @@ async def test_random_requests(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         said = "".join(capfd.readouterr())
         if CANARY in said:
             leaks.append(said[max(0, said.index(CANARY) - 500) :][:1000])
+        if "Traceback" in said:
+            tracebacks.append(said[max(0, said.index("Traceback") - 500) :][:5000])
 
     model = text_checkpoint(tmp_path / "model", max_position_embeddings=256)
     shutil.copy(demo_folder() / "chat_template.jinja", model)
@@ -93,6 +96,8 @@ async def test_random_requests(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     if COUNT > 1000:
         with capfd.disabled():
             sys.stdout.write(f"\nMiB: {memory}\n{totals}\n")
+            sys.stdout.write("\n".join((*tracebacks[:3], "")))
     assert not totals.problems, totals.problems[:20]
+    assert not tracebacks, tracebacks[:3]
     assert not leaks, leaks[:5]
     assert COUNT < LONG or memory[-1] - memory[LOOKS // 4] < MOST_MEMORY, memory
