@@ -34,8 +34,9 @@ BACKENDS = 2
 STALL_SECONDS = 3.0
 # As many as the contract allows.
 MAX_MOVES = 2
-# Time in which a process that lives must answer a router that lost its connection: else it counts as dead.
-_VERDICT_SECONDS = 30.0
+# Time in which a process that lives must answer a router that lost its connection: else it counts as dead. And time for
+# which a stream waits for another backend, which may be long in starting.
+_VERDICT_SECONDS, _FAILOVER_SECONDS = 30.0, 120.0
 _TOKEN = "open sesame"
 CREDENTIALS = (("authorization", f"Bearer {_TOKEN}"),)
 # float32: an id depends neither on the other rows of its batch nor on what is cached.
@@ -204,7 +205,7 @@ async def deployment(transport: str) -> AsyncIterator[Deployment]:
         targets = [word for one in backends for word in ("--backend", one.proxy.address)]
         known = ("--tokenizer", tokenizer.address, *targets, "--channel-token-file", str(tokens))
         times = ("--stall-timeout-seconds", str(STALL_SECONDS), "--reconnect-max-seconds", "0.2")
-        times += ("--death-verdict-seconds", str(_VERDICT_SECONDS))
+        times += ("--death-verdict-seconds", str(_VERDICT_SECONDS), "--failover-wait-seconds", str(_FAILOVER_SECONDS))
         router = stack.start("router", *known, *ways, *times, "--max-moves", str(MAX_MOVES))
         started.append(router)
         for process in (*started, *(one.process for one in backends)):

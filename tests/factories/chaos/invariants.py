@@ -37,6 +37,8 @@ class Held:
 class Counts:
     """Counters of accepted and ended work, as deltas of them must be equal."""
 
+    # Calls to Generate that the router began.
+    calls: int
     sent: dict[str, float]
     # Refused ones, too.
     ended: dict[str, float]
@@ -87,6 +89,8 @@ class Invariants:
             if name not in self._held or self._held[name].pid != held.pid:
                 self._held[name] = held
         self.counts = await self._count()
+        # What never reached the router was given up before, and will not come any more.
+        self._deployment.calls = self._deployment.seen_calls = self.counts.calls
         await self._nothing_told()
 
     async def _canary(self) -> None:
@@ -149,7 +153,8 @@ class Invariants:
             sent[name] = router.total("penstock_router_backend_requests_total", backend=backend.proxy.address)
             losses[name] = router.total("penstock_router_backend_losses_total", backend=backend.proxy.address)
             ended[name] = own.total("penstock_request_success_total") + own.total("penstock_requests_refused_total")
-        return Counts(sent, ended, losses)
+        calls = router.total("grpc_server_started_total", grpc_method="Generate")
+        return Counts(int(calls), sent, ended, losses)
 
     def _leaks(self) -> str:
         for name, process in self._deployment.processes.items():

@@ -210,7 +210,7 @@ async def test_floods_wait_and_probes_do_not(tokens: str) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux tells that an unread peer has gone")
 async def test_a_flood_ends_with_its_connection(tokens: str) -> None:
-    """What had come before it hung up, and was not looked at, is not worked for."""
+    """Bytes that came before it hung up, and were not looked at, are not worked for."""
     update = frames.window_update(0, 1)
     async with guarded("asyncio", tokens, anonymous_cpu_share=0.001) as (_, running, _):
         server: Any = running._server
