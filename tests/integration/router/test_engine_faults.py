@@ -115,6 +115,13 @@ async def test_a_stream_moves_from_a_process_that_is_stopped(
         await router.until("backend_up", 1.0, backend=stopped.address)
 
 
+async def test_a_stream_with_a_prompt_of_embeddings_moves(engines: list[FailingEngine]) -> None:
+    async with router_before(engines) as router:
+        lost = await moved(router, engines, SEEDED, lambda one: one.proxy.reset(), lambda _: None, embedded)
+        await lost.until_free()
+        await router.until("backend_up", 1.0, backend=lost.address)
+
+
 @pytest.mark.parametrize("said", [b"", SESSION], ids=["black hole", "session dark"])
 async def test_a_stream_moves_from_a_connection_that_goes_dark(engines: list[FailingEngine], said: bytes) -> None:
     async with router_before(engines, transport="asyncio", stall_timeout_seconds=STALL_SECONDS) as router:
@@ -122,13 +129,6 @@ async def test_a_stream_moves_from_a_connection_that_goes_dark(engines: list[Fai
         dark.proxy.thaw()
         await dark.until_free()
         await router.until("backend_up", 1.0, backend=dark.address)
-
-
-async def test_a_stream_with_a_prompt_of_embeddings_moves(engines: list[FailingEngine]) -> None:
-    async with router_before(engines) as router:
-        lost = await moved(router, engines, SEEDED, lambda one: one.proxy.reset(), lambda _: None, embedded)
-        await lost.until_free()
-        await router.until("backend_up", 1.0, backend=lost.address)
 
 
 async def test_a_hung_step_does_not_keep_a_process_from_its_end() -> None:
