@@ -210,12 +210,13 @@ def _wrong_events(events: list[Any], code: grpc.StatusCode) -> Iterable[str]:
     """Points 1 to 3 of docs/guide/reliability.md."""
     kinds = [event.WhichOneof("event") for event in events]
     whole = ["started", *["delta"] * kinds.count("delta"), *["finished"] * (kinds[-1:] == ["finished"])]
-    # Aborted by name while it waited for its turn.
-    never_began = kinds == ["finished"] and all(one.finish_reason == _ABORTED for one in events[0].finished.sequences)
+    ends = [one.finish_reason for event in events[-1:] for one in event.finished.sequences]
+    # Aborted by name, or late, while it waited for its turn.
+    never_began = kinds == ["finished"] and (code is not grpc.StatusCode.OK or set(ends) == {_ABORTED})
     if kinds and kinds != whole and not never_began:
-        yield f"events {kinds}"
+        yield f"{code.name} behind {kinds}, ends {ends}"
     if code is grpc.StatusCode.OK and kinds[-1:] != ["finished"]:
-        yield f"OK behind {kinds[-1:]}"
+        yield f"OK without Finished, behind {kinds[-1:]}"
     seqs = [event.delta.seq for event in events if event.HasField("delta")]
     if seqs != list(range(len(seqs))):
         yield f"numbers of deltas {seqs}"
