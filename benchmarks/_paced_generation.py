@@ -8,15 +8,14 @@ machine does.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
 from typing import Any
 
 from penstock.cli.main import main
-from penstock.generation.app import GenerationApp
 from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
+from penstock.generation.running import RunningEngine
 
 _TOKEN = 300
 
@@ -42,12 +41,12 @@ class PacedRunner:
 
 def _pace() -> None:
     fixed, per_row = map(float, os.environ["PACED_STEP"].split())
-    start: Any = GenerationApp._start_engine
+    runner_of: Any = RunningEngine._runner
 
-    def start_paced(self: GenerationApp, loaded: Any) -> Any:
-        return start(self, dataclasses.replace(loaded, runner=PacedRunner(loaded.runner, fixed, per_row)))
+    def paced(self: RunningEngine, loaded: Any) -> Any:
+        return PacedRunner(runner_of(self, loaded), fixed, per_row)
 
-    GenerationApp._start_engine = start_paced  # type: ignore[method-assign]
+    RunningEngine._runner = paced  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

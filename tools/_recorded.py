@@ -15,7 +15,7 @@ from penstock.generation.core.modes import NO_GUIDANCE, GuidanceOptions
 from penstock.generation.core.request import Emission, FinishReason, Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import CopyKind, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.base import Decision, DecodingStrategy
 from penstock.generation.engine.decoding.modes import MODES
@@ -52,14 +52,15 @@ class Trace:
         """Raises TraceError, OSError."""
         with path.open(encoding="ascii") as file:
             head, *lines = _lines(file)
-        if head.get("penstock_trace") not in (1, FORMAT):
-            raise TraceError(f"{path} is not a trace of format 1 or {FORMAT}")
+        if head.get("penstock_trace") not in range(1, FORMAT + 1):
+            raise TraceError(f"{path} is not a trace of format 1 to {FORMAT}")
         known = {one.name for one in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in head["config"].items() if name in known})
         end = lines.pop()["end"] if lines and "end" in lines[-1] else "cut"
         scripts: dict[int, list[Line]] = {}
         for line in lines:
-            for request, sequences in line["preempted"]:
+            set_back = [event["set_back"] for event in line["events"] if "set_back" in event]
+            for request, sequences in [*set_back, *line["preempted"]]:
                 scripts.setdefault(request, []).append({"restart": sequences})
             for outcome in line["outcomes"]:
                 scripts.setdefault(outcome["request"], []).append(outcome)
@@ -333,6 +334,9 @@ class StandIn:
     def __init__(self) -> None:
         self.requests: dict[int, int] = {}
         self.rows: list[list[Any]] = []
+        # Seconds that it says a block takes to the host pool or from it; blocks of the last step.
+        self.block_seconds = 0.0
+        self.copied = 0
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         self.rows = [row_of(self.requests[entry.sequence.seq_id], entry) for entry in output.scheduled]
@@ -346,7 +350,11 @@ class StandIn:
             told = _prompt_rows(entry)
             if told:
                 prompt_logprobs[entry.sequence.seq_id] = (PositionLogprobs(Logprob(0, 0.0, 1)),) * told
-        return RunnerOutput(sampled, prompt_logprobs)
+        kinds = [copy.kind for copy in output.copies]
+        num_out, num_in = kinds.count(CopyKind.OUT), kinds.count(CopyKind.IN)
+        self.copied = num_out + num_in
+        seconds = self.block_seconds
+        return RunnerOutput(sampled, prompt_logprobs, out_seconds=num_out * seconds, in_seconds=num_in * seconds)
 
     def release(self, seq_ids: Iterable[int]) -> None:
         """Keeps nothing."""

@@ -128,6 +128,25 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Preemptions", "ops", [rate("penstock_num_preemptions_total", "preemptions")]),
         ("Evictions of prefixes", "ops", [rate("penstock_prefix_cache_evictions_total", "blocks")]),
     ],
+    "Adapters": [
+        (
+            "Known and in memory",
+            "short",
+            [("sum(penstock_adapters_known)", "known"), ("sum(penstock_adapters_loaded)", "in memory")],
+        ),
+        ("Requests running", "short", [("sum by (adapter) (penstock_adapter_requests_running)", "{{adapter}}")]),
+        ("Memory", "bytes", [("sum(penstock_adapter_bytes)", "adapters")]),
+        (
+            "Loads and evictions",
+            "ops",
+            [
+                rate("penstock_adapter_loads_total", "read"),
+                rate("penstock_adapter_evictions_total", "evicted"),
+                rate("penstock_adapter_load_failures_total", "failed: {{reason}}", "reason"),
+                rate(ROUTER + "adapter_loads_total", "asked for by routers: {{outcome}}", "outcome"),
+            ],
+        ),
+    ],
     "Routing and failure": [
         (
             "Up, ejected, hung",

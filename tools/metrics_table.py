@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.common.metrics import GrpcServerMetrics
+from penstock.generation.adapters.figures import AdapterFigures, AdapterInfo
 from penstock.generation.metrics import GenerationMetrics
 from penstock.router.metrics import RouterMetrics
 from penstock.tokenizer.metrics import TokenizerMetrics
@@ -30,6 +31,9 @@ This page is written by `python tools/metrics_table.py` from the registries of t
 checks that every query of the Grafana dashboard (`deploy/grafana/dashboards/penstock.json`) names metrics of it.
 Besides these, every process has the standard `process_*` metrics (CPU, memory, file descriptors).
 """
+
+
+_ADAPTER = AdapterInfo("name", Path(), 1, (), 0, is_loaded=True, num_requests=0, generation="")
 
 
 class _Registry(CollectorRegistry):
@@ -60,7 +64,8 @@ def families(service: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
     elif service == "tokenizer":
         TokenizerMetrics(registry)
     elif service == "generation":
-        GenerationMetrics(registry, "model")
+        # A metric by adapter has series while one is known.
+        GenerationMetrics(registry, "model").read_adapters(AdapterFigures, lambda: (_ADAPTER,))
     else:
         GrpcServerMetrics(registry)
     rows = {}

@@ -9,15 +9,17 @@ difference is printed with both schedules.
 
 With --set the trace is run twice, as it was configured and as it is told to be, and the figures of both are shown. Time
 is simulated then: a step takes a + b * rows seconds, fitted to the trace, and requests arrive and are cut off when they
-did. What such a run cannot know: which tokens other drafts would have hit (of drafts that were not verified the rest
-follows later), what a mode that begins anew after a preemption (contrastive search) does without one or with another,
-what beams do when their draws come in an order that the trace has no outcome for (they are given up and counted), and
-of other block sizes which blocks are equal where the recorded ones do not tell.
+did. A block that is copied to the host pool or from it takes what such blocks took on average (nothing, where the trace
+has none). What such a run cannot know: which tokens other drafts would have hit (of drafts that were not verified the
+rest follows later), what a mode that begins anew after a preemption (contrastive search) does without one or with
+another, what beams do when their draws come in an order that the trace has no outcome for (they are given up and
+counted), and of other block sizes which blocks are equal where the recorded ones do not tell.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -34,12 +36,13 @@ sys.path[:0] = [str(ROOT)]
 from penstock.common.errors import PenstockError
 from penstock.common.pace import Demand, Pace
 from penstock.generation.core.request import Purpose, Request, RequestOutput
-from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.config import AUTO, EngineConfig
 from penstock.generation.engine.decoding.base import DecodingStrategy
 from penstock.generation.engine.decoding.modes import MODES, ModeRegistry
 from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.fair_turns import FairTurns
 from penstock.generation.engine.group import SequenceGroup
+from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.stopping import StopCriteria
 
 from tools._recorded import Line, RecordedStrategy, StandIn, Tokens, Trace, TraceError, params_of
@@ -80,9 +83,19 @@ class Replay:
         return self.now
 
     def happen(self, event: Line) -> None:
-        """An arrival, a request cut off, or the cache cleared."""
+        """An arrival, a request cut off or set back, the cache cleared, or the blocks that a caller holds."""
         if "clear" in event:
             self.engine.clear_cache()
+        elif "overwritten" in event:
+            self.engine.forget_prefixes(*event["overwritten"])
+        elif "set_back" in event:
+            with contextlib.suppress(PenstockError):
+                self.engine.release_cache([str(event["set_back"][0])])
+        elif "claimed" in event:
+            # With other blocks than the trace had, some of them may not be there.
+            with contextlib.suppress(PenstockError):
+                self.engine.release_blocks()
+                self.engine.claim_blocks(event["claimed"])
         elif "cut" in event:
             self.engine.abort(str(event["cut"]))
         else:
@@ -170,6 +183,31 @@ class _RecordedCosts(Engine):
         return self._recorded.get(int(group.request.request_id), 0) or super()._spent(group, generated)
 
 
+class _RecordedPolicy(PreemptionPolicy):
+    """Ways of preemptions as they were: they depend on how long steps and copies took."""
+
+    swapped: frozenset[int] = frozenset()
+
+    def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
+        """True when the request was swapped in the recorded step."""
+        return group.key[1] in self.swapped
+
+
+class _FittedPolicy(PreemptionPolicy):
+    """Judge of preemptions in simulated time, by what rows and copies took in the trace."""
+
+    def __init__(self, way: str, row_seconds: float, block_seconds: float) -> None:
+        super().__init__(way, 0)
+        self._row_seconds = row_seconds
+        self._block_seconds = block_seconds
+
+    def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
+        """See PreemptionPolicy."""
+        if self._way != AUTO:
+            return super().swaps(group, blocks, tokens)
+        return 2 * blocks * self._block_seconds <= tokens * self._row_seconds
+
+
 class _RecordedTurns(FairTurns):
     """Turns of tenants as they were: they depend on how long steps took."""
 
@@ -184,9 +222,11 @@ def first_difference(trace: Trace) -> str | None:
     """Replay `trace` as it was; what differs first, in lines for people, or None."""
     replay = Replay(trace, trace.config, exact=True)
     turns = replay.engine.turns = _RecordedTurns(0.0)
+    policy = replay.engine.policy = _RecordedPolicy(trace.config.preemption, 0)
     for line in trace.steps:
         replay.now = line["at"]
         turns.resting = frozenset(str(tenant) if tenant else "" for tenant in line.get("resting", ()))
+        policy.swapped = frozenset(line.get("swapped", ()))
         for event in line["events"]:
             replay.happen(event)
         preemptions = replay.engine.stats.preemptions
@@ -195,7 +235,11 @@ def first_difference(trace: Trace) -> str | None:
         pool = [load.kv_blocks_used, load.kv_blocks_free + load.kv_blocks_evictable, load.kv_blocks_evictable]
         found = {
             "rows": (line["rows"], rows),
-            "preemptions": (len(line["preempted"]), replay.engine.stats.preemptions - preemptions),
+            "preemptions": (
+                len(line["preempted"]) + len(line.get("swapped", ())),
+                replay.engine.stats.preemptions - preemptions,
+            ),
+            "blocks copied to the host pool or from it": (sum(line.get("copied", ())[:2]), replay.runner.copied),
             "pool [used, free, evictable]": (line["pool"], pool),
         }
         for name, (recorded, replayed) in found.items():
@@ -215,6 +259,8 @@ class Figures:
     refused: int = 0
     lost: int = 0
     preemptions: int = 0
+    swaps: int = 0
+    copied_blocks: int = 0
     prefix_hits: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     total_seconds: list[float] = field(default_factory=list)
@@ -230,6 +276,8 @@ class Figures:
             "requests refused": str(self.refused),
             "requests given up": str(self.lost),
             "preemptions": str(self.preemptions),
+            "of them swaps": str(self.swaps),
+            "blocks to the host, and back": str(self.copied_blocks),
             "prefix hits, tokens": str(self.prefix_hits),
             "queue p50, seconds": _percentile(self.queue_seconds, 0.5),
             "queue p95, seconds": _percentile(self.queue_seconds, 0.95),
@@ -245,7 +293,7 @@ def _percentile(values: list[float], share: float) -> str:
 def step_cost(trace: Trace) -> tuple[float, float]:
     """(a, b) of a step's seconds, a + b * rows, by least squares; neither is below 0."""
     rows = [float(sum(row[4] for row in line["rows"])) for line in trace.steps]
-    seconds = [line["seconds"] for line in trace.steps]
+    seconds = [line["seconds"] - line["copied"][2] if "copied" in line else line["seconds"] for line in trace.steps]
     if len(set(rows)) < 2:
         return (statistics.fmean(seconds) if seconds else 0.0), 0.0
     slope, base = statistics.linear_regression(rows, seconds)
@@ -254,10 +302,19 @@ def step_cost(trace: Trace) -> tuple[float, float]:
     return (base, slope) if base >= 0 else (0.0, sum(seconds) / sum(rows))
 
 
+def block_seconds(trace: Trace) -> float:
+    """Seconds that a copied block took; 0: none was copied."""
+    copied = [line["copied"] for line in trace.steps if "copied" in line]
+    blocks = sum(num_out + num_in for num_out, num_in, _ in copied)
+    return sum(seconds for _, _, seconds in copied) / blocks if blocks else 0.0
+
+
 def simulate(trace: Trace, config: EngineConfig, show: Callable[[str], None] | None = None) -> Figures:
     """Run the trace's requests under `config`; `show` gets a line a step."""
     replay, figures = Replay(trace, config, exact=False), Figures()
     base, per_row = step_cost(trace)
+    replay.runner.block_seconds = per_block = block_seconds(trace)
+    replay.engine.policy = _FittedPolicy(config.preemption, per_row, per_block)
     events = deque((event.get("at", line["at"]), event) for line in trace.steps for event in line["events"])
     while events or replay.engine.has_work:
         if not replay.engine.has_work:
@@ -270,7 +327,7 @@ def simulate(trace: Trace, config: EngineConfig, show: Callable[[str], None] | N
         rows, outputs = replay.step()
         count = sum(row[4] for row in rows)
         if rows:
-            replay.now = started + base + per_row * count
+            replay.now = started + base + per_row * count + per_block * replay.runner.copied
             figures.steps += 1
             figures.rows += count
         elif not outputs and not replay.give_up():
@@ -291,6 +348,7 @@ def simulate(trace: Trace, config: EngineConfig, show: Callable[[str], None] | N
     stats = replay.engine.stats
     figures.seconds, figures.refused, figures.preemptions = replay.now, replay.refused, stats.preemptions
     figures.lost = replay.lost
+    figures.swaps, figures.copied_blocks = stats.swaps, stats.host_out_blocks + stats.host_in_blocks
     figures.prefix_hits = stats.prefix_hit_tokens
     return figures
 

@@ -62,6 +62,11 @@ export const CONFIG = {
   bos_token_id: "plain",
   logits_processor: "plugins",
   stopping_criteria: "plugins",
+  ngram_memory_num_tokens: "plain",
+  ngram_memory_match: "plain",
+  lookahead_window: "plain",
+  lookahead_ngram_size: "plain",
+  lookahead_guesses: "plain",
   negative_prompt: "prompt",
 };
 

@@ -4,7 +4,8 @@
 # stays in FOLDER/ca.key: keep it, or throw it away and make everything anew when the certificates end (825 days).
 set -eu
 folder=${1:-certs}
-mkdir -p "$folder"
+# Readable by the containers, whatever the umask of who makes it.
+mkdir -p -m 755 "$folder"
 cd "$folder"
 umask 077
 if [ ! -e ca.pem ]; then

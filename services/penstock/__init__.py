@@ -1,3 +1,31 @@
-"""Penstock: Hugging Face's generate(), continuously batched over one paged KV pool, behind gRPC services."""
+"""Penstock: Hugging Face's generate(), continuously batched over one paged KV pool, behind gRPC services.
+
+`penstock.Generator` is the engine in the caller's own process, without a server.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.generator.batch import BatchFailed
+    from penstock.generator.by_hand import ModelInput, SamplingMetadata
+    from penstock.generator.generator import Generator
+    from penstock.generator.lora import LoraStatus
 
 __version__ = "0.1.0"
+__all__ = ["BatchFailed", "Generator", "LoraStatus", "ModelInput", "SamplingMetadata", "__version__"]
+
+# Imported when they are asked for: every process imports this package, and most need none of them.
+_HOMES = {
+    "BatchFailed": "batch",
+    "Generator": "generator",
+    "LoraStatus": "lora",
+    "ModelInput": "by_hand",
+    "SamplingMetadata": "by_hand",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"penstock.generator.{_HOMES[name]}"), name)

@@ -95,13 +95,13 @@ def test_command(command: str, served: Process, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(0, "tokens"), (1, '"gpu"'), (2, "CPU")],
-    ids=["chat", "options", "several prompts"],
+    [(0, "tokens"), (1, '"gpu"'), (2, "CPU"), (3, "Paris")],
+    ids=["chat", "options", "several prompts", "in your process"],
 )
 def test_the_python_examples(served: Process, number: int, expected: str) -> None:
     """The blocks run as they stand."""
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     done = subprocess.run(
         [sys.executable, "-c", local(examples[number], served)], capture_output=True, text=True, timeout=590, cwd=ROOT
     )

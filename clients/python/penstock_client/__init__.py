@@ -7,6 +7,7 @@
 """
 
 from penstock_client._async import AsyncClient, AsyncStream
+from penstock_client._engine_llm import EngineLLM
 from penstock_client._exceptions import (
     Aborted,
     Cancelled,
@@ -21,7 +22,10 @@ from penstock_client._exceptions import (
     Unavailable,
     Unimplemented,
 )
+from penstock_client._graph_values import BmrtFlag, Dtype
+from penstock_client._load_model import LoadProgress, UnloadedModel
 from penstock_client._options import GenerationOptions, check_options
+from penstock_client._server_tensor import ServerTensor
 from penstock_client._sync import Client, Stream
 from penstock_client._tensors import StepTensors, Tensor
 from penstock_client._types import (
@@ -43,6 +47,7 @@ __all__ = [
     "Aborted",
     "AsyncClient",
     "AsyncStream",
+    "BmrtFlag",
     "Cancelled",
     "Choice",
     "Client",
@@ -50,12 +55,15 @@ __all__ = [
     "Completion",
     "DeadlineExceeded",
     "Delta",
+    "Dtype",
     "Embeddings",
+    "EngineLLM",
     "FailedPrecondition",
     "GenerationOptions",
     "Internal",
     "InvalidArgument",
     "KeepAliveConfig",
+    "LoadProgress",
     "LogprobEntry",
     "NotFound",
     "PenstockError",
@@ -63,6 +71,7 @@ __all__ = [
     "RetryConfig",
     "Score",
     "Scores",
+    "ServerTensor",
     "StepTensors",
     "Stream",
     "TLSConfig",
@@ -73,6 +82,7 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",
+    "UnloadedModel",
     "Usage",
     "WatermarkEvidence",
     "check_options",

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-from penstock.v1 import text_pb2
+from penstock.common.request_context import BACKEND_KEY
+from penstock.v1 import admin_pb2, model_pb2, text_pb2
 
-from penstock_client._channel import END, AsyncChannel
+from penstock_client._channel import END, AsyncChannel, AsyncExchange
 from penstock_client._exceptions import PenstockError, Unavailable, stream_error, truncated_stream
+from penstock_client._load_model import (
+    LoadProgress,
+    LoadState,
+    UnloadedModel,
+    load_requests,
+    unloaded_of,
+)
 from penstock_client._options import GenerationOptions, Messages, chat_request, generate_request, generate_requests
 from penstock_client._score_embed import (
     embed_request,
@@ -97,7 +106,7 @@ class AsyncClient:
         self.config = config or ClientConfig()
         self._metadata = self.config.metadata(address)
         self._channel = AsyncChannel(address, self.config)
-        self._stub = self._channel.stub
+        self._stub, self._admin = self._channel.stub, self._channel.admin_stub
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,16 +188,25 @@ class AsyncClient:
         *,
         top_logprobs: int | None = None,
         model: str = "",
+        adapter: str = "",
         timeout: float | None = None,
     ) -> Scores:
         """Log-probabilities of continuations: `items` are (prompt, continuation). `timeout` in seconds."""
-        return scores_of(await self._unary(self._stub.Score, score_request(items, top_logprobs, model), timeout))
+        request = score_request(items, top_logprobs, model, adapter)
+        return scores_of(await self._unary(self._stub.Score, request, timeout))
 
     async def embed(
-        self, texts: str | Iterable[str], *, normalize: bool = False, model: str = "", timeout: float | None = None
+        self,
+        texts: str | Iterable[str],
+        *,
+        normalize: bool = False,
+        model: str = "",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> Embeddings:
         """Mean of the final hidden states of each text; of length 1 when `normalize`. `timeout` in seconds."""
-        return embeddings_of(await self._unary(self._stub.Embed, embed_request(texts, normalize, model), timeout))
+        request = embed_request(texts, normalize, model, adapter)
+        return embeddings_of(await self._unary(self._stub.Embed, request, timeout))
 
     async def detect_watermark(
         self,
@@ -220,8 +238,103 @@ class AsyncClient:
         )
         return response.model
 
-    async def _unary(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+    async def list_adapters(self, *, backend: str = "") -> list[admin_pb2.Adapter]:
+        """LoRA adapters of a generation service, for its operators.
+
+        `backend`: the one that the router asks where it has several, by its address or its name in --backend.
+        """
+        request = admin_pb2.ListAdaptersRequest()
+        response: admin_pb2.ListAdaptersResponse = await self._unary(self._admin.ListAdapters, request, backend=backend)
+        return list(response.adapters)
+
+    async def load_adapter(
+        self, name: str, path: str = "", *, replace: bool = False, backend: str = "", timeout: float | None = None
+    ) -> admin_pb2.Adapter:
+        """Have a generation service load a PEFT folder below its --adapter-root; requests name it as `adapter` then.
+
+        Without `path` it is the folder of that name. `replace`: a name that is known gets the new adapter, and requests
+        that run keep the old one. `backend` as in list_adapters; `timeout` in seconds.
+        """
+        request = admin_pb2.LoadAdapterRequest(name=name, path=path, replace=replace)
+        response: admin_pb2.LoadAdapterResponse = await self._unary(
+            self._admin.LoadAdapter, request, timeout, backend=backend
+        )
+        return response.adapter
+
+    async def unload_adapter(self, name: str, *, backend: str = "") -> int:
+        """Have a generation service forget an adapter. Return the number of requests that go on with it.
+
+        `backend` as in list_adapters. Raises NotFound.
+        """
+        request = admin_pb2.UnloadAdapterRequest(name=name)
+        response: admin_pb2.UnloadAdapterResponse = await self._unary(
+            self._admin.UnloadAdapter, request, backend=backend
+        )
+        return response.live_requests
+
+    async def load_model(
+        self,
+        folder: Path | str | None = None,
+        *,
+        path: str | None = None,
+        name: str = "",
+        options: Mapping[str, Any] | None = None,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        backend: str = "",
+        timeout: float | None = None,
+    ) -> model_pb2.GetModelInfoResponse:
+        """Load a model into a generation service that has none, and return its facts.
+
+        The files of `folder` are sent, or the server reads `path` below its --model-root. `options` are those of
+        LoadModelOptions, such as {"dtype": "bfloat16"}. `on_progress` is called as the load goes on. The address is the
+        service's own, or a router's; `backend` names one of several behind it. The load is given up when this is, or
+        when `timeout` seconds have passed.
+        """
+        requests, state = load_requests(folder, path, name, options), LoadState(on_progress)
+        exchange = AsyncExchange(self._channel.models.LoadModel, timeout=timeout, metadata=self._metadata_for(backend))
         try:
-            return await method(request, timeout=timeout or self.config.timeouts.unary, metadata=self._metadata)
+            for request in requests:
+                await exchange.send(request)
+                state.sent(request)
+                while state.waits:
+                    state.take(await exchange.read(), END)
+            await exchange.end()
+            while not state.is_over:
+                state.take(await exchange.read(), END)
+        except grpc.RpcError as error:
+            raise stream_error(error, None) from error
+        finally:
+            exchange.cancel()
+        return state.info()
+
+    async def unload_model(
+        self, *, grace: float | None = None, backend: str = "", timeout: float | None = None
+    ) -> UnloadedModel:
+        """End the model of a generation service, which can then load another one.
+
+        Live requests have `grace` seconds before they are aborted; without it FailedPrecondition BUSY while there are
+        some. `backend` as for `load_model`. `timeout` in seconds; the model ends even when it passes.
+        """
+        request, unary = model_pb2.UnloadModelRequest(grace_seconds=grace), self.config.timeouts.unary
+        wait = unary + (grace or 0.0) if timeout is None and unary is not None else timeout
+        return unloaded_of(await self._unary(self._channel.models.UnloadModel, request, wait, backend=backend))
+
+    async def model_info(self, *, backend: str = "") -> model_pb2.GetModelInfoResponse:
+        """Facts of a generation service's model, and its state; `backend` as for `load_model`."""
+        request = model_pb2.GetModelInfoRequest()
+        info: model_pb2.GetModelInfoResponse = await self._unary(
+            self._channel.models.GetModelInfo, request, backend=backend
+        )
+        return info
+
+    def _metadata_for(self, backend: str) -> tuple[tuple[str, str], ...]:
+        return (*self._metadata, (BACKEND_KEY, backend)) if backend else self._metadata
+
+    async def _unary(
+        self, method: Callable[..., Any], request: Any, timeout: float | None = None, *, backend: str = ""
+    ) -> Any:
+        try:
+            metadata = self._metadata_for(backend)
+            return await method(request, timeout=timeout or self.config.timeouts.unary, metadata=metadata)
         except grpc.RpcError as error:
             raise stream_error(error, None) from error

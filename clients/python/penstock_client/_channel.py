@@ -10,16 +10,42 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
-from penstock.v1 import text_pb2_grpc
+from penstock.v1 import admin_pb2_grpc, model_pb2_grpc, text_pb2_grpc
 
 from penstock_client._exceptions import PenstockError
 from penstock_client.config import ClientConfig
 
 # A stream has ended. grpc-stubs knows neither this nor the types of what asynchronous stubs return.
 END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class AsyncExchange:
+    """A call with messages both ways. A sender that waits for an answer to each message sees the call's own status:
+    grpc.aio makes one up where a call ends while it writes."""
+
+    def __init__(self, method: Any, **options: Any) -> None:
+        """Begin the call; `options` are gRPC's."""
+        self._call = method(**options)
+
+    async def send(self, message: Any) -> None:
+        """Send a message. Raises grpc.RpcError when the call is over."""
+        await self._call.write(message)
+
+    async def end(self) -> None:
+        """Tell that no message follows."""
+        await self._call.done_writing()
+
+    async def read(self) -> Any:
+        """Return the next answer, or END. Raises grpc.RpcError."""
+        return await self._call.read()
+
+    def cancel(self) -> None:
+        """Cancel the call, unless it is over."""
+        self._call.cancel()
 
 
 class AsyncChannel:
@@ -33,6 +59,8 @@ class AsyncChannel:
         else:
             self._channel = grpc.aio.insecure_channel(address, options)
         self.stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+        self.admin_stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(self._channel)
+        self.models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until connected. Raises TimeoutError after so many seconds."""
@@ -65,6 +93,33 @@ class AsyncChannel:
         return [task.result() for task in tasks]
 
 
+class Exchange:
+    """A call with messages both ways, for one thread."""
+
+    def __init__(self, method: Any, **options: Any) -> None:
+        """Begin the call; `options` are gRPC's."""
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._call = method(iter(self._messages.get, None), **options)
+
+    def send(self, message: Any) -> None:
+        """Send a message."""
+        self._messages.put(message)
+
+    def end(self) -> None:
+        """Tell that no message follows."""
+        self._messages.put(None)
+
+    def read(self) -> Any:
+        """Return the next answer, or END. Raises grpc.RpcError."""
+        return next(self._call, END)
+
+    def cancel(self) -> None:
+        """Cancel the call, unless it is over."""
+        # gRPC's thread may wait for a message.
+        self._messages.put(None)
+        self._call.cancel()
+
+
 class Channel:
     """A connection that threads may share."""
 
@@ -76,6 +131,8 @@ class Channel:
         else:
             self._channel = grpc.insecure_channel(address, options)
         self.stub: Any = text_pb2_grpc.TextServiceStub(self._channel)
+        self.admin_stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(self._channel)
+        self.models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
 
     def wait_ready(self, timeout: float) -> None:
         """Block until connected. Raises TimeoutError after so many seconds."""

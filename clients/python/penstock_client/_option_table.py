@@ -135,6 +135,16 @@ class OptionKeywords(TypedDict, total=False):
     logits_processor: str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]
     # Stopping criteria of the server's owner, by name.
     stopping_criteria: str | Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]]
+    # Draft so many tokens from past outputs of the same tenant, and remember this one; 0 is off.
+    ngram_memory_num_tokens: int
+    # Fewest tokens at the end that a past output must have had, too.
+    ngram_memory_match: int
+    # Guess so many tokens ahead, and let every step correct the guesses of the one before; 0 is off.
+    lookahead_window: int
+    # Tokens of the n-grams that lookahead takes from its guesses.
+    lookahead_ngram_size: int
+    # N-grams that lookahead keeps for each first token.
+    lookahead_guesses: int
 
     # The answer ends before any of these texts; the prompt takes no part in a match.
     stop_strings: str | Sequence[str]
@@ -232,6 +242,11 @@ CONFIG: Mapping[str, str] = {
     "bos_token_id": "plain",
     "logits_processor": "plugins",
     "stopping_criteria": "plugins",
+    "ngram_memory_num_tokens": "plain",
+    "ngram_memory_match": "plain",
+    "lookahead_window": "plain",
+    "lookahead_ngram_size": "plain",
+    "lookahead_guesses": "plain",
     "negative_prompt": "prompt",
 }
 

@@ -12,9 +12,11 @@ from penstock_client._state import logprob_entry
 from penstock_client._types import Embeddings, Score, Scores, Usage, WatermarkEvidence
 
 
-def score_request(items: Iterable[tuple[str, str]], top_logprobs: int | None, model: str) -> text_pb2.ScoreTextRequest:
+def score_request(
+    items: Iterable[tuple[str, str]], top_logprobs: int | None, model: str, adapter: str
+) -> text_pb2.ScoreTextRequest:
     """Return a request for (prompt, continuation) pairs."""
-    request = text_pb2.ScoreTextRequest(model=model)
+    request = text_pb2.ScoreTextRequest(model=model, adapter=adapter)
     if top_logprobs is not None:
         request.top_logprobs = top_logprobs
     for prompt, continuation in items:
@@ -22,10 +24,10 @@ def score_request(items: Iterable[tuple[str, str]], top_logprobs: int | None, mo
     return request
 
 
-def embed_request(texts: str | Iterable[str], normalize: bool, model: str) -> text_pb2.EmbedTextRequest:
+def embed_request(texts: str | Iterable[str], normalize: bool, model: str, adapter: str) -> text_pb2.EmbedTextRequest:
     """Return a request for texts; a string is one text."""
     return text_pb2.EmbedTextRequest(
-        model=model, texts=[texts] if isinstance(texts, str) else texts, normalize=normalize
+        model=model, texts=[texts] if isinstance(texts, str) else texts, normalize=normalize, adapter=adapter
     )
 
 

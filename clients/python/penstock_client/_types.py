@@ -205,6 +205,21 @@ class Completion:
         return self.choices[0].text if self.choices else ""
 
     @property
+    def token_ids(self) -> list[int]:
+        """Ids of the first sequence, where the answer carries ids."""
+        return self.choices[0].token_ids if self.choices else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Reason why the first sequence ended."""
+        return self.choices[0].finish_reason if self.choices else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Faults of the request that transformers only warns about."""
+        return tuple(self.started.warnings)
+
+    @property
     def usage(self) -> Usage:
         """Token counts."""
         return Usage.of(self.finished.usage)

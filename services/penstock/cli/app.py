@@ -9,6 +9,14 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
+from penstock.cli.adapters import (
+    AdaptersConfig,
+    ListAdaptersConfig,
+    LoadAdapterConfig,
+    run_list,
+    run_load,
+    run_unload,
+)
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
@@ -93,6 +101,22 @@ Examples:
 
   penstock debug state --json"""
 
+ADAPTERS_EPILOG = f"""Only folders below the service's --adapter-root can be loaded. A router asks the backend that
+--backend names, and takes the tokens of its --admin-token-file (--token-file here).
+docs/guide/adapters.md explains it.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock adapters list
+
+  penstock adapters load support ./support-v2 --replace
+
+  penstock adapters load support --backend 10.0.0.7:50052
+
+  penstock adapters unload support"""
+
 PACK_EPILOG = f"""Everything that takes a MODEL takes the folder OUTPUT. Its weights are mapped as
 they are: a start copies nothing, and the processes of a host share them.
 docs/guide/packed-models.md says when it pays.
@@ -150,6 +174,19 @@ class ServeGroup(TyperGroup):
 app.add_typer(
     typer.Typer(cls=ServeGroup), name="serve", help="Serve a model: everything ([MODEL]), or one service of it."
 )
+
+
+class ModelsGroup(TyperGroup):
+    """Group of models. Its commands are made when one is called: they need the generation service's configuration."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from penstock.cli.client.models import commands
+
+        self.commands.update(typer.main.get_group(commands).commands)
+        return super().parse_args(ctx, args)
+
+
+app.add_typer(typer.Typer(cls=ModelsGroup), name="models", help="Load, unload and show a generation service's model.")
 
 
 def _version(wanted: bool) -> None:
@@ -220,6 +257,19 @@ def _watermark_root() -> None:
 
 
 app.add_typer(_watermark, name="watermark", help="Watermarks of generated text.")
+
+
+_adapters = typer.Typer(
+    no_args_is_help=True, help="LoRA adapters of a running generation service.", epilog=ADAPTERS_EPILOG
+)
+
+
+def _adapters_load(given: Overrides) -> None:
+    run_load(str(given.pop("name")), str(given.pop("path", "")), given)
+
+
+def _adapters_unload(given: Overrides) -> None:
+    run_unload(str(given.pop("name")), given)
 
 
 def _bench(given: Overrides) -> None:
@@ -300,6 +350,35 @@ def _argument(name: str, metavar: str, default: Any, help: str, annotation: Any)
     argument = typer.Argument(default, metavar=metavar, help=help, show_default=False)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=annotation)
 
+
+_ADAPTER_NAME = _argument("name", "NAME", ..., "Name by which requests ask for it.", str)
+_ADAPTER_PATH = _argument(
+    "path",
+    "FOLDER",
+    None,
+    "PEFT folder below the service's --adapter-root; by default the one of that name.",
+    str | None,
+)
+_adapters.command("list")(
+    command(options_of(ListAdaptersConfig), run_list, "Show the adapters that requests may name.")
+)
+_adapters.command("load")(
+    command(
+        options_of(LoadAdapterConfig),
+        _adapters_load,
+        "Load an adapter, beside the requests that run.",
+        first=[_ADAPTER_NAME, _ADAPTER_PATH],
+    )
+)
+_adapters.command("unload")(
+    command(
+        options_of(AdaptersConfig),
+        _adapters_unload,
+        "Forget an adapter: requests that have it go on to their end.",
+        first=[_ADAPTER_NAME],
+    )
+)
+app.add_typer(_adapters, name="adapters")
 
 _PACK_ARGUMENTS = [
     _argument("folder", "MODEL", ..., "Folder or hub id of the checkpoint.", str),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, connect, wait_connected
+from penstock.cli.client.connection import ConnectionConfig, about_own_flag, connect, no_router, wait_connected
 from penstock.cli.console import console, say
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.cli.flags import Overrides
-    from penstock.common.errors import PenstockError
 
 State = dict[str, Any]
 # The processes of `penstock serve` take free ports.
@@ -28,7 +27,7 @@ _HINT = "of `penstock serve` it is the one in its line `generation: ready on ...
 # Time for a service that waits for its engine as long as its own configuration says.
 _UNKNOWN_WAIT_SECONDS = 60.0
 _GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
-_SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "drafts", "waits for")
+_SEQUENCE_COLUMNS = ("sequence", "family", "tokens", "computed", "blocks", "host blocks", "drafts", "waits for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ async def _ask(config: DebugConfig) -> State:
     from google.protobuf import json_format
 
     from penstock.common.errors import from_rpc_error
-    from penstock.router.config import BACKEND_KEY
+    from penstock.common.request_context import BACKEND_KEY
     from penstock.v1 import admin_pb2, admin_pb2_grpc
 
     def opened(client: ClientConfig) -> tuple[grpc.aio.Channel, Any]:
@@ -111,7 +110,7 @@ async def _ask(config: DebugConfig) -> State:
                 timeout=config.answer_seconds,
             )
         except grpc.RpcError as error:
-            raise _with_own_flag(from_rpc_error(error)) from None
+            raise about_own_flag(from_rpc_error(error)) from None
     state: State = json_format.MessageToDict(
         answer.state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -122,7 +121,7 @@ async def _require_router(config: DebugConfig, channel: grpc.aio.Channel, metada
     """Check that the address is a router's: a generation service would answer for itself, whatever --backend says."""
     import grpc
 
-    from penstock.common.errors import StartupError, Unimplemented, from_rpc_error
+    from penstock.common.errors import Unimplemented, from_rpc_error
     from penstock.v1 import text_pb2, text_pb2_grpc
 
     stub: Any = text_pb2_grpc.TextServiceStub(channel)
@@ -131,20 +130,7 @@ async def _require_router(config: DebugConfig, channel: grpc.aio.Channel, metada
     except grpc.RpcError as error:
         # Others come from a router, too, such as for the token of its operators.
         if isinstance(from_rpc_error(error), Unimplemented):
-            flag = "--backend"
-            raise StartupError(
-                f"{config.address} is no router and answers for itself: leave {flag} out, or give a router's --address",
-                flag=flag,
-            ) from None
-
-
-def _with_own_flag(error: PenstockError) -> Exception:
-    """Return an error about the call's metadata as one about the flag; any other as it is."""
-    from penstock.common.errors import StartupError
-    from penstock.router.config import BACKEND_KEY
-
-    flag, theirs = "--backend", f"metadata {BACKEND_KEY}"
-    return StartupError(error.message.replace(theirs, flag), flag=flag) if theirs in error.message else error
+            raise no_router(config) from None
 
 
 def _with_numbers(state: State) -> State:
@@ -169,6 +155,13 @@ def _show(state: State) -> None:
         f"pool: {pool['used']} of {pool['total']} blocks used, {pool['free']} free, {pool['evictable']} evictable, "
         f"{pool['references']} references, {pool['reserve']} kept for running requests"
     )
+    # A service of an older release has none.
+    host = state.get("host_pool")
+    if host and host["total"]:
+        say(
+            f"host pool: {host['used']} of {host['total']} blocks used by {host['swapped_requests']} swapped requests, "
+            f"{host['free']} free, {host['evictable']} evictable; preemption by {host['preemption']}"
+        )
     show = console().print
     if step["number"]:
         say(
@@ -206,7 +199,7 @@ def _groups_table(title: str, groups: list[State], more: int) -> Table:
 
 
 def _sequence(sequence: State) -> list[Any]:
-    names = ("number", "family", "tokens", "computed_tokens", "blocks", "draft_tokens", "waits_for")
+    names = ("number", "family", "tokens", "computed_tokens", "blocks", "host_blocks", "draft_tokens", "waits_for")
     return [sequence[name] for name in names]
 
 

@@ -100,7 +100,7 @@ def shown_default(option: BoundOption) -> str:
     if default is True:
         return "on"
     if isinstance(default, tuple):
-        return ",".join(default)
+        return ",".join(map(str, default))
     if option.name.endswith("_bytes") and isinstance(default, int):
         return _shown_size(default)
     if option.name.endswith("_seconds"):

@@ -20,6 +20,7 @@ from penstock.common.progress import (
     DOWNLOAD,
     LOAD_WEIGHTS,
     PACK,
+    RECEIVE,
     TUNE,
     WAIT,
     WARM_UP,
@@ -52,6 +53,7 @@ WORDS = {
     WARM_UP: ("running {} once", "ran {} once"),
     PACK: ("packing {}", "packed {}"),
     CHECK: ("checking {}", "checked {}"),
+    RECEIVE: ("sending {}", "sent {}"),
 }
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
+from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
+from penstock.cli.client.models import LoadConfig, UnloadConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
 from penstock.cli.debug import DebugConfig
@@ -65,9 +67,21 @@ def _sections() -> Iterator[str]:
     yield "`penstock debug state`, and the other options of the connection above.\n"
     own = {"address", "wait_seconds", "json"}
     yield _table(bound for bound in options_of(DebugConfig) if bound.name in own)
+    yield "`penstock adapters list`, `load` and `unload`, and the options of the connection above.\n"
+    adapters = {bound.name: bound for kind in (ListAdaptersConfig, LoadAdapterConfig) for bound in options_of(kind)}
+    yield _table(bound for name, bound in adapters.items() if name not in connection)
+    yield "`penstock models load FOLDER`, `unload` and `info`, and the other options of the connection above."
+    yield "`load` takes flags of the [generation service](#generation) for the model, too: those of LoadModelOptions.\n"
+    yield _table(_models_options(connection))
     yield "## Packing\n"
     yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says what for.\n"
     yield _table(options_of(PackConfig))
+
+
+def _models_options(connection: set[str]) -> Iterator[BoundOption]:
+    """Options of `penstock models`, each once."""
+    found = {bound.name: bound for kind in (LoadConfig, UnloadConfig) for bound in options_of(kind)}
+    yield from (bound for name, bound in found.items() if name not in connection or name in ("address", "backend"))
 
 
 def _table(options: Iterable[BoundOption]) -> str:

@@ -70,6 +70,15 @@ class ServerConfig(TransportConfig):
     metrics_port: int = option(
         0, "Port of the Prometheus endpoint; 0 takes a free one, -1 has none.", group=NETWORK, minimum=-1, maximum=65535
     )
+    metrics_max_connections: int = option(
+        16, "Connections to the metrics port at a time; Prometheus and a prober need two.", group=NETWORK, minimum=1
+    )
+    metrics_request_seconds: float = option(
+        10.0,
+        "A connection to the metrics port has so long for its TLS handshake and its request, and for each write.",
+        group=NETWORK,
+        minimum=0.1,
+    )
     health_socket: str | None = option(
         None,
         "Unix socket that tells SERVING or NOT_SERVING to who connects: for the container's own check, whatever TLS.",

@@ -136,6 +136,10 @@ class StartupError(Exception):
         self.flag = flag
 
 
+class DoesNotFit(StartupError):
+    """A model, or its KV pool, is larger than the memory that is free."""
+
+
 _BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
     kind.code: kind
     for kind in (

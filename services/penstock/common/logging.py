@@ -77,6 +77,24 @@ def configure_logging(service: str, *, log_format: str = "auto", level: str = "i
     warnings.showwarning = log_warning
 
 
+def configure_quiet_logging() -> None:
+    """Let a process that is not ours hear warnings and errors on stderr only. Nothing, where it has configured
+    structlog itself: without any configuration every line would go to its standard output."""
+    if structlog.is_configured():
+        return
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer(colors=False),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(stdlib.WARNING),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
 def _as_exc_info(exc_info: Any) -> ExcInfo | None:
     if isinstance(exc_info, BaseException):
         return type(exc_info), exc_info, exc_info.__traceback__

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-# Stages, in the order of a start; the last two are of `penstock pack`.
+# Stages, in the order of a start; the next two are of `penstock pack`, the last of a model that comes by a call.
 WAIT, DOWNLOAD, LOAD_WEIGHTS, TUNE, WARM_UP = "wait", "download", "load_weights", "tune", "warm_up"
 PACK, CHECK = "pack", "check"
+RECEIVE = "receive"
 # Of a subject: progress must be one small write into a pipe.
 MAX_SUBJECT_CHARS = 200
 
@@ -81,8 +82,12 @@ class CancellableProgress:
         """Let the next call raise StartCancelled."""
         self._is_cancelled.set()
 
-    def __call__(self, progress: StageProgress) -> None:
-        """Show it. Raises StartCancelled."""
+    def check(self) -> None:
+        """Raise StartCancelled once the start is cancelled."""
         if self._is_cancelled.is_set():
             raise StartCancelled
+
+    def __call__(self, progress: StageProgress) -> None:
+        """Show it. Raises StartCancelled."""
+        self.check()
         self.show(progress)

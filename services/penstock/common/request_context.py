@@ -1,4 +1,5 @@
-"""Request id of the call being handled, for the logs and for the calls that it makes."""
+"""Metadata of calls that Penstock gives a meaning, and the request id of the call being handled, for the logs and for
+the calls that it makes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import secrets
 from contextvars import ContextVar
 
 REQUEST_ID_KEY = "x-request-id"
+# Of an operator's call to a router: the backend that it is for.
+BACKEND_KEY = "penstock-backend"
 _WELL_FORMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 current_request_id: ContextVar[str | None] = ContextVar("penstock_request_id", default=None)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from penstock.common.config import GENERATION_METRICS_PORT, GENERATION_PORT, ServerConfig, option
+from penstock.common.config import (
+    GENERATION_METRICS_PORT,
+    GENERATION_PORT,
+    ServerConfig,
+    is_loopback,
+    option,
+    parse_size_or_auto,
+)
 from penstock.common.errors import StartupError
+from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.devices import KERNELS
-from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.config import PREEMPTIONS, SWAP, EngineConfig
 from penstock.generation.engine.failpoints import Failpoint
 from penstock.generation.grammar.limits import GrammarLimits
 from penstock.generation.host.memory import parse_memory
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.options.limits import RequestLimits
 
+ADAPTERS = "Adapters"
 MODEL, MEMORY, BATCHING, REQUESTS = "Model", "KV memory", "Batching", "Limits of a request"
-CONSTRAINTS, INSIDE, PROGRESS = "Structured output", "See inside", "Progress"
+CONSTRAINTS, INSIDE, PROGRESS, GRAPHS = "Structured output", "See inside", "Progress", "The model as graphs"
+LOADING = "Loading by call"
 KV_CACHE_DTYPES = ("auto", "int8")
 
 
@@ -35,6 +46,17 @@ def _batch_tokens(text: str) -> int | None:
         raise ValueError("expected a whole number or auto") from None
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    """Parse whole numbers above 0, with commas between them. Raises ValueError."""
+    try:
+        sizes = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError("expected whole numbers with commas between them") from None
+    if not sizes or min(sizes) < 1:
+        raise ValueError("expected numbers of at least 1")
+    return sizes
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationServiceConfig(ServerConfig):
     """One model on one device, behind one gRPC server."""
@@ -50,6 +72,21 @@ class GenerationServiceConfig(ServerConfig):
 
     model: str | None = option(None, "Folder or hub id of the model; the embedded one when left out.", group=MODEL)
     served_model_name: str | None = option(None, "Name that callers use; by default the folder's own.", group=MODEL)
+    tokenizer_path: str | None = option(
+        None, "Folder or hub id of the tokenizer that belongs to MODEL, where it has none itself.", group=MODEL
+    )
+    load_tokenizer: bool = option(
+        True,
+        "Read the tokenizer, which stop strings, token healing and structured output need; without it they are "
+        "refused.",
+        group=MODEL,
+    )
+    model_config: str | None = option(
+        None,
+        "JSON file with MindIE's dictionary model_config (docs/guide/in-your-process.md). Other flags go before it.",
+        group=MODEL,
+        metavar="FILE",
+    )
     device: str = option("auto", "Where the model runs: auto or cpu.", group=MODEL)
     dtype: str = option(
         "auto", "float32, bfloat16, float16, or auto: the checkpoint's where it runs well.", group=MODEL
@@ -122,7 +159,92 @@ class GenerationServiceConfig(ServerConfig):
         group=MODEL,
     )
 
-    kv_memory: str = option("auto", "Memory of the KV pool, such as 2GiB; auto: a share of what is left.", group=MEMORY)
+    empty: bool = option(
+        False,
+        "Start without a model: LoadModel (`penstock models load`) brings one. Health is NOT_SERVING until then.",
+        group=LOADING,
+    )
+    model_root: str | None = option(
+        None,
+        "Folder below which LoadModel may load from a path; without it models come as bytes only.",
+        group=LOADING,
+        metavar="FOLDER",
+    )
+    model_upload_folder: str | None = option(
+        None,
+        "Where files of a model that comes as bytes are kept while it is loaded; the system's temporary folder when "
+        "left out.",
+        group=LOADING,
+        metavar="FOLDER",
+    )
+    max_model_bytes: int | None = option(
+        None,
+        "Most bytes of a model that comes as bytes; auto: what memory and disk have free.",
+        group=LOADING,
+        minimum=1,
+        metavar="SIZE|auto",
+        parse=parse_size_or_auto,
+    )
+    max_model_files: int = option(1024, "Most files of a model that comes as bytes.", group=LOADING, minimum=1)
+    max_model_text_bytes: int = option(
+        128 << 20,
+        "Largest of its JSON and text files, and of a header of its weights: they are parsed as a whole.",
+        group=LOADING,
+        minimum=1024,
+    )
+    receive_idle_seconds: float = option(
+        60.0, "A load whose next bytes do not come for so long is given up.", group=LOADING, minimum=0.05
+    )
+
+    lora: tuple[str, ...] = option(
+        (),
+        "LoRA adapters to load at start: NAME=FOLDER, as PEFT saves them; requests choose one by `adapter`.",
+        group=ADAPTERS,
+        metavar="NAME=FOLDER",
+    )
+    adapter_root: str | None = option(
+        None,
+        "Folder below which LoadAdapter may load adapters; without it none are loaded while the service runs.",
+        group=ADAPTERS,
+        metavar="FOLDER",
+    )
+    max_adapters: int = option(
+        AdapterLimits.max_loaded,
+        "LoRA adapters in memory at once; of those that no request uses, the one that was used longest ago leaves for "
+        "another. 0: none may be loaded.",
+        group=ADAPTERS,
+        minimum=0,
+    )
+    max_known_adapters: int = option(
+        AdapterLimits.max_known, "Names of LoRA adapters, in memory or not.", group=ADAPTERS, minimum=0
+    )
+    max_adapter_rank: int = option(AdapterLimits.max_rank, "Largest rank of a LoRA adapter.", group=ADAPTERS, minimum=1)
+    adapter_memory: str = option("1GiB", "Memory of all LoRA adapters together.", group=ADAPTERS)
+
+    kv_memory: str = option(
+        "auto",
+        "Memory of the KV pool, such as 2GiB; auto: a share of what is left; -1: what is left of 80 % of all of it.",
+        group=MEMORY,
+    )
+    host_kv_memory: str = option(
+        "0",
+        "Memory of the host pool, where blocks of preempted requests and evicted prefixes go: as --kv-memory; 0: none.",
+        group=MEMORY,
+    )
+    preemption: str = option(
+        EngineConfig.preemption,
+        "What becomes of a request that gives way: swap copies its blocks to the host pool and back, recompute "
+        "computes them again, auto takes what it measures to be cheaper. Without a host pool: recompute.",
+        group=MEMORY,
+    )
+    host_prefix_cache: bool = option(
+        EngineConfig.host_prefix_cache,
+        "Keep prefixes that the KV pool has no room for in the host pool.",
+        group=MEMORY,
+    )
+    max_block_copies: int = option(
+        EngineConfig.max_block_copies, "Most blocks of one CopyBlocks or SwapBlocks.", group=MEMORY, minimum=1
+    )
     assistant_kv_memory: str = option(
         "auto", "Memory of the draft model's own KV pool; auto: for as many tokens as the other holds.", group=MEMORY
     )
@@ -166,6 +288,25 @@ class GenerationServiceConfig(ServerConfig):
         group=BATCHING,
         minimum=0,
     )
+    ngram_memory_tokens: int = option(
+        EngineConfig.ngram_memory_tokens,
+        "Output tokens of each tenant that are remembered for ngram_memory_num_tokens, 20 to 28 bytes each; the oldest "
+        "go.",
+        group=BATCHING,
+        minimum=256,
+    )
+    ngram_memory_tenants: int = option(
+        EngineConfig.ngram_memory_tenants,
+        "Tenants whose outputs are remembered; the least recently used go. 0: nothing is.",
+        group=BATCHING,
+        minimum=0,
+    )
+    ngram_memory_seconds: float = option(
+        EngineConfig.ngram_memory_seconds,
+        "How long a tenant's outputs are remembered after its last request that asked for it.",
+        group=BATCHING,
+        minimum=0.0,
+    )
     max_queued_requests: int = option(
         EngineConfig.max_queued_requests,
         "Requests waiting to be scheduled; more are refused.",
@@ -197,6 +338,9 @@ class GenerationServiceConfig(ServerConfig):
         "How long a tenant that has no request any more counts as being there.",
         group=BATCHING,
         minimum=0.0,
+    )
+    max_warm_up_steps: int = option(
+        64, "Decode steps of one WarmUp at most; its prompts are a step's at most.", group=BATCHING, minimum=1
     )
     max_pending_messages: int = option(
         1024, "Messages that wait for a stream's reader; past that it is cut off.", group=BATCHING, minimum=1
@@ -240,9 +384,16 @@ class GenerationServiceConfig(ServerConfig):
 
     max_beams: int = _bound("max_beams", "Most beams of one request; never more than run.", minimum=1)
     max_draft_tokens: int = _bound(
-        "max_draft_tokens", "Largest num_assistant_tokens and prompt_lookup_num_tokens.", minimum=1
+        "max_draft_tokens",
+        "Largest num_assistant_tokens, prompt_lookup_num_tokens, ngram_memory_num_tokens and lookahead_window.",
+        minimum=1,
     )
-    max_matching_ngram: int = _bound("max_matching_ngram", "Largest max_matching_ngram_size.", minimum=1)
+    max_matching_ngram: int = _bound(
+        "max_matching_ngram",
+        "Largest max_matching_ngram_size, ngram_memory_match and lookahead_ngram_size.",
+        minimum=1,
+    )
+    max_lookahead_guesses: int = _bound("max_lookahead_guesses", "Largest lookahead_guesses.", minimum=1)
     max_ngram: int = _bound("max_ngram", "Largest no_repeat_ngram_size and encoder_no_repeat_ngram_size.")
     max_bad_words: int = _bound("max_bad_words", "Most entries of bad_words_ids.")
     max_sequence_bias: int = _bound("max_sequence_bias", "Most entries of sequence_bias.")
@@ -339,6 +490,58 @@ class GenerationServiceConfig(ServerConfig):
         minimum=1,
     )
 
+    model_access: Literal["off", "local", "all"] = option(
+        "local",
+        "Forward, Sample, LoadModel and the other calls of ModelService that open the model: local: where the service "
+        "listens on loopback; all: anywhere, on other addresses with --model-access-token-file; off: nowhere.",
+        group=GRAPHS,
+    )
+    model_access_token_file: str | None = option(
+        None,
+        "Callers of these must send one of the bearer tokens in this file, and no other; a router sends its "
+        "--channel-token-file's.",
+        group=GRAPHS,
+        metavar="FILE",
+    )
+    graph_lengths: tuple[int, ...] = option(
+        (512, 2048),
+        "Sequence lengths of the graphs' stages, up to the context; shapes in between are taken as well.",
+        group=GRAPHS,
+        metavar="INT,INT",
+        parse=_sizes,
+    )
+    graph_batches: tuple[int, ...] = option(
+        (1, 4), "Sequences at once of the graphs' stages.", group=GRAPHS, metavar="INT,INT", parse=_sizes
+    )
+    graph_kv_tokens: int = option(
+        4096,
+        "Tokens of the KV pool for named sequences, beside those of --kv-memory; their memory is taken as they are "
+        "used.",
+        group=GRAPHS,
+        minimum=0,
+    )
+    graph_share: float = option(
+        0.5,
+        "Share of the engine's time that graphs may take while there are requests.",
+        group=GRAPHS,
+        minimum=0.01,
+        maximum=1.0,
+    )
+    max_graph_streams: int = option(8, "Forward streams that are open at once.", group=GRAPHS, minimum=1)
+    max_graph_call_bytes: int = option(
+        64 << 20, "Inputs, and outputs, of one call of a graph in messages.", group=GRAPHS, minimum=1024
+    )
+    max_graph_tensors: int = option(1024, "Tensors that stay at the server; 0: none do.", group=GRAPHS, minimum=0)
+    max_graph_tensor_bytes: int = option(256 << 20, "Bytes of all of them.", group=GRAPHS, minimum=0)
+    max_graph_leases: int = option(64, "Leases at once, which own them.", group=GRAPHS, minimum=1)
+    graph_lease_seconds: float = option(
+        60.0,
+        "How long a lease that nobody uses lives, by default; 1h at most.",
+        group=GRAPHS,
+        minimum=0.01,
+        maximum=3600.0,
+    )
+
     status_seconds: float = option(
         10.0,
         "How often the log gets a line on load and throughput, while there is something to tell; 0: never.",
@@ -383,20 +586,44 @@ class GenerationServiceConfig(ServerConfig):
             ("--kernels", self.kernels, KERNELS),
             ("--quantization", self.quantization, ("auto", *QUANTIZATIONS)),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
+            ("--preemption", self.preemption, PREEMPTIONS),
         ):
             if value not in allowed:
                 raise StartupError(f"{flag} must be one of {', '.join(allowed)}", flag=flag)
+        if self.empty and self.model is not None:
+            raise StartupError("--empty starts without a model: leave MODEL out", flag="--empty")
+        if self.empty and not self.is_model_open:
+            raise StartupError(
+                "--empty needs --model-access: nothing could ever be loaded on this address", flag="--model-access"
+            )
+        if self.model_access == "all" and self.model_access_token_file is None and not is_loopback(self.host):
+            raise StartupError(
+                f"--model-access all on {self.host} needs --model-access-token-file: who may look into the model",
+                flag="--model-access-token-file",
+            )
         if 0.0 < self.tenant_slowdown <= 1.0:
             raise StartupError("--tenant-slowdown must be 0 or above 1", flag="--tenant-slowdown")
         self.failpoint_orders()
+        self.adapter_limits()
+        self.adapters_to_load()
+        self.adapter_folder()
         parse_memory(self.kv_memory)
         parse_memory(self.assistant_kv_memory, flag="--assistant-kv-memory")
+        if parse_memory(self.host_kv_memory, flag="--host-kv-memory") == 0 and self.preemption == SWAP:
+            raise StartupError(
+                "--preemption swap needs a host pool: give it memory by --host-kv-memory", flag="--preemption"
+            )
         if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running_sequences:
             raise StartupError(
                 f"--max-batch-tokens {self.max_batch_tokens} is less than --max-running-sequences "
                 f"{self.max_running_sequences}: every running sequence needs a token a step",
                 flag="--max-batch-tokens",
             )
+
+    @property
+    def is_model_open(self) -> bool:
+        """True when callers may run the model's graphs."""
+        return self.model_access == "all" or (self.model_access == "local" and is_loopback(self.host))
 
     def failpoint_orders(self) -> tuple[Failpoint, ...]:
         """Return the faults that a test orders. Raises StartupError unless they are allowed."""
@@ -406,6 +633,39 @@ class GenerationServiceConfig(ServerConfig):
             return tuple(map(Failpoint.parse, self.failpoints))
         except ValueError as error:
             raise StartupError(f"--failpoints: {error}", flag="--failpoints") from error
+
+    def adapter_limits(self) -> AdapterLimits:
+        """Return the bounds on adapters. Raises StartupError."""
+        size = parse_memory(self.adapter_memory, flag="--adapter-memory")
+        if size is None:
+            raise StartupError("--adapter-memory must be a size such as 512MiB", flag="--adapter-memory")
+        return AdapterLimits(
+            max_loaded=self.max_adapters,
+            max_known=self.max_known_adapters,
+            max_rank=self.max_adapter_rank,
+            max_bytes=size,
+        )
+
+    def adapters_to_load(self) -> dict[str, str]:
+        """Return name -> folder of --lora. Raises StartupError."""
+        found: dict[str, str] = {}
+        for text in self.lora:
+            name, _, folder = text.partition("=")
+            if not name or not folder:
+                raise StartupError(f"--lora {text!r}: expected NAME=FOLDER", flag="--lora")
+            if name in found:
+                raise StartupError(f"--lora has the name {name} twice", flag="--lora")
+            found[name] = folder
+        return found
+
+    def adapter_folder(self) -> Path | None:
+        """Return the folder of --adapter-root. Raises StartupError when it is none."""
+        if self.adapter_root is None:
+            return None
+        root = Path(self.adapter_root).expanduser().absolute()
+        if not root.is_dir():
+            raise StartupError(f"--adapter-root {self.adapter_root}: is no folder", flag="--adapter-root")
+        return root
 
     def grammar_limits(self) -> GrammarLimits:
         """Return the limits on constraints."""
@@ -425,4 +685,4 @@ class GenerationServiceConfig(ServerConfig):
         given = {bound.name: getattr(self, bound.name) for bound in fields(RequestLimits) if hasattr(self, bound.name)}
         for name in ("max_return_sequences", "max_beams"):
             given[name] = min(given[name], self.max_running_sequences)
-        return RequestLimits(**given)
+        return RequestLimits(**given, remembers_outputs=self.ngram_memory_tenants > 0)

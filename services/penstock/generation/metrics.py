@@ -1,17 +1,18 @@
 """Prometheus metrics of the generation service; names as vLLM's where the meaning is the same.
 
-Labels come from closed sets: model_name is the one served model, finished_reason the FinishReason values, reason a row
-of common/error_reasons.py. The engine's own counters are read when Prometheus scrapes; the rest is updated once per
-step or request, not per token.
+Labels come from closed sets: model_name is the one served model (empty: there is none), finished_reason the
+FinishReason values, reason a row of common/error_reasons.py. The engine's own counters are read when Prometheus
+scrapes; the rest is updated once per step or request, not per token. With another model all of them begin anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
@@ -19,7 +20,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from penstock.common.errors import PenstockError
 from penstock.common.histograms import StepHistogram
 from penstock.common.metrics import BATCH_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS
+from penstock.generation.adapters.figures import AdapterFigures, AdapterInfo
 from penstock.generation.core.request import FinishedOutput, FinishReason, Purpose, Request
+from penstock.generation.core.step import DraftKind
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
 from penstock.generation.engine.step_watch import StepView
 
@@ -34,11 +37,67 @@ class EngineFigures(NamedTuple):
     step: StepView = StepView()
 
 
+class _ModelRegistry(CollectorRegistry):
+    """Registry of one model's collectors, which are the process's as long as that model is served."""
+
+    def __init__(self, outer: CollectorRegistry) -> None:
+        super().__init__()
+        self._outer = outer
+        self._collectors: list[Collector] = []
+
+    def register(self, collector: Collector) -> None:
+        """See CollectorRegistry."""
+        self._outer.register(collector)
+        self._collectors.append(collector)
+
+    def clear(self) -> None:
+        """Take all of them out again."""
+        for collector in self._collectors:
+            self._outer.unregister(collector)
+        self._collectors.clear()
+
+
+class LoadMetrics:
+    """Metrics of loads and of what they received. Used from the event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.loaded = Gauge("penstock_model_loaded", "1 while a model is loaded.", registry=registry)
+        ends = Counter(
+            "penstock_model_loads",
+            "Loads of a model, at the start or by LoadModel, by how they ended.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.ends = {outcome: ends.labels(outcome) for outcome in ("loaded", "refused", "failed", "cancelled")}
+        self.seconds = Histogram(
+            "penstock_model_load_seconds",
+            "Time of the loads that ended well, with the arrival of their bytes.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.unloads = Counter("penstock_model_unloads", "Models that UnloadModel ended.", registry=registry)
+        self.received_bytes = Counter(
+            "penstock_model_received_bytes", "Bytes of models that LoadModel received.", registry=registry
+        )
+
+
 class GenerationMetrics:
     """All metrics of one process. Methods may be called from the event loop and the engine thread."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.loads = LoadMetrics(registry)
+        self._registry = _ModelRegistry(registry)
+        self._model_name: str | None = None
+        self.begin(model_name)
+
+    def begin(self, model_name: str) -> None:
+        """Count for this model from here on. To be called while no engine runs."""
+        if model_name == self._model_name:
+            return
+        self._model_name, registry = model_name, self._registry
+        registry.clear()
         labels = {"model_name": model_name}
+        self.graphs = GraphMetrics(registry, model_name)
         self._engine = EngineCollector(labels, registry)
 
         def histogram(name: str, text: str, buckets: Iterable[float] = LATENCY_BUCKETS) -> StepHistogram:
@@ -73,6 +132,9 @@ class GenerationMetrics:
         refused = Counter("penstock_requests_refused", words, name, registry=registry)
         # A reason is looked up once.
         self._refused = cache(partial(refused.labels, model_name))
+        words = "Adapters that an operator or a router asked to load and that were not, by the error's reason."
+        failed = Counter("penstock_adapter_load_failures", words, ["model_name", "reason"], registry=registry)
+        self._adapter_failed = cache(partial(failed.labels, model_name))
         name = ["model_name", "rpc", "outcome"]
         items = Counter("penstock_items", "Items of Score and inputs of Embed, by outcome.", name, registry=registry)
         self._items = {
@@ -81,9 +143,16 @@ class GenerationMetrics:
             for succeeded in (True, False)
         }
 
-    def read_engine(self, read: Callable[[], EngineFigures]) -> None:
-        """Take the engine's own figures from `read`, which must be callable from any thread."""
+    def read_engine(self, read: Callable[[], EngineFigures], block_bytes: int = 0) -> None:
+        """Take the engine's own figures from `read`, callable from any thread; `block_bytes` of one block."""
         self._engine.read = read
+        self._engine.block_bytes = block_bytes
+
+    def read_adapters(
+        self, read: Callable[[], AdapterFigures], read_infos: Callable[[], Sequence[AdapterInfo]]
+    ) -> None:
+        """Take the figures of adapters, and facts of each, from functions that must be callable from any thread."""
+        self._engine.read_adapters, self._engine.read_adapter_infos = read, read_infos
 
     def step(self, sample: StepSample) -> None:
         """Count one engine step."""
@@ -131,6 +200,10 @@ class GenerationMetrics:
         """Count a request to generate that was not accepted. It is none of those that `request_finished` counts."""
         self._refused(error.reason).inc()
 
+    def adapter_failed(self, error: PenstockError) -> None:
+        """Count an adapter that could not be loaded."""
+        self._adapter_failed(error.reason).inc()
+
     def request_failed(self) -> None:
         """Count a request that the broken engine left without a last word."""
         self._finished[FinishReason.ERROR].inc()
@@ -141,6 +214,10 @@ class EngineCollector(Collector):
 
     def __init__(self, labels: dict[str, str], registry: CollectorRegistry) -> None:
         self.read: Callable[[], EngineFigures] = EngineFigures
+        self.read_adapters: Callable[[], AdapterFigures] = AdapterFigures
+        self.read_adapter_infos: Callable[[], Sequence[AdapterInfo]] = tuple
+        # Bytes of one KV block.
+        self.block_bytes = 0
         self._labels = labels
         registry.register(self)
 
@@ -159,21 +236,138 @@ class EngineCollector(Collector):
         )
         yield self._gauge("engine_hung", "1 while the step in progress hangs (--hung-step-seconds).", step.is_hung)
         yield self._counter("num_preemptions", "Requests preempted.", stats.preemptions)
+        yield self._counter("num_preemptions_swapped", "Of these, with blocks copied to the host pool.", stats.swaps)
+        yield self._counter(
+            "preempted_tokens", "Computed tokens that the other preemptions gave up.", stats.preempted_tokens
+        )
+        yield from self._host_pool(load, stats)
         yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
-        accepted, rejected = stats.accepted_draft_tokens, stats.rejected_draft_tokens
-        yield self._counter("generation_accepted_draft_tokens", "Draft tokens that verification accepted.", accepted)
-        yield self._counter("generation_rejected_draft_tokens", "Draft tokens that verification refused.", rejected)
+        yield self._drafts("generation_accepted_draft_tokens", "Draft tokens that verification accepted.", stats, 0)
+        yield self._drafts("generation_rejected_draft_tokens", "Draft tokens that verification refused.", stats, 1)
+        yield self._gauge("ngram_memory_tenants", "Tenants whose outputs are remembered.", stats.memory.tenants)
+        yield self._gauge("ngram_memory_tokens", "Output tokens that are remembered.", stats.memory.tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_lookup_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found cached.", stats.prefix_hit_tokens)
         yield self._counter("prefix_cache_evictions", "Reusable blocks given away.", stats.evictions)
+        adapters = self.read_adapters()
+        yield self._gauge("adapters_known", "LoRA adapters with a name.", adapters.known)
+        yield self._gauge("adapters_loaded", "LoRA adapters in memory.", adapters.loaded)
+        yield self._gauge(
+            "adapter_bytes", "Memory of LoRA adapters, unloaded ones in use included.", adapters.num_bytes
+        )
+        yield self._counter("adapter_loads", "LoRA adapters read from their files.", adapters.loads)
+        yield self._counter("adapter_evictions", "Idle LoRA adapters that left memory for others.", adapters.evictions)
+        yield self._by_adapter()
+
+    def _by_adapter(self) -> Metric:
+        # One label for each adapter that is known now: its series ends when it is unloaded, and --max-known-adapters
+        # bounds their number.
+        words = "Requests with a LoRA adapter that are not over."
+        family = GaugeMetricFamily("penstock_adapter_requests_running", words, labels=[*self._labels, "adapter"])
+        for info in self.read_adapter_infos():
+            family.add_metric([*self._labels.values(), info.name], info.num_requests)
+        return family
+
+    def _host_pool(self, load: EngineLoad, stats: EngineStats) -> Iterable[Metric]:
+        usage = load.host_blocks_used / load.host_blocks_total if load.host_blocks_total else 0.0
+        swapped = "Waiting requests whose blocks are in the host pool."
+        yield self._gauge("num_requests_swapped", swapped, load.swapped_requests)
+        yield self._gauge(
+            "cpu_cache_usage_perc", "Blocks of the host pool that swapped requests hold, 1 means all.", usage
+        )
+        yield self._gauge("cpu_cache_blocks", "Blocks of the host pool.", load.host_blocks_total)
+        for name, where, blocks, seconds in (
+            ("out", "to the host pool", stats.host_out_blocks, stats.host_out_seconds),
+            ("in", "from the host pool", stats.host_in_blocks, stats.host_in_seconds),
+        ):
+            yield self._counter(f"swap_{name}_blocks", f"KV blocks copied {where}.", blocks)
+            yield self._counter(f"swap_{name}_bytes", f"Bytes copied {where}.", blocks * self.block_bytes)
+            yield self._counter(f"swap_{name}_seconds", f"Time that copies {where} took.", seconds)
+        hits = "Prompt tokens found in the host pool; prefix_cache_hits has them, too."
+        yield self._counter("cpu_prefix_cache_hits", hits, stats.host_prefix_hit_tokens)
+        yield self._counter(
+            "cpu_prefix_cache_evictions", "Prefixes that the host pool gave away.", stats.host_evictions
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"penstock_{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counter(self, name: str, text: str, value: int) -> Metric:
+    def _drafts(self, name: str, text: str, stats: EngineStats, verdict: int) -> Metric:
+        """Return drafts by their origin; `verdict` 0: accepted, 1: refused."""
+        family = CounterMetricFamily(f"penstock_{name}", text, labels=[*self._labels, "kind"])
+        for kind in DraftKind:
+            family.add_metric([*self._labels.values(), kind.value], stats.draft_tokens[kind][verdict])
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(f"penstock_{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
+
+
+class GraphFigures(NamedTuple):
+    """State of the model's opened parts, read at each scrape."""
+
+    streams: int = 0
+    leases: int = 0
+    expired: int = 0
+    tensors: int = 0
+    tensor_bytes: int = 0
+    blocks: int = 0
+    used_blocks: int = 0
+
+
+class GraphMetrics(Collector):
+    """Metrics of the model's graphs, of tensors at the server and of named sequences."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._read: Callable[[], GraphFigures] = GraphFigures
+        self._labels = {"model_name": model_name}
+        names = ["model_name", "graph", "outcome"]
+        calls = Counter("penstock_graph_calls", "Calls of graphs, and of Sample, by outcome.", names, registry=registry)
+        self._calls = cache(partial(calls.labels, model_name))
+        self._seconds = StepHistogram(
+            "penstock_graph_seconds", "Engine's time for one call of a graph.", self._labels, LATENCY_BUCKETS, registry
+        )
+        registry.register(self)
+
+    def read(self, read: Callable[[], GraphFigures]) -> None:
+        """Take the state from `read`, which must be callable from any thread."""
+        self._read = read
+
+    @contextmanager
+    def call(self, graph: str) -> Iterator[None]:
+        """Count a call of a graph's kind: ok, or error for one that was refused, failed or given up."""
+        try:
+            yield
+        except BaseException:
+            self._calls(graph, "error").inc()
+            raise
+        self._calls(graph, "ok").inc()
+
+    def took(self, seconds: float) -> None:
+        """Observe the engine's time for a call."""
+        self._seconds.observe(seconds)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the present figures."""
+        figures = self._read()
+        for name, text, value in (
+            ("graph_streams", "Forward streams that are open.", figures.streams),
+            ("graph_leases", "Leases, which own tensors and named sequences.", figures.leases),
+            ("graph_tensors", "Tensors that callers keep at the server.", figures.tensors),
+            ("graph_tensor_bytes", "Bytes of these tensors.", figures.tensor_bytes),
+            ("graph_kv_blocks", "KV blocks for named sequences.", figures.blocks),
+            ("graph_kv_blocks_used", "KV blocks that named sequences hold.", figures.used_blocks),
+        ):
+            gauge = GaugeMetricFamily(f"penstock_{name}", text, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), value)
+            yield gauge
+        expired = CounterMetricFamily(
+            "penstock_graph_leases_expired", "Leases that ended since nobody used them.", labels=list(self._labels)
+        )
+        expired.add_metric(list(self._labels.values()), figures.expired)
+        yield expired

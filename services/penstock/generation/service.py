@@ -7,13 +7,23 @@ import enum
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from penstock.common.errors import DeadlineExceeded, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
+from penstock.common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
 from penstock.common.request_context import new_request_id
+from penstock.generation.adapters.access import AdapterAccess
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.modes import WatermarkOptions
 from penstock.generation.core.prompt_embeds import PLACEHOLDER
 from penstock.generation.core.request import ItemResult, Request, TokenHealingOptions
@@ -21,9 +31,12 @@ from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
 from penstock.generation.delivery.item_batch import ItemBatch
+from penstock.generation.engine.config import EngineConfig
+from penstock.generation.engine.engine import Engine
 from penstock.generation.engine.loop import EngineLoop
 from penstock.generation.engine.stats import EngineStats
 from penstock.generation.grammar.compiler import GrammarCompiler
+from penstock.generation.graphs.access import ModelAccess
 from penstock.generation.options.detect_watermark import DetectWatermarkCommand, check_detect_watermark
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import GenerateOptions
@@ -39,6 +52,7 @@ from penstock.generation.options.score_embed import (
 )
 from penstock.generation.options.tensors import TensorSizes, resolve_tensors
 from penstock.generation.options.validate import validate, with_prompt
+from penstock.generation.runner.model_runner import WarmUpWork
 from penstock.generation.sampling.watermark_detector import Detector, TooFewTokens, WatermarkEvidence, detector_of
 from penstock.generation.startup.load import LoadedModel
 from penstock.generation.wire.embeds_intake import EmbedsIntake
@@ -54,6 +68,7 @@ class ModelState(enum.Enum):
     READY = 2
     DRAINING = 3
     UNAVAILABLE = 4
+    EMPTY = 5
 
 
 class WatermarkCalls:
@@ -119,6 +134,25 @@ class GenerationCore:
     max_items: int
     watermark_calls: WatermarkCalls
     embeds_intake: EmbedsIntake
+    adapter_access: AdapterAccess
+    # Puts weights that are read again in place of `loaded`'s, while no request is live. Raises FailedPrecondition.
+    reload: Callable[[], Awaitable[None]]
+    max_warm_up_steps: int = GenerationServiceConfig.max_warm_up_steps
+    # The model opened to callers; None: it is not (--model-access).
+    access: ModelAccess | None = None
+
+    async def finish(self, grace: float | None) -> int:
+        """Wait for live requests. After `grace` seconds abort them, wait for their last words and return their number.
+
+        Without a grace all are waited for.
+        """
+        try:
+            await asyncio.wait_for(self.hub.wait_idle(), grace)
+        except TimeoutError:
+            aborted = len(self.hub.abort(self.hub.live_ids()))
+            await self.hub.wait_idle()
+            return aborted
+        return 0
 
     def prepare(self, options: GenerateOptions, deadline: float | None) -> DeltaMaker:
         """Check options and make their request and events. Raises what `validate` and `resolve` raise.
@@ -148,8 +182,15 @@ class GenerationCore:
             warnings=resolved.warnings,
             token_healing=self._token_healing(options) if resolved.params.token_healing else None,
             begins_text=options.begins_text,
+            # None where `complete` must read it first.
+            adapter=loaded.adapters.get(options.adapter) if options.adapter else None,
         )
         return DeltaMaker(request, loaded.served.name, resolved.stream_interval)
+
+    @staticmethod
+    def takes_time(request: Request, options: GenerateOptions) -> bool:
+        """True when `complete` must be awaited before the request is submitted."""
+        return options.take_time or (request.adapter is None and bool(options.adapter))
 
     def _token_healing(self, options: GenerateOptions) -> TokenHealingOptions | None:
         """Return None when the prompt's last token can become no other one, or is the only one."""
@@ -168,11 +209,16 @@ class GenerationCore:
         return replace(params, tensors=tensors)
 
     async def complete(self, request: Request, options: GenerateOptions) -> None:
-        """Convert a request's inputs_embeds and compile its constraint. Abort and deadline end the wait.
+        """Convert a request's inputs_embeds, compile its constraint, and read an adapter that is not in memory. Abort
+        and deadline end the wait.
 
-        To be awaited between `prepare` and the submission of a request whose options `take_time`. The request's id is
-        taken from here on. Raises as `EmbedsIntake.room`, `EmbedsIntake.convert` and `GrammarCompiler.compile`.
+        To be awaited between `prepare` and the submission of a request that `takes_time`. The request's id is taken
+        from here on. Raises as `EmbedsIntake.room`, `EmbedsIntake.convert`, `GrammarCompiler.compile` and
+        `AdapterStore.bring`.
         """
+        if options.adapter and request.adapter is None:
+            bringing = self._bring(options.adapter)
+            request.adapter = await self._before_submission(request, bringing, "adapter")
         tensor, constraint = options.inputs_embeds, options.constraint
         live_bytes = 0 if tensor is None else self.hub.embeds_bytes
         with self.embeds_intake.room(tensor, live_bytes):
@@ -197,14 +243,45 @@ class GenerationCore:
     async def score(self, command: ScoreCommand, deadline: float | None) -> list[ItemResult]:
         """Run a Score to its end. Raises what `check_score` raises, or the first error of an item."""
         check_score(command, self.loaded.served, self.limits)
-        requests = score_requests(command, time.monotonic(), deadline)
+        adapter = await self._bring(command.adapter) if command.adapter else None
+        requests = score_requests(command, time.monotonic(), deadline, adapter)
         return await ItemBatch(self.hub, requests, "items", self.max_items, followers(command.items)).run()
 
     async def embed(self, command: EmbedCommand, deadline: float | None) -> list[ItemResult]:
         """Run an Embed to its end. Raises what `check_embed` raises, or the first error of an input."""
         check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
-        requests = embed_requests(command, time.monotonic(), deadline)
+        adapter = await self._bring(command.adapter) if command.adapter else None
+        requests = embed_requests(command, time.monotonic(), deadline, adapter)
         return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
+
+    async def _bring(self, name: str) -> Adapter:
+        """Return an adapter, read again on a thread where it is not in memory. Raises as `AdapterStore.bring`."""
+        adapters = self.loaded.adapters
+        adapter = adapters.get(name)
+        return await asyncio.to_thread(adapters.bring, name) if adapter is None else adapter
+
+    async def warm_up(self, size: WarmUpSize | None = None) -> None:
+        """Run the model as at the start, or as far as `size` asks. The prefix cache is empty afterwards.
+
+        Raises InvalidArgument, and FailedPrecondition BUSY while requests are live or callers hold blocks.
+        """
+        work = None if size is None else size.work(self.loaded.engine_config, self.max_warm_up_steps)
+        await asyncio.wrap_future(self.loop.run_on_engine(lambda engine: _warm_up(engine, self.loaded, work)))
+
+    async def clear_cache(self, request_ids: Sequence[str] = ()) -> int:
+        """Forget every prefix that no running request holds; with ids, what was computed for these live requests.
+
+        Returns the number of blocks. Raises as `Engine.release_cache`.
+        """
+
+        def clear(engine: Engine) -> int:
+            return engine.release_cache(request_ids) if request_ids else engine.clear_cache()
+
+        cleared = await asyncio.wrap_future(self.loop.run_on_engine(clear))
+        # The engine publishes its load after carrying out commands, so the next one sees it published.
+        await asyncio.wrap_future(self.loop.run_on_engine(lambda _: None))
+        self.hub.notify()
+        return cleared
 
     async def detect_watermark(self, command: DetectWatermarkCommand, deadline: float | None) -> WatermarkEvidence:
         """Look for a watermark in given tokens. Raises what `check_detect_watermark` and `WatermarkCalls.run` raise."""
@@ -236,28 +313,89 @@ def _earliest(deadline: float | None, arrival: float, timeout: float | None) -> 
     return arrival + timeout if deadline is None else min(deadline, arrival + timeout)
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUpSize:
+    """Size of a warm-up in MindIE's words, in tokens; it is cut to what the engine computes and the pool holds."""
+
+    # Prompt tokens of one step, over all sequences.
+    prefill_tokens: int = 4096
+    # Longest prompt and output together.
+    sequence_tokens: int = 2560
+    # Longest prompt; None: `sequence_tokens`.
+    input_tokens: int | None = None
+    # Decode steps.
+    iterations: int | None = None
+
+    def work(self, config: EngineConfig, most_steps: int) -> WarmUpWork:
+        """Return the work that an engine of this configuration does. Raises InvalidArgument naming a field below 1."""
+        for name in ("prefill_tokens", "sequence_tokens", "input_tokens", "iterations"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(name, "must be at least 1")
+        rows = min(self.prefill_tokens, config.max_batch_tokens)
+        longest = min(self.sequence_tokens, config.max_context_tokens)
+        tokens = max(1, min(self.input_tokens or longest, rows, longest - 1))
+        sequences = min(max(1, rows // tokens), config.max_running_sequences)
+        return WarmUpWork(sequences, tokens, max(1, min(self.iterations or 1, longest - tokens, most_steps)))
+
+
+def _warm_up(engine: Engine, loaded: LoadedModel, work: WarmUpWork | None) -> None:
+    """Warm up, on the engine's thread. It writes into blocks of the pool, so none may be in use or cached."""
+    if engine.has_work:
+        raise FailedPrecondition("requests are live: warm up while there are none", reason="BUSY")
+    if engine.claimed_blocks:
+        raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
+    engine.clear_cache()
+    loaded.warm_up(work)
+
+
+def no_model() -> Unavailable:
+    """Make the error of a call that needs a model where there is none."""
+    return Unavailable(
+        "this process has no model: load one by ModelService.LoadModel (`penstock models load`), or send the request "
+        "elsewhere",
+        reason="NO_MODEL",
+    )
+
+
 async def _ignore(_: bool) -> None:
     """Ignore a change of health: no health service is bound."""
 
 
+class Reloaded(NamedTuple):
+    """Result of a Reload: seconds after the last request's end, and the requests that its grace aborted."""
+
+    seconds: float
+    aborted: int
+
+
 @dataclass(slots=True)
 class Lifecycle:
-    """Lifecycle of the process. `core` is set once the model is loaded."""
+    """Lifecycle of the process. `core` is set while a model is loaded."""
 
+    # Empty while there is no model.
     model_name: str
     state: ModelState = ModelState.LOADING
     percent_loaded: float = 0.0
+    # Stage of the load under way, and number of loads that ended well.
+    load_stage: str = ""
+    num_loads: int = 0
     core: GenerationCore | None = None
     # True: the process itself is stopping, and this drain has no way back.
     stopping: bool = False
+    # True: the model is being unloaded, and this drain has no way back either.
+    unloading: bool = False
     # True: a step of the engine hangs.
     hung: bool = False
     set_serving: Callable[[bool], Awaitable[None]] = field(default=_ignore)
+    # The Reload that is under way, and True when the process takes new work after it.
+    reloading: asyncio.Task[Reloaded] | None = None
+    resumes_after_reload: bool = False
     # Tells this process from one that came before it at the same address.
     start_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def loaded(self) -> GenerationCore:
-        """Return the core. Raises Unavailable while the model loads, and after it failed."""
+        """Return the core. Raises Unavailable while the model loads, after it failed, and where there is none."""
         if self.core is None or self.state in (ModelState.LOADING, ModelState.UNAVAILABLE):
             raise self._unavailable()
         return self.core
@@ -275,21 +413,58 @@ class Lifecycle:
             return Unavailable(
                 "the model is still loading", reason="STARTING", retry_after_seconds=STARTING_RETRY_SECONDS
             )
+        if self.state in (ModelState.EMPTY, ModelState.DRAINING):
+            return no_model()
         return Unavailable("the engine of this process has failed", reason="ENGINE_FAILED")
 
     def start_drain(self) -> None:
-        """Begin to refuse new work."""
+        """Begin to refuse new work, until `resume`."""
+        self.resumes_after_reload = False
         if self.state is ModelState.READY:
             self.state = ModelState.DRAINING
             self._changed()
 
     def resume(self) -> None:
-        """Take new work again. Raises Unavailable once the process is stopping."""
-        if self.stopping:
-            raise Unavailable("this process is stopping: send new work elsewhere", reason="DRAINING")
+        """Take new work again. Raises Unavailable once the process is stopping, or the model is being unloaded, and
+        FailedPrecondition during a Reload."""
+        if self.stopping or self.unloading:
+            what = "process is stopping" if self.stopping else "model is being unloaded"
+            raise Unavailable(f"this {what}: send new work elsewhere", reason="DRAINING")
+        if self.reloading is not None:
+            raise FailedPrecondition("a Reload is under way: resume after it", reason="BUSY")
         if self.state is ModelState.DRAINING:
             self.state = ModelState.READY
             self._changed()
+
+    async def reload(self, grace: float | None) -> Reloaded:
+        """Drain, read the weights again and resume, unless the process was drained before or is to be now.
+
+        A caller that leaves does not end it. Raises FailedPrecondition: another one is under way, or the weights cannot
+        be used; then the old ones stay.
+        """
+        core = self.loaded()
+        if self.reloading is not None or self.unloading:
+            raise FailedPrecondition("another Reload, or an unload, is under way", reason="BUSY")
+        self.reloading = asyncio.create_task(self._reload(core, grace))
+        # Its error is the caller's, who may be gone.
+        self.reloading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self.reloading)
+
+    async def _reload(self, core: GenerationCore, grace: float | None) -> Reloaded:
+        was_ready = self.state is ModelState.READY
+        self.start_drain()
+        self.resumes_after_reload = was_ready
+        try:
+            await self.show_health()
+            aborted = await core.finish(grace)
+            begin = time.monotonic()
+            await core.reload()
+            return Reloaded(time.monotonic() - begin, aborted)
+        finally:
+            self.reloading = None
+            if self.resumes_after_reload and not self.stopping:
+                self.resume()
+            await self.show_health()
 
     async def set_hung(self, hung: bool) -> None:
         """Refuse new work while a step of the engine hangs, and show it as health."""

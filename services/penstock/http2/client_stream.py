@@ -75,6 +75,12 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
         except DecodeError:
             return None
 
+    async def receive(self) -> ResponseT | None:
+        """Return the next message; None: the call ended with OK, or the message could not be parsed. Raises
+        grpc.aio.AioRpcError."""
+        message = await self.read()
+        return None if message is END else cast("ResponseT | None", message)
+
     async def run(self, take: Callable[[ResponseT], None]) -> None:
         """Hand every message to `take` in the turn of the event loop that it arrives in, until OK.
 
@@ -115,6 +121,11 @@ class StreamCall(ClientConnection, Generic[ResponseT]):
             out.clear()
             await self._write_in_parts(bytes((0,)) + len(data).to_bytes(4, "big") + data)
         self._send(b"".join(out))
+
+    async def done_writing(self) -> None:
+        """Tell the peer that no message follows. Raises asyncio.InvalidStateError when the call is over."""
+        self._room()
+        self._send(frames.frame(frames.DATA, frames.END_STREAM, _STREAM, b""))
 
     def cancel(self) -> None:
         """Cancel the call, and close its connection."""

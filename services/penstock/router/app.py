@@ -81,7 +81,7 @@ class RouterApp:
         policy: Policy[Backend] = Policy(
             PolicyConfig(slack=config.affinity_slack, factor=config.affinity_factor, max_sessions=config.max_sessions)
         )
-        attempts = Attempts(self._pool, policy, config, metrics)
+        attempts = self._attempts = Attempts(self._pool, policy, config, metrics)
         forecast = Forecast(self._pool, config)
         token_texts = TokenTexts(self._link, config.max_token_texts)
         self._drain = Drain()
@@ -171,6 +171,7 @@ class RouterApp:
 
     async def close(self) -> None:
         """Disconnect."""
+        await self._attempts.adapters.close()
         await self._pool.close()
         for task in self._tasks:
             task.cancel()

@@ -19,8 +19,6 @@ from penstock.common.options import option
 
 SERVICES, ADMISSION, ROUTING, FAILURE = "Other services", "Admission", "Routing", "Failure handling"
 STREAMING = "Streaming"
-# Metadata of a forwarded call that names its backend.
-BACKEND_KEY = "penstock-backend"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +58,14 @@ class RouterConfig(ServerConfig, ChannelConfig):
         None,
         "Callers of GenerationAdminService and ModelService, which are forwarded to a backend, must send one of the "
         "bearer tokens in this file, and no other. Without it --auth-token-file holds for them on loopback, and other "
+        "addresses refuse them.",
+        group="TLS and authentication",
+        metavar="FILE",
+    )
+    model_token_file: str | None = option(
+        None,
+        "Callers of the ModelService calls that open the model (Forward, Sample and the like) must send one of the "
+        "bearer tokens in this file, and no other. Without it loopback takes what it takes for GetModelInfo, and other "
         "addresses refuse them.",
         group="TLS and authentication",
         metavar="FILE",
@@ -131,6 +137,16 @@ class RouterConfig(ServerConfig, ChannelConfig):
     max_prefix_blocks: int = option(512, "Blocks at the head of a prompt that are compared.", group=ROUTING, minimum=0)
     max_known_blocks: int = option(65536, "Blocks remembered for each backend.", group=ROUTING, minimum=1)
     max_sessions: int = option(65536, "session_ids remembered.", group=ROUTING, minimum=1)
+    adapter_loading: bool = option(
+        False,
+        "Ask a backend to load an adapter that a request names and no usable backend has: the folder below its "
+        "--adapter-root that another backend loaded it from, or that has the adapter's name. Callers thereby choose "
+        "what is loaded.",
+        group=ROUTING,
+    )
+    adapter_load_seconds: float = option(
+        60.0, "Time for such a load, at all backends that are tried together.", group=ROUTING, minimum=0.01
+    )
 
     max_attempts: int = option(3, "Backends tried before the first token.", group=FAILURE, minimum=1)
     max_moves: int = option(2, "Moves of a stream that has begun.", group=FAILURE, minimum=0)

@@ -74,6 +74,9 @@ class RouterMetrics:
             "backend_ejections_total", "Backends ejected, by target and cause.", "backend", "cause"
         )
         self.backends_ejected = gauge("backend_ejected", "Backends kept out of use, by target.", "backend")
+        self.adapter_loads = counters(
+            "adapter_loads_total", "Adapters that a backend was asked to load for requests, by outcome.", "outcome"
+        )
         self.backend_losses = counter("backend_losses_total", "Backends lost, by configured target.", "backend")
 
     def observe_timings(self, timings: common_pb2.StageTimings) -> None:

@@ -109,6 +109,21 @@ class GrpcStreamCall(Generic[ResponseT]):
                 return
             take(message)
 
+    async def receive(self) -> ResponseT | None:
+        """Return the next message, or None at the end."""
+        try:
+            message = await self._call.read()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here") from None
+        return None if message is _END else cast("ResponseT | None", message)
+
+    async def done_writing(self) -> None:
+        """Tell that no message follows."""
+        await self._call.done_writing()
+
     def cancel(self) -> object:
         """Cancel the call."""
         return self._call.cancel()

@@ -63,10 +63,11 @@ class Health:
     """Health of each service and of the process as a whole (the empty name). NOT_SERVING until told otherwise.
 
     SERVING needs both: the process is up (`set_up`) and the service wants calls (`set_wanted`, e.g. not drained by an
-    operator).
+    operator). Of the services by which it is controlled it needs only the first.
     """
 
-    def __init__(self, services: tuple[str, ...]) -> None:
+    def __init__(self, services: tuple[str, ...], control: tuple[str, ...] = ()) -> None:
+        self._control = frozenset(control)
         self._names = (OVERALL, *services)
         self._servicer = HealthServicer()
         self._up = False
@@ -94,7 +95,8 @@ class Health:
     def _publish(self) -> None:
         status = health_pb2.HealthCheckResponse
         for name in self._names:
-            self._servicer.set(name, status.SERVING if self.is_serving else status.NOT_SERVING)
+            is_serving = self._up if name in self._control else self.is_serving
+            self._servicer.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
 
 def add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:

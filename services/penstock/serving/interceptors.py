@@ -83,8 +83,8 @@ class CallInterceptor:
         max_message_fields: int,
         service_tokens: Mapping[str, TokenFile] | None = None,
     ) -> None:
-        """Make it. Bounds and what they are for: ServerConfig. `service_tokens`, by the service's name, are taken in
-        place of `tokens`."""
+        """Make it. Bounds and what they are for: ServerConfig. `service_tokens`, by the name of a service or of a
+        method ("/package.Service/Name"), which goes before it, are taken in place of `tokens`."""
         self._max_message_fields = max_message_fields
         self._metrics = metrics
         self._tokens = tokens
@@ -150,7 +150,7 @@ class CallInterceptor:
                 counters[code] = self._metrics.handled.labels(*labels, code)
             return counters[code]
 
-        tokens = self._service_tokens.get(service, self._tokens)
+        tokens = self._service_tokens.get(name, self._service_tokens.get(service, self._tokens))
         return _Method(
             service, self._metrics.started.labels(*labels), self._metrics.handling.labels(*labels), handled, tokens
         )

@@ -11,25 +11,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from socket import AI_PASSIVE, SHUT_RDWR, SOCK_STREAM, getaddrinfo, socket
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from penstock.common.addresses import join_address
+from penstock.common.config import ServerConfig
 from penstock.common.credentials import TokenFile, tls_context
 from penstock.common.errors import StartupError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-    from penstock.common.config import ServerConfig
-
-# Seconds that a connection may take for its TLS handshake and its request together, and for each write of the answer.
-REQUEST_SECONDS = 10.0
-# Connections that are served at a time; further ones are closed at once. Prometheus and a prober need two.
-MOST_CONNECTIONS = 16
 # Copied for each answer: wsgiref adds to the list.
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"),)
 
@@ -61,20 +56,24 @@ def start_metrics_server(
 ) -> BoundMetrics:
     """Serve `registry` at http(s)://host:port/metrics from daemon threads; port 0 takes a free one.
 
-    `is_ready` answers /readyz. With `config` it uses that configuration's certificate, key, client CA and tokens.
+    `is_ready` answers /readyz. With `config` it uses its certificate, key, client CA, tokens and bounds.
     Raises StartupError naming --metrics-port or a file's flag, OSError for a bad PEM.
     """
     tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config and config.auth_token_file else None
     context = tls_context(config, alpn=()) if config is not None and config.is_tls else None
     try:
         family, *_ = getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM, flags=AI_PASSIVE)[0]
-        server_class = type("_Server", (_Server,), {"address_family": family})
+        bounds = config or ServerConfig()
+        places = threading.BoundedSemaphore(bounds.metrics_max_connections)
+        server_class = type("_Server", (_Server,), {"address_family": family, "places": places})
+        # Of its socket, too: for every read and write.
+        handler_class = type("_Handler", (_Handler,), {"timeout": bounds.metrics_request_seconds})
         server: WSGIServer = make_server(
             host.strip("[]"),
             port,
             _pages(make_wsgi_app(registry), is_ready, tokens),
             server_class,
-            handler_class=_Handler,
+            handler_class=handler_class,
         )
     except OSError as error:
         raise StartupError(
@@ -111,27 +110,25 @@ def _pages(metrics: WSGIApplication, is_ready: Callable[[], bool], tokens: Token
 
 
 class _Server(ThreadingWSGIServer):
-    """Server with a bound on its connections."""
+    """Server with a bound on its connections: further ones are closed at once."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(*args, **kwargs)
+    places: ClassVar[threading.BoundedSemaphore]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
+        if not self.places.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._places.release()
+            self.places.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self.places.release()
 
     def server_bind(self) -> None:
         # http.server asks the name service for the host's name here, which may take seconds.
@@ -144,13 +141,12 @@ class _Server(ThreadingWSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    # Of the socket: for every read and write.
-    timeout = REQUEST_SECONDS
+    timeout: ClassVar[float]
 
     def setup(self) -> None:
         super().setup()
         # A caller that sends a byte now and then would keep its place for ever.
-        self._limit = threading.Timer(REQUEST_SECONDS, self._hang_up)
+        self._limit = threading.Timer(self.timeout, self._hang_up)
         self._limit.daemon = True
         self._limit.start()
 

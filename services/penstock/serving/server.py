@@ -70,11 +70,19 @@ class ControlsHealth(Protocol):
 
 
 @runtime_checkable
+class HasControlServices(Protocol):
+    """A service some of whose gRPC services answer as long as the process is up, whether it wants calls or not."""
+
+    control_services: tuple[str, ...]
+
+
+@runtime_checkable
 class HasTokens(Protocol):
-    """A service some of whose gRPC services take other bearer tokens than those of --auth-token-file."""
+    """A service some of whose gRPC services or methods take other bearer tokens than those of --auth-token-file."""
 
     def token_files(self) -> Mapping[str, TokenFile]:
-        """Read them, by the gRPC service's name; called once, before the server is made. Raises StartupError."""
+        """Read them, by the gRPC service's name, or a method's ("/package.Service/Name"); called once, before the
+        server is made. Raises StartupError."""
 
 
 class RunningServer:
@@ -97,7 +105,8 @@ class RunningServer:
         self.config = config
         self._is_worker = is_worker
         self.registry = registry if registry is not None else CollectorRegistry()
-        self.health = Health(service.grpc_services)
+        control = service.control_services if isinstance(service, HasControlServices) else ()
+        self.health = Health(service.grpc_services, control)
         tokens = TokenFile(config.auth_token_file, "--auth-token-file") if config.auth_token_file else None
         self.calls = CallInterceptor(
             GrpcServerMetrics(self.registry),

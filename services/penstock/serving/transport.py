@@ -87,6 +87,15 @@ class StreamCall(Protocol[ResponseT_co]):
         It also returns at a message that cannot be parsed. Raises grpc.aio.AioRpcError, and the errors of `take`.
         """
 
+    async def receive(self) -> ResponseT_co | None:
+        """Return the next message, or None once the call has ended with OK. In place of `run`, for a reader that waits.
+
+        Raises grpc.aio.AioRpcError; a message that cannot be parsed is its end, too.
+        """
+
+    async def done_writing(self) -> None:
+        """Tell that no message follows. Raises as `write`."""
+
     def cancel(self) -> object:
         """Cancel the call."""
 

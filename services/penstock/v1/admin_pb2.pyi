@@ -42,6 +42,12 @@ class Load(_message.Message):
     STEP_OVERDUE_FIELD_NUMBER: _builtins.int
     STEP_HUNG_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_EVICTABLE_FIELD_NUMBER: _builtins.int
+    SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_VERSION_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     running_sequences: _builtins.int
@@ -65,6 +71,17 @@ class Load(_message.Message):
     """It has run far longer than steps of its size do: the engine makes no progress now."""
     step_hung: _builtins.bool
     """So long that it counts as hung: health is NOT_SERVING until it ends."""
+    host_blocks_total: _builtins.int
+    """The host pool; all 0: there is none. Free ones keep no prefix, evictable ones keep one that no swapped request holds."""
+    host_blocks_free: _builtins.int
+    host_blocks_used: _builtins.int
+    host_blocks_evictable: _builtins.int
+    swapped_requests: _builtins.int
+    """Waiting requests whose blocks are in the host pool."""
+    adapters_version: _builtins.int
+    """Changes whenever an adapter becomes known, is replaced or forgotten: then ListAdapters tells something else. 0: none
+    was ever known.
+    """
     @_builtins.property
     def pace(self) -> Global___Pace: ...
     def __init__(
@@ -87,10 +104,16 @@ class Load(_message.Message):
         step_overdue: _builtins.bool = ...,
         step_hung: _builtins.bool = ...,
         pace: Global___Pace | None = ...,
+        host_blocks_total: _builtins.int = ...,
+        host_blocks_free: _builtins.int = ...,
+        host_blocks_used: _builtins.int = ...,
+        host_blocks_evictable: _builtins.int = ...,
+        swapped_requests: _builtins.int = ...,
+        adapters_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "pace", b"pace", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "draining", b"draining", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds", "adapters_version", b"adapters_version", "draining", b"draining", "host_blocks_evictable", b"host_blocks_evictable", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "host_blocks_used", b"host_blocks_used", "kv_blocks_evictable", b"kv_blocks_evictable", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_queued_requests", b"max_queued_requests", "pace", b"pace", "pending_prompt_tokens", b"pending_prompt_tokens", "process_start_id", b"process_start_id", "running_requests", b"running_requests", "running_sequences", b"running_sequences", "state", b"state", "step", b"step", "step_hung", b"step_hung", "step_overdue", b"step_overdue", "step_seconds", b"step_seconds", "swapped_requests", b"swapped_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
     _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
@@ -265,14 +288,49 @@ Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
 class WarmUpRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ITERATIONS_FIELD_NUMBER: _builtins.int
+    prefill_tokens: _builtins.int
+    """None set: as at start-up. Otherwise those that are unset have MindIE's defaults, and all are cut to what a step computes
+    (--max-batch-tokens), the pool holds and --max-warm-up-steps allows. At least 1 each.
+    Prompt tokens of one step, over all sequences; default 4096.
+    """
+    sequence_tokens: _builtins.int
+    """Longest prompt and output together; default 2560."""
+    input_tokens: _builtins.int
+    """Longest prompt; default sequence_tokens."""
+    iterations: _builtins.int
+    """Decode steps; default 1."""
     def __init__(
         self,
+        *,
+        prefill_tokens: _builtins.int | None = ...,
+        sequence_tokens: _builtins.int | None = ...,
+        input_tokens: _builtins.int | None = ...,
+        iterations: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_input_tokens", b"_input_tokens", "_iterations", b"_iterations", "_prefill_tokens", b"_prefill_tokens", "_sequence_tokens", b"_sequence_tokens", "input_tokens", b"input_tokens", "iterations", b"iterations", "prefill_tokens", b"prefill_tokens", "sequence_tokens", b"sequence_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_tokens", b"_input_tokens", "_iterations", b"_iterations", "_prefill_tokens", b"_prefill_tokens", "_sequence_tokens", b"_sequence_tokens", "input_tokens", b"input_tokens", "iterations", b"iterations", "prefill_tokens", b"prefill_tokens", "sequence_tokens", b"sequence_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__input_tokens: _TypeAlias = _typing.Literal["input_tokens"]  # noqa: Y015
+    _WhichOneofArgType__input_tokens: _TypeAlias = _typing.Literal["_input_tokens", b"_input_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__iterations: _TypeAlias = _typing.Literal["iterations"]  # noqa: Y015
+    _WhichOneofArgType__iterations: _TypeAlias = _typing.Literal["_iterations", b"_iterations"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_tokens: _TypeAlias = _typing.Literal["prefill_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens: _TypeAlias = _typing.Literal["_prefill_tokens", b"_prefill_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__sequence_tokens: _TypeAlias = _typing.Literal["sequence_tokens"]  # noqa: Y015
+    _WhichOneofArgType__sequence_tokens: _TypeAlias = _typing.Literal["_sequence_tokens", b"_sequence_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_tokens) -> _WhichOneofReturnType__input_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__iterations) -> _WhichOneofReturnType__iterations | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens) -> _WhichOneofReturnType__prefill_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sequence_tokens) -> _WhichOneofReturnType__sequence_tokens | None: ...
 
 Global___WarmUpRequest: _TypeAlias = WarmUpRequest  # noqa: Y015
 
@@ -302,12 +360,22 @@ Global___WarmUpResponse: _TypeAlias = WarmUpResponse  # noqa: Y015
 class ClearCacheRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    LIVE_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def live_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Live requests, by their ids in this process: what was computed for them is forgotten, as far as no other request uses
+        it. They keep their tokens, wait at their old places and compute it again. An id that is not live: NOT_FOUND, and none
+        of them is touched. Empty: the reusable prefixes.
+        """
+
     def __init__(
         self,
+        *,
+        live_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_request_ids", b"live_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,11 +425,35 @@ class GetPoolStatsResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
     COPY_ON_WRITE_BLOCKS_FIELD_NUMBER: _builtins.int
+    SWAPS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_OUT_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_IN_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_OUT_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_IN_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_OUT_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_EVICTIONS_FIELD_NUMBER: _builtins.int
     prefix_lookups_tokens: _builtins.int
     prefix_hit_tokens: _builtins.int
     preemptions: _builtins.int
     evictions: _builtins.int
     copy_on_write_blocks: _builtins.int
+    swaps: _builtins.int
+    """Preemptions that copied blocks to the host pool; computed tokens that the others gave up."""
+    preempted_tokens: _builtins.int
+    host_out_blocks: _builtins.int
+    """Blocks that were copied to the host pool and from it, for swaps, for prefixes and by SwapBlocks."""
+    host_in_blocks: _builtins.int
+    host_out_bytes: _builtins.int
+    host_in_bytes: _builtins.int
+    host_out_seconds: _builtins.float
+    host_in_seconds: _builtins.float
+    host_prefix_hit_tokens: _builtins.int
+    """Of prefix_hit_tokens, those that came from the host pool."""
+    host_evictions: _builtins.int
+    """Prefixes that the host pool gave away."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     def __init__(
@@ -373,14 +465,164 @@ class GetPoolStatsResponse(_message.Message):
         preemptions: _builtins.int = ...,
         evictions: _builtins.int = ...,
         copy_on_write_blocks: _builtins.int = ...,
+        swaps: _builtins.int = ...,
+        preempted_tokens: _builtins.int = ...,
+        host_out_blocks: _builtins.int = ...,
+        host_in_blocks: _builtins.int = ...,
+        host_out_bytes: _builtins.int = ...,
+        host_in_bytes: _builtins.int = ...,
+        host_out_seconds: _builtins.float = ...,
+        host_in_seconds: _builtins.float = ...,
+        host_prefix_hit_tokens: _builtins.int = ...,
+        host_evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_on_write_blocks", b"copy_on_write_blocks", "evictions", b"evictions", "load", b"load", "preemptions", b"preemptions", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_lookups_tokens", b"prefix_lookups_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_on_write_blocks", b"copy_on_write_blocks", "evictions", b"evictions", "host_evictions", b"host_evictions", "host_in_blocks", b"host_in_blocks", "host_in_bytes", b"host_in_bytes", "host_in_seconds", b"host_in_seconds", "host_out_blocks", b"host_out_blocks", "host_out_bytes", b"host_out_bytes", "host_out_seconds", b"host_out_seconds", "host_prefix_hit_tokens", b"host_prefix_hit_tokens", "load", b"load", "preempted_tokens", b"preempted_tokens", "preemptions", b"preemptions", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_lookups_tokens", b"prefix_lookups_tokens", "swaps", b"swaps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolStatsResponse: _TypeAlias = GetPoolStatsResponse  # noqa: Y015
+
+@_typing.final
+class CopyBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAIRS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockPair]:
+        """At most --max-block-copies."""
+
+    def __init__(
+        self,
+        *,
+        pairs: _abc.Iterable[Global___BlockPair] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pairs", b"pairs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyBlocksRequest: _TypeAlias = CopyBlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlockPair(_message.Message):
+    """Numbers of blocks of the KV pool, from 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DESTINATION_FIELD_NUMBER: _builtins.int
+    source: _builtins.int
+    destination: _builtins.int
+    """In no other pair."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.int = ...,
+        destination: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockPair: _TypeAlias = BlockPair  # noqa: Y015
+
+@_typing.final
+class CopyBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyBlocksResponse: _TypeAlias = CopyBlocksResponse  # noqa: Y015
+
+@_typing.final
+class SwapBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWAPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def swaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockSwap]:
+        """At most --max-block-copies."""
+
+    def __init__(
+        self,
+        *,
+        swaps: _abc.Iterable[Global___BlockSwap] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["swaps", b"swaps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapBlocksRequest: _TypeAlias = SwapBlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlockSwap(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DESTINATION_FIELD_NUMBER: _builtins.int
+    kind: _builtins.int
+    """0: from the host pool to the KV pool. 1: from the KV pool to the host pool."""
+    source: _builtins.int
+    destination: _builtins.int
+    """In no other swap of its kind."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.int = ...,
+        source: _builtins.int = ...,
+        destination: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "kind", b"kind", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockSwap: _TypeAlias = BlockSwap  # noqa: Y015
+
+@_typing.final
+class SwapBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapBlocksResponse: _TypeAlias = SwapBlocksResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
@@ -453,6 +695,55 @@ class ResumeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class ReloadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    grace_seconds: _builtins.float
+    """Seconds until running requests are aborted, which a router moves; unset waits for all."""
+    def __init__(
+        self,
+        *,
+        grace_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_seconds: _TypeAlias = _typing.Literal["grace_seconds"]  # noqa: Y015
+    _WhichOneofArgType__grace_seconds: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_seconds) -> _WhichOneofReturnType__grace_seconds | None: ...
+
+Global___ReloadRequest: _TypeAlias = ReloadRequest  # noqa: Y015
+
+@_typing.final
+class ReloadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    ABORTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """From the last request's end until the new weights were in place."""
+    weights_bytes: _builtins.int
+    aborted_requests: _builtins.int
+    """Requests that the end of the grace aborted."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        weights_bytes: _builtins.int = ...,
+        aborted_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "seconds", b"seconds", "weights_bytes", b"weights_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadResponse: _TypeAlias = ReloadResponse  # noqa: Y015
 
 @_typing.final
 class DumpStateRequest(_message.Message):
@@ -551,6 +842,7 @@ class EngineState(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     MORE_WAITING_FIELD_NUMBER: _builtins.int
     STACK_FIELD_NUMBER: _builtins.int
+    HOST_POOL_FIELD_NUMBER: _builtins.int
     more_running: _builtins.int
     more_waiting: _builtins.int
     @_builtins.property
@@ -573,6 +865,8 @@ class EngineState(_message.Message):
     def stack(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stack of the engine's thread, innermost last, when it did not answer in time; other fields may be of half a step."""
 
+    @_builtins.property
+    def host_pool(self) -> Global___HostPoolState: ...
     def __init__(
         self,
         *,
@@ -585,14 +879,54 @@ class EngineState(_message.Message):
         waiting: _abc.Iterable[Global___GroupState] | None = ...,
         more_waiting: _builtins.int = ...,
         stack: _abc.Iterable[_builtins.str] | None = ...,
+        host_pool: Global___HostPoolState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step", "pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host_pool", b"host_pool", "last_step", b"last_step", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "counters", b"counters", "last_step", b"last_step", "more_running", b"more_running", "more_waiting", b"more_waiting", "pool", b"pool", "running", b"running", "stack", b"stack", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "counters", b"counters", "host_pool", b"host_pool", "last_step", b"last_step", "more_running", b"more_running", "more_waiting", b"more_waiting", "pool", b"pool", "running", b"running", "stack", b"stack", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
+
+@_typing.final
+class HostPoolState(_message.Message):
+    """Blocks of the host pool; all 0: there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    FREE_FIELD_NUMBER: _builtins.int
+    EVICTABLE_FIELD_NUMBER: _builtins.int
+    SWAPPED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PREEMPTION_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    used: _builtins.int
+    """Blocks of swapped requests."""
+    free: _builtins.int
+    evictable: _builtins.int
+    """Prefixes that no swapped request holds."""
+    swapped_requests: _builtins.int
+    preemption: _builtins.str
+    """--preemption."""
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        used: _builtins.int = ...,
+        free: _builtins.int = ...,
+        evictable: _builtins.int = ...,
+        swapped_requests: _builtins.int = ...,
+        preemption: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictable", b"evictable", "free", b"free", "preemption", b"preemption", "swapped_requests", b"swapped_requests", "total", b"total", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostPoolState: _TypeAlias = HostPoolState  # noqa: Y015
 
 @_typing.final
 class PoolState(_message.Message):
@@ -777,6 +1111,7 @@ class SequenceState(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     WAITS_FOR_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     index: _builtins.int
     family: _builtins.int
@@ -787,6 +1122,8 @@ class SequenceState(_message.Message):
     draft_tokens: _builtins.int
     waits_for: _builtins.str
     """admission, leader, others, step."""
+    host_blocks: _builtins.int
+    """Of a swapped request."""
     def __init__(
         self,
         *,
@@ -799,11 +1136,195 @@ class SequenceState(_message.Message):
         blocks: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         waits_for: _builtins.str = ...,
+        host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed_tokens", b"computed_tokens", "draft_tokens", b"draft_tokens", "family", b"family", "index", b"index", "number", b"number", "prompt_tokens", b"prompt_tokens", "tokens", b"tokens", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computed_tokens", b"computed_tokens", "draft_tokens", b"draft_tokens", "family", b"family", "host_blocks", b"host_blocks", "index", b"index", "number", b"number", "prompt_tokens", b"prompt_tokens", "tokens", b"tokens", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter that requests may name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TARGET_MODULES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """Folder below --adapter-root. Empty: it lies elsewhere, as one of --lora may."""
+    rank: _builtins.int
+    """Its largest rank, and the modules that it changes."""
+    bytes: _builtins.int
+    """What it takes in memory, or took."""
+    loaded: _builtins.bool
+    """False: it left its place to another while no request had it. The next request with its name reads it again."""
+    live_requests: _builtins.int
+    """Requests that have it and are not over."""
+    @_builtins.property
+    def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        target_modules: _abc.Iterable[_builtins.str] | None = ...,
+        bytes: _builtins.int = ...,
+        loaded: _builtins.bool = ...,
+        live_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "live_requests", b"live_requests", "loaded", b"loaded", "name", b"name", "path", b"path", "rank", b"rank", "target_modules", b"target_modules"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests will name: letters, digits and ._-/ as in a hub id; no name of a model that is served."""
+    path: _builtins.str
+    """Folder below --adapter-root, links followed. Empty: the folder of the adapter's own name."""
+    replace: _builtins.bool
+    """A name that is known gets this adapter: requests that run end with the old weights, later ones have the new."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Load.adapters_version from now on."""
+    seconds: _builtins.float
+    @_builtins.property
+    def adapter(self) -> Global___Adapter: ...
+    def __init__(
+        self,
+        *,
+        adapter: Global___Adapter | None = ...,
+        version: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    live_requests: _builtins.int
+    """Requests that go on with it."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        live_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_requests", b"live_requests", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Load.adapters_version at that time."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """In the order in which they were first loaded."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015

@@ -60,6 +60,16 @@ class GenerationAdminServiceStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.FromString,
                 _registered_method=True)
+        self.CopyBlocks = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/CopyBlocks',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksResponse.FromString,
+                _registered_method=True)
+        self.SwapBlocks = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/SwapBlocks',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksResponse.FromString,
+                _registered_method=True)
         self.DumpState = channel.unary_unary(
                 '/penstock.v1.GenerationAdminService/DumpState',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
@@ -74,6 +84,26 @@ class GenerationAdminServiceStub:
                 '/penstock.v1.GenerationAdminService/Resume',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/Reload',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/LoadAdapter',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/UnloadAdapter',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/penstock.v1.GenerationAdminService/ListAdapters',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
 
 
@@ -95,14 +125,14 @@ class GenerationAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WarmUp(self, request, context):
-        """Runs the model once, as at start-up, while nothing else runs.
+        """Runs the model as at start-up, or as far as the request asks, while nothing else runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCache(self, request, context):
-        """Forgets every reusable prefix that no running request holds.
+        """Forgets every reusable prefix that no running request holds, or what was computed for the named requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +140,21 @@ class GenerationAdminServiceServicer:
 
     def GetPoolStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyBlocks(self, request, context):
+        """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
+        nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwapBlocks(self, request, context):
+        """The same between the KV pool and the host pool. FAILED_PRECONDITION, NO_HOST_POOL: there is none (--host-kv-memory).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -130,6 +175,38 @@ class GenerationAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
+        connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
+        both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
+        under way (BUSY). Whatever the error, the process goes on as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+        FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
+        ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +240,16 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.GetPoolStatsResponse.SerializeToString,
             ),
+            'CopyBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyBlocks,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.CopyBlocksResponse.SerializeToString,
+            ),
+            'SwapBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapBlocks,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.SwapBlocksResponse.SerializeToString,
+            ),
             'DumpState': grpc.unary_unary_rpc_method_handler(
                     servicer.DumpState,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.DumpStateRequest.FromString,
@@ -177,6 +264,26 @@ def add_GenerationAdminServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -326,6 +433,60 @@ class GenerationAdminService:
             _registered_method=True)
 
     @staticmethod
+    def CopyBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/CopyBlocks',
+            penstock_dot_v1_dot_admin__pb2.CopyBlocksRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.CopyBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/SwapBlocks',
+            penstock_dot_v1_dot_admin__pb2.SwapBlocksRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.SwapBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DumpState(request,
             target,
             options=(),
@@ -396,6 +557,114 @@ class GenerationAdminService:
             '/penstock.v1.GenerationAdminService/Resume',
             penstock_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/Reload',
+            penstock_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/LoadAdapter',
+            penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/UnloadAdapter',
+            penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationAdminService/ListAdapters',
+            penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,10 +37,16 @@ class GenerationAdminServiceStub:
     WatchLoad: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]
     """A report at once, then whenever it changed, at most once an interval."""
     WarmUp: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmUpRequest, _admin_pb2.WarmUpResponse]
-    """Runs the model once, as at start-up, while nothing else runs."""
+    """Runs the model as at start-up, or as far as the request asks, while nothing else runs."""
     ClearCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]
-    """Forgets every reusable prefix that no running request holds."""
+    """Forgets every reusable prefix that no running request holds, or what was computed for the named requests."""
     GetPoolStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]
+    CopyBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CopyBlocksRequest, _admin_pb2.CopyBlocksResponse]
+    """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
+    nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+    """
+    SwapBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SwapBlocksRequest, _admin_pb2.SwapBlocksResponse]
+    """The same between the KV pool and the host pool. FAILED_PRECONDITION, NO_HOST_POOL: there is none (--host-kv-memory)."""
     DumpState: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]
     """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
     Changes nothing. Answers also when the engine's thread does not.
@@ -48,6 +54,20 @@ class GenerationAdminServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
+    Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
+    """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
+    connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
+    both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
+    under way (BUSY). Whatever the error, the process goes on as it was.
+    """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+    FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
+    ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
 
 @_typing.type_check_only
 class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
@@ -58,10 +78,16 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     WatchLoad: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """A report at once, then whenever it changed, at most once an interval."""
     WarmUp: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmUpRequest, _admin_pb2.WarmUpResponse]  # type: ignore[assignment]
-    """Runs the model once, as at start-up, while nothing else runs."""
+    """Runs the model as at start-up, or as far as the request asks, while nothing else runs."""
     ClearCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearCacheRequest, _admin_pb2.ClearCacheResponse]  # type: ignore[assignment]
-    """Forgets every reusable prefix that no running request holds."""
+    """Forgets every reusable prefix that no running request holds, or what was computed for the named requests."""
     GetPoolStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPoolStatsRequest, _admin_pb2.GetPoolStatsResponse]  # type: ignore[assignment]
+    CopyBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.CopyBlocksRequest, _admin_pb2.CopyBlocksResponse]  # type: ignore[assignment]
+    """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
+    nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+    """
+    SwapBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.SwapBlocksRequest, _admin_pb2.SwapBlocksResponse]  # type: ignore[assignment]
+    """The same between the KV pool and the host pool. FAILED_PRECONDITION, NO_HOST_POOL: there is none (--host-kv-memory)."""
     DumpState: _aio.UnaryUnaryMultiCallable[_admin_pb2.DumpStateRequest, _admin_pb2.DumpStateResponse]  # type: ignore[assignment]
     """The engine's state, for the search for a fault: sizes and states, never a token, a text or a request id.
     Changes nothing. Answers also when the engine's thread does not.
@@ -69,6 +95,20 @@ class GenerationAdminServiceAsyncStub(GenerationAdminServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Stop admitting; health turns NOT_SERVING; running requests finish."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
+    Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
+    """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
+    connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
+    both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
+    under way (BUSY). Whatever the error, the process goes on as it was.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+    FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
+    ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
 
 class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Load, cache and lifecycle."""
@@ -94,7 +134,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WarmUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WarmUpResponse, _abc.Awaitable[_admin_pb2.WarmUpResponse]]:
-        """Runs the model once, as at start-up, while nothing else runs."""
+        """Runs the model as at start-up, or as far as the request asks, while nothing else runs."""
 
     @_abc_1.abstractmethod
     def ClearCache(
@@ -102,7 +142,7 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ClearCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ClearCacheResponse, _abc.Awaitable[_admin_pb2.ClearCacheResponse]]:
-        """Forgets every reusable prefix that no running request holds."""
+        """Forgets every reusable prefix that no running request holds, or what was computed for the named requests."""
 
     @_abc_1.abstractmethod
     def GetPoolStats(
@@ -110,6 +150,24 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetPoolStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetPoolStatsResponse, _abc.Awaitable[_admin_pb2.GetPoolStatsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CopyBlocks(
+        self,
+        request: _admin_pb2.CopyBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CopyBlocksResponse, _abc.Awaitable[_admin_pb2.CopyBlocksResponse]]:
+        """Copies blocks of the KV pool, in order, between two steps. FAILED_PRECONDITION, BLOCK_IN_USE: requests hold some of them;
+        nothing is copied then. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+        """
+
+    @_abc_1.abstractmethod
+    def SwapBlocks(
+        self,
+        request: _admin_pb2.SwapBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SwapBlocksResponse, _abc.Awaitable[_admin_pb2.SwapBlocksResponse]]:
+        """The same between the KV pool and the host pool. FAILED_PRECONDITION, NO_HOST_POOL: there is none (--host-kv-memory)."""
 
     @_abc_1.abstractmethod
     def DumpState(
@@ -135,5 +193,43 @@ class GenerationAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
+        """Reads the model's weights again from the same folder and forgets all that was computed with the old ones. The process, its
+        connections and its counters live on. Drains first and resumes afterwards, unless it was drained before. Needs memory for
+        both weights for a moment. FAILED_PRECONDITION: the folder holds another model or cannot be read, or another Reload is
+        under way (BUSY). Whatever the error, the process goes on as it was.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """Reads a LoRA adapter (a PEFT folder below --adapter-root); requests that come after the answer may name it.
+        FAILED_PRECONDITION NO_ADAPTER_ROOT without that flag. INVALID_ARGUMENT: ADAPTER_EXISTS, ADAPTER_PATH, ADAPTER_RANK,
+        ADAPTER_UNSUPPORTED, ADAPTER_BROKEN. RESOURCE_EXHAUSTED: ADAPTER_SLOTS_FULL, ADAPTER_MEMORY_FULL.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """Forgets an adapter. Requests that have it go on to their end. NOT_FOUND ADAPTER_NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]: ...
 
 def add_GenerationAdminServiceServicer_to_server(servicer: GenerationAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -148,6 +148,8 @@ class _ModelStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelState
     MODEL_STATE_READY: _ModelState.ValueType  # 2
     MODEL_STATE_DRAINING: _ModelState.ValueType  # 3
     MODEL_STATE_UNAVAILABLE: _ModelState.ValueType  # 4
+    MODEL_STATE_EMPTY: _ModelState.ValueType  # 5
+    """The process has no model: ModelService.LoadModel brings one."""
 
 class ModelState(_ModelState, metaclass=_ModelStateEnumTypeWrapper):
     """Lifecycle of a model in a process or behind the router."""
@@ -157,6 +159,8 @@ MODEL_STATE_LOADING: ModelState.ValueType  # 1
 MODEL_STATE_READY: ModelState.ValueType  # 2
 MODEL_STATE_DRAINING: ModelState.ValueType  # 3
 MODEL_STATE_UNAVAILABLE: ModelState.ValueType  # 4
+MODEL_STATE_EMPTY: ModelState.ValueType  # 5
+"""The process has no model: ModelService.LoadModel brings one."""
 Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 @_typing.final

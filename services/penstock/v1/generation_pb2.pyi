@@ -53,6 +53,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Prefix blocks are shared only under an equal salt."""
     adapter: _builtins.str
+    """Name of a LoRA adapter (ListAdapters); empty: none. NOT_FOUND where it is not known."""
     priority: _builtins.int
     """Higher runs first."""
     tokenizer_fingerprint: _builtins.str
@@ -520,12 +521,15 @@ class ScoreRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     cache_salt: _builtins.str
     top_logprobs: _builtins.int
     """Alternatives per position, 0 to 20."""
     fair_share_key: _builtins.str
     """As GenerateRequest.fair_share_key."""
+    adapter: _builtins.str
+    """As GenerateRequest.adapter."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]: ...
     def __init__(
@@ -536,10 +540,11 @@ class ScoreRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         top_logprobs: _builtins.int | None = ...,
         fair_share_key: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "fair_share_key", b"fair_share_key", "items", b"items", "model", b"model", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "fair_share_key", b"fair_share_key", "items", b"items", "model", b"model", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -634,12 +639,15 @@ class EmbedRequest(_message.Message):
     NORMALIZE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     FAIR_SHARE_KEY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     normalize: _builtins.bool
     """Divide by the Euclidean norm."""
     cache_salt: _builtins.str
     fair_share_key: _builtins.str
     """As GenerateRequest.fair_share_key."""
+    adapter: _builtins.str
+    """As GenerateRequest.adapter."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenIds]: ...
     def __init__(
@@ -650,10 +658,11 @@ class EmbedRequest(_message.Message):
         normalize: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         fair_share_key: _builtins.str = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fair_share_key", b"fair_share_key", "inputs", b"inputs", "model", b"model", "normalize", b"normalize"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "fair_share_key", b"fair_share_key", "inputs", b"inputs", "model", b"model", "normalize", b"normalize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 from penstock.v1 import config_pb2 as penstock_dot_v1_dot_config__pb2
+from penstock.v1 import graphs_pb2 as penstock_dot_v1_dot_graphs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc1\x01\n\nKvGeometry\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12!\n\x05\x64type\x18\x06 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x17\n\x0f\x62ytes_per_block\x18\x07 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x08 \x01(\x04\"\xff\x01\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12\x1d\n\x15max_running_sequences\x18\x03 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x04 \x01(\r\x12\x1c\n\x14max_return_sequences\x18\x05 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x19\n\x11max_message_bytes\x18\t \x01(\r\"\xc2\x05\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12!\n\x05\x64type\x18\x04 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x14\n\x0cquantization\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12#\n\x02kv\x18\x08 \x01(\x0b\x32\x17.penstock.v1.KvGeometry\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.penstock.v1.Limits\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cpad_token_id\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x13\n\x0bhidden_size\x18\x0e \x01(\r\x12\x1b\n\x13num_attention_heads\x18\x0f \x01(\r\x12\x16\n\x0enum_parameters\x18\x10 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x11 \x01(\t\x12&\n\x05state\x18\x12 \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x16\n\x0epercent_loaded\x18\x13 \x01(\x01\x12\x35\n\x0e\x64\x65\x66\x61ult_config\x18\x14 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12\x10\n\x08\x61\x64\x61pters\x18\x16 \x03(\t\x12\x17\n\x0f\x61ssistant_model\x18\x17 \x01(\t\x12-\n\x0c\x64\x65\x66\x61ult_stop\x18\x18 \x01(\x0b\x32\x17.penstock.v1.StopConfigB\x0f\n\r_bos_token_idB\x0f\n\r_pad_token_idJ\x04\x08\x15\x10\x16R\x06graphs2c\n\x0cModelService\x12S\n\x0cGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponseBZ\n\x0eio.penstock.v1B\nModelProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\x1a\x18penstock/v1/config.proto\x1a\x18penstock/v1/graphs.proto\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xc1\x01\n\nKvGeometry\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12!\n\x05\x64type\x18\x06 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x17\n\x0f\x62ytes_per_block\x18\x07 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x08 \x01(\x04\"\xff\x01\n\x06Limits\x12\x1a\n\x12max_context_tokens\x18\x01 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12\x1d\n\x15max_running_sequences\x18\x03 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x04 \x01(\r\x12\x1c\n\x14max_return_sequences\x18\x05 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\x06 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x19\n\x11max_message_bytes\x18\t \x01(\r\"\xad\x06\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12!\n\x05\x64type\x18\x04 \x01(\x0e\x32\x12.penstock.v1.DType\x12\x14\n\x0cquantization\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12#\n\x02kv\x18\x08 \x01(\x0b\x32\x17.penstock.v1.KvGeometry\x12#\n\x06limits\x18\t \x01(\x0b\x32\x13.penstock.v1.Limits\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cpad_token_id\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x13\n\x0bhidden_size\x18\x0e \x01(\r\x12\x1b\n\x13num_attention_heads\x18\x0f \x01(\r\x12\x16\n\x0enum_parameters\x18\x10 \x01(\x04\x12\x1d\n\x15tokenizer_fingerprint\x18\x11 \x01(\t\x12&\n\x05state\x18\x12 \x01(\x0e\x32\x17.penstock.v1.ModelState\x12\x16\n\x0epercent_loaded\x18\x13 \x01(\x01\x12\x35\n\x0e\x64\x65\x66\x61ult_config\x18\x14 \x01(\x0b\x32\x1d.penstock.v1.GenerationConfig\x12\x10\n\x08\x61\x64\x61pters\x18\x16 \x03(\t\x12\x17\n\x0f\x61ssistant_model\x18\x17 \x01(\t\x12-\n\x0c\x64\x65\x66\x61ult_stop\x18\x18 \x01(\x0b\x32\x17.penstock.v1.StopConfig\x12.\n\x0e\x66orward_graphs\x18\x32 \x03(\x0b\x32\x16.penstock.v1.GraphInfo\x12\x13\n\x0bload_number\x18\x37 \x01(\x04\x12\x12\n\nload_stage\x18\x38 \x01(\t\x12\x10\n\x08\x63\x61n_load\x18\x39 \x01(\x08\x42\x0f\n\r_bos_token_idB\x0f\n\r_pad_token_idJ\x04\x08\x15\x10\x16R\x06graphs\"y\n\x10LoadModelRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.penstock.v1.LoadModelStartH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.penstock.v1.ModelFileChunkH\x00\x42\t\n\x07request\"\x94\x01\n\x0eLoadModelStart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04path\x18\x02 \x01(\tH\x00\x12*\n\x06upload\x18\x03 \x01(\x0b\x32\x18.penstock.v1.ModelUploadH\x00\x12.\n\x07options\x18\x04 \x01(\x0b\x32\x1d.penstock.v1.LoadModelOptionsB\x08\n\x06source\"4\n\x0bModelUpload\x12%\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x16.penstock.v1.ModelFile\"-\n\tModelFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\",\n\x0eModelFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xd2\x03\n\x10LoadModelOptions\x12\x12\n\x05\x64type\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0cquantization\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x16\n\tkv_memory\x18\x03 \x01(\tH\x02\x88\x01\x01\x12\x1b\n\x0ekv_cache_dtype\x18\x04 \x01(\tH\x03\x88\x01\x01\x12\x17\n\nblock_size\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x18\n\x0bmax_context\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x19\n\x0cprefix_cache\x18\x07 \x01(\x08H\x06\x88\x01\x01\x12\x1d\n\x10max_batch_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\"\n\x15max_running_sequences\x18\t \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x0emap_embeddings\x18\n \x01(\x08H\t\x88\x01\x01\x42\x08\n\x06_dtypeB\x0f\n\r_quantizationB\x0c\n\n_kv_memoryB\x11\n\x0f_kv_cache_dtypeB\r\n\x0b_block_sizeB\x0e\n\x0c_max_contextB\x0f\n\r_prefix_cacheB\x13\n\x11_max_batch_tokensB\x18\n\x16_max_running_sequencesB\x11\n\x0f_map_embeddings\"\x83\x01\n\x11LoadModelResponse\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.penstock.v1.LoadModelProgressH\x00\x12\x31\n\x04info\x18\x02 \x01(\x0b\x32!.penstock.v1.GetModelInfoResponseH\x00\x42\x07\n\x05\x65vent\"Z\n\x11LoadModelProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\"B\n\x12UnloadModelRequest\x12\x1a\n\rgrace_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_grace_seconds\"a\n\x13UnloadModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1d\n\x15resident_bytes_before\x18\x02 \x01(\x04\x12\x1c\n\x14resident_bytes_after\x18\x03 \x01(\x04\x32\xe3\x05\n\x0cModelService\x12S\n\x0cGetModelInfo\x12 .penstock.v1.GetModelInfoRequest\x1a!.penstock.v1.GetModelInfoResponse\x12H\n\x07\x46orward\x12\x1b.penstock.v1.ForwardRequest\x1a\x1c.penstock.v1.ForwardResponse(\x01\x30\x01\x12\\\n\x0f\x41llocateTensors\x12#.penstock.v1.AllocateTensorsRequest\x1a$.penstock.v1.AllocateTensorsResponse\x12M\n\nReadTensor\x12\x1e.penstock.v1.ReadTensorRequest\x1a\x1f.penstock.v1.ReadTensorResponse\x12P\n\x0bWriteTensor\x12\x1f.penstock.v1.WriteTensorRequest\x1a .penstock.v1.WriteTensorResponse\x12P\n\x0b\x46reeTensors\x12\x1f.penstock.v1.FreeTensorsRequest\x1a .penstock.v1.FreeTensorsResponse\x12\x41\n\x06Sample\x12\x1a.penstock.v1.SampleRequest\x1a\x1b.penstock.v1.SampleResponse\x12N\n\tLoadModel\x12\x1d.penstock.v1.LoadModelRequest\x1a\x1e.penstock.v1.LoadModelResponse(\x01\x30\x01\x12P\n\x0bUnloadModel\x12\x1f.penstock.v1.UnloadModelRequest\x1a .penstock.v1.UnloadModelResponseBZ\n\x0eio.penstock.v1B\nModelProtoP\x01Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +35,34 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.model_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016io.penstock.v1B\nModelProtoP\001Z:github.com/penstock/penstock/gen/go/penstock/v1;penstockv1'
-  _globals['_GETMODELINFOREQUEST']._serialized_start=92
-  _globals['_GETMODELINFOREQUEST']._serialized_end=128
-  _globals['_KVGEOMETRY']._serialized_start=131
-  _globals['_KVGEOMETRY']._serialized_end=324
-  _globals['_LIMITS']._serialized_start=327
-  _globals['_LIMITS']._serialized_end=582
-  _globals['_GETMODELINFORESPONSE']._serialized_start=585
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1291
-  _globals['_MODELSERVICE']._serialized_start=1293
-  _globals['_MODELSERVICE']._serialized_end=1392
+  _globals['_GETMODELINFOREQUEST']._serialized_start=118
+  _globals['_GETMODELINFOREQUEST']._serialized_end=154
+  _globals['_KVGEOMETRY']._serialized_start=157
+  _globals['_KVGEOMETRY']._serialized_end=350
+  _globals['_LIMITS']._serialized_start=353
+  _globals['_LIMITS']._serialized_end=608
+  _globals['_GETMODELINFORESPONSE']._serialized_start=611
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1424
+  _globals['_LOADMODELREQUEST']._serialized_start=1426
+  _globals['_LOADMODELREQUEST']._serialized_end=1547
+  _globals['_LOADMODELSTART']._serialized_start=1550
+  _globals['_LOADMODELSTART']._serialized_end=1698
+  _globals['_MODELUPLOAD']._serialized_start=1700
+  _globals['_MODELUPLOAD']._serialized_end=1752
+  _globals['_MODELFILE']._serialized_start=1754
+  _globals['_MODELFILE']._serialized_end=1799
+  _globals['_MODELFILECHUNK']._serialized_start=1801
+  _globals['_MODELFILECHUNK']._serialized_end=1845
+  _globals['_LOADMODELOPTIONS']._serialized_start=1848
+  _globals['_LOADMODELOPTIONS']._serialized_end=2314
+  _globals['_LOADMODELRESPONSE']._serialized_start=2317
+  _globals['_LOADMODELRESPONSE']._serialized_end=2448
+  _globals['_LOADMODELPROGRESS']._serialized_start=2450
+  _globals['_LOADMODELPROGRESS']._serialized_end=2540
+  _globals['_UNLOADMODELREQUEST']._serialized_start=2542
+  _globals['_UNLOADMODELREQUEST']._serialized_end=2608
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=2610
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=2707
+  _globals['_MODELSERVICE']._serialized_start=2710
+  _globals['_MODELSERVICE']._serialized_end=3449
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from penstock.v1 import common_pb2 as _common_pb2
 from penstock.v1 import config_pb2 as _config_pb2
+from penstock.v1 import graphs_pb2 as _graphs_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -156,6 +157,10 @@ class GetModelInfoResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ASSISTANT_MODEL_FIELD_NUMBER: _builtins.int
     DEFAULT_STOP_FIELD_NUMBER: _builtins.int
+    FORWARD_GRAPHS_FIELD_NUMBER: _builtins.int
+    LOAD_NUMBER_FIELD_NUMBER: _builtins.int
+    LOAD_STAGE_FIELD_NUMBER: _builtins.int
+    CAN_LOAD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     """As in config.json, e.g. Qwen2ForCausalLM."""
@@ -177,6 +182,12 @@ class GetModelInfoResponse(_message.Message):
     """0 to 100."""
     assistant_model: _builtins.str
     """Draft model that a request may name in config.assistant_model; empty when there is none."""
+    load_number: _builtins.int
+    """Number of the load among those of this process, from 1: another number is another model, or the same one loaded again."""
+    load_stage: _builtins.str
+    """Stage of a load under way: receive, load_weights, tune, warm_up; empty when there is none."""
+    can_load: _builtins.bool
+    """LoadModel and UnloadModel are allowed here (--model-access)."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -190,10 +201,16 @@ class GetModelInfoResponse(_message.Message):
         """Defaults from generation_config.json."""
 
     @_builtins.property
-    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the adapters that are known now; ListAdapters tells more."""
+
     @_builtins.property
     def default_stop(self) -> _config_pb2.StopConfig:
         """Ends from generation_config.json besides eos_token_ids: they hold for requests that name none."""
+
+    @_builtins.property
+    def forward_graphs(self) -> _containers.RepeatedCompositeFieldContainer[_graphs_pb2.GraphInfo]:
+        """Graphs that Forward runs; none where it may not be called (--model-access)."""
 
     def __init__(
         self,
@@ -221,10 +238,14 @@ class GetModelInfoResponse(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         assistant_model: _builtins.str = ...,
         default_stop: _config_pb2.StopConfig | None = ...,
+        forward_graphs: _abc.Iterable[_graphs_pb2.GraphInfo] | None = ...,
+        load_number: _builtins.int = ...,
+        load_stage: _builtins.str = ...,
+        can_load: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
@@ -236,3 +257,333 @@ class GetModelInfoResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pad_token_id) -> _WhichOneofReturnType__pad_token_id | None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class LoadModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___LoadModelStart:
+        """First."""
+
+    @_builtins.property
+    def chunk(self) -> Global___ModelFileChunk:
+        """Then."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___LoadModelStart | None = ...,
+        chunk: Global___ModelFileChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "request", b"request", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "request", b"request", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["start", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___LoadModelRequest: _TypeAlias = LoadModelRequest  # noqa: Y015
+
+@_typing.final
+class LoadModelStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that callers use; by default --served-model-name, else the folder's own. Files have none. At most 128 letters, digits and ./:@_-"""
+    path: _builtins.str
+    """A folder below --model-root, absolute or relative to it."""
+    @_builtins.property
+    def upload(self) -> Global___ModelUpload: ...
+    @_builtins.property
+    def options(self) -> Global___LoadModelOptions: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        upload: Global___ModelUpload | None = ...,
+        options: Global___LoadModelOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "path", b"path", "source", b"source", "upload", b"upload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "options", b"options", "path", b"path", "source", b"source", "upload", b"upload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["path", "upload"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___LoadModelStart: _TypeAlias = LoadModelStart  # noqa: Y015
+
+@_typing.final
+class ModelUpload(_message.Message):
+    """The files of a model, all of them, in the order in which their bytes come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelFile]: ...
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[Global___ModelFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelUpload: _TypeAlias = ModelUpload  # noqa: Y015
+
+@_typing.final
+class ModelFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """A plain name: config.json, generation_config.json, a tokenizer's files, *.safetensors, model.safetensors.index.json."""
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFile: _TypeAlias = ModelFile  # noqa: Y015
+
+@_typing.final
+class ModelFileChunk(_message.Message):
+    """The next bytes of the present file; the one after it begins when that one has all of its bytes. Keep messages below 4 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFileChunk: _TypeAlias = ModelFileChunk  # noqa: Y015
+
+@_typing.final
+class LoadModelOptions(_message.Message):
+    """Flags of the process, for this model; by default what the process was started with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    KV_MEMORY_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
+    MAP_EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    quantization: _builtins.str
+    kv_memory: _builtins.str
+    """A size such as 2GiB, or auto."""
+    kv_cache_dtype: _builtins.str
+    block_size: _builtins.int
+    max_context: _builtins.int
+    prefix_cache: _builtins.bool
+    max_batch_tokens: _builtins.int
+    max_running_sequences: _builtins.int
+    map_embeddings: _builtins.bool
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str | None = ...,
+        quantization: _builtins.str | None = ...,
+        kv_memory: _builtins.str | None = ...,
+        kv_cache_dtype: _builtins.str | None = ...,
+        block_size: _builtins.int | None = ...,
+        max_context: _builtins.int | None = ...,
+        prefix_cache: _builtins.bool | None = ...,
+        max_batch_tokens: _builtins.int | None = ...,
+        max_running_sequences: _builtins.int | None = ...,
+        map_embeddings: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dtype", b"_dtype", "_kv_cache_dtype", b"_kv_cache_dtype", "_kv_memory", b"_kv_memory", "_map_embeddings", b"_map_embeddings", "_max_batch_tokens", b"_max_batch_tokens", "_max_context", b"_max_context", "_max_running_sequences", b"_max_running_sequences", "_prefix_cache", b"_prefix_cache", "_quantization", b"_quantization", "block_size", b"block_size", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "kv_memory", b"kv_memory", "map_embeddings", b"map_embeddings", "max_batch_tokens", b"max_batch_tokens", "max_context", b"max_context", "max_running_sequences", b"max_running_sequences", "prefix_cache", b"prefix_cache", "quantization", b"quantization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dtype", b"_dtype", "_kv_cache_dtype", b"_kv_cache_dtype", "_kv_memory", b"_kv_memory", "_map_embeddings", b"_map_embeddings", "_max_batch_tokens", b"_max_batch_tokens", "_max_context", b"_max_context", "_max_running_sequences", b"_max_running_sequences", "_prefix_cache", b"_prefix_cache", "_quantization", b"_quantization", "block_size", b"block_size", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "kv_memory", b"kv_memory", "map_embeddings", b"map_embeddings", "max_batch_tokens", b"max_batch_tokens", "max_context", b"max_context", "max_running_sequences", b"max_running_sequences", "prefix_cache", b"prefix_cache", "quantization", b"quantization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
+    _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
+    _WhichOneofReturnType__dtype: _TypeAlias = _typing.Literal["dtype"]  # noqa: Y015
+    _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
+    _WhichOneofReturnType__kv_cache_dtype: _TypeAlias = _typing.Literal["kv_cache_dtype"]  # noqa: Y015
+    _WhichOneofArgType__kv_cache_dtype: _TypeAlias = _typing.Literal["_kv_cache_dtype", b"_kv_cache_dtype"]  # noqa: Y015
+    _WhichOneofReturnType__kv_memory: _TypeAlias = _typing.Literal["kv_memory"]  # noqa: Y015
+    _WhichOneofArgType__kv_memory: _TypeAlias = _typing.Literal["_kv_memory", b"_kv_memory"]  # noqa: Y015
+    _WhichOneofReturnType__map_embeddings: _TypeAlias = _typing.Literal["map_embeddings"]  # noqa: Y015
+    _WhichOneofArgType__map_embeddings: _TypeAlias = _typing.Literal["_map_embeddings", b"_map_embeddings"]  # noqa: Y015
+    _WhichOneofReturnType__max_batch_tokens: _TypeAlias = _typing.Literal["max_batch_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_batch_tokens: _TypeAlias = _typing.Literal["_max_batch_tokens", b"_max_batch_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_context: _TypeAlias = _typing.Literal["max_context"]  # noqa: Y015
+    _WhichOneofArgType__max_context: _TypeAlias = _typing.Literal["_max_context", b"_max_context"]  # noqa: Y015
+    _WhichOneofReturnType__max_running_sequences: _TypeAlias = _typing.Literal["max_running_sequences"]  # noqa: Y015
+    _WhichOneofArgType__max_running_sequences: _TypeAlias = _typing.Literal["_max_running_sequences", b"_max_running_sequences"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
+    _WhichOneofReturnType__quantization: _TypeAlias = _typing.Literal["quantization"]  # noqa: Y015
+    _WhichOneofArgType__quantization: _TypeAlias = _typing.Literal["_quantization", b"_quantization"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block_size) -> _WhichOneofReturnType__block_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_cache_dtype) -> _WhichOneofReturnType__kv_cache_dtype | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_memory) -> _WhichOneofReturnType__kv_memory | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__map_embeddings) -> _WhichOneofReturnType__map_embeddings | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_batch_tokens) -> _WhichOneofReturnType__max_batch_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_context) -> _WhichOneofReturnType__max_context | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_running_sequences) -> _WhichOneofReturnType__max_running_sequences | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quantization) -> _WhichOneofReturnType__quantization | None: ...
+
+Global___LoadModelOptions: _TypeAlias = LoadModelOptions  # noqa: Y015
+
+@_typing.final
+class LoadModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> Global___LoadModelProgress: ...
+    @_builtins.property
+    def info(self) -> Global___GetModelInfoResponse:
+        """Last."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___LoadModelProgress | None = ...,
+        info: Global___GetModelInfoResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "info", b"info", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "info", b"info", "progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "info"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___LoadModelResponse: _TypeAlias = LoadModelResponse  # noqa: Y015
+
+@_typing.final
+class LoadModelProgress(_message.Message):
+    """Newest state of one stage; states that come faster than they are read are left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """receive, load_weights, tune, warm_up."""
+    done_bytes: _builtins.int
+    """0 in total: there is nothing to count."""
+    total_bytes: _builtins.int
+    ended: _builtins.bool
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done_bytes", b"done_bytes", "ended", b"ended", "stage", b"stage", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadModelProgress: _TypeAlias = LoadModelProgress  # noqa: Y015
+
+@_typing.final
+class UnloadModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_SECONDS_FIELD_NUMBER: _builtins.int
+    grace_seconds: _builtins.float
+    """Seconds that live requests have to finish before they are aborted. Unset: BUSY while there are some."""
+    def __init__(
+        self,
+        *,
+        grace_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds", "grace_seconds", b"grace_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_seconds: _TypeAlias = _typing.Literal["grace_seconds"]  # noqa: Y015
+    _WhichOneofArgType__grace_seconds: _TypeAlias = _typing.Literal["_grace_seconds", b"_grace_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_seconds) -> _WhichOneofReturnType__grace_seconds | None: ...
+
+Global___UnloadModelRequest: _TypeAlias = UnloadModelRequest  # noqa: Y015
+
+@_typing.final
+class UnloadModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_BEFORE_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_AFTER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model that is gone."""
+    resident_bytes_before: _builtins.int
+    """Memory of the process (resident) before and after."""
+    resident_bytes_after: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        resident_bytes_before: _builtins.int = ...,
+        resident_bytes_after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "resident_bytes_after", b"resident_bytes_after", "resident_bytes_before", b"resident_bytes_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadModelResponse: _TypeAlias = UnloadModelResponse  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from penstock.v1 import graphs_pb2 as penstock_dot_v1_dot_graphs__pb2
 from penstock.v1 import model_pb2 as penstock_dot_v1_dot_model__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -26,7 +27,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Describes the loaded model.
+    """Describes the loaded model; loads and unloads it.
     """
 
     def __init__(self, channel):
@@ -40,14 +41,114 @@ class ModelServiceStub:
                 request_serializer=penstock_dot_v1_dot_model__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_model__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Forward = channel.stream_stream(
+                '/penstock.v1.ModelService/Forward',
+                request_serializer=penstock_dot_v1_dot_graphs__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_graphs__pb2.ForwardResponse.FromString,
+                _registered_method=True)
+        self.AllocateTensors = channel.unary_unary(
+                '/penstock.v1.ModelService/AllocateTensors',
+                request_serializer=penstock_dot_v1_dot_graphs__pb2.AllocateTensorsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_graphs__pb2.AllocateTensorsResponse.FromString,
+                _registered_method=True)
+        self.ReadTensor = channel.unary_unary(
+                '/penstock.v1.ModelService/ReadTensor',
+                request_serializer=penstock_dot_v1_dot_graphs__pb2.ReadTensorRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_graphs__pb2.ReadTensorResponse.FromString,
+                _registered_method=True)
+        self.WriteTensor = channel.unary_unary(
+                '/penstock.v1.ModelService/WriteTensor',
+                request_serializer=penstock_dot_v1_dot_graphs__pb2.WriteTensorRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_graphs__pb2.WriteTensorResponse.FromString,
+                _registered_method=True)
+        self.FreeTensors = channel.unary_unary(
+                '/penstock.v1.ModelService/FreeTensors',
+                request_serializer=penstock_dot_v1_dot_graphs__pb2.FreeTensorsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_graphs__pb2.FreeTensorsResponse.FromString,
+                _registered_method=True)
+        self.Sample = channel.unary_unary(
+                '/penstock.v1.ModelService/Sample',
+                request_serializer=penstock_dot_v1_dot_graphs__pb2.SampleRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_graphs__pb2.SampleResponse.FromString,
+                _registered_method=True)
+        self.LoadModel = channel.stream_stream(
+                '/penstock.v1.ModelService/LoadModel',
+                request_serializer=penstock_dot_v1_dot_model__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_model__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/penstock.v1.ModelService/UnloadModel',
+                request_serializer=penstock_dot_v1_dot_model__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_model__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
-    """Describes the loaded model.
+    """Describes the loaded model; loads and unloads it.
     """
 
     def GetModelInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Forward(self, request_iterator, context):
+        """Runs the model's graphs one by one, beside requests and in turn with them. All calls from here on need --model-access, and a token of
+        --model-token-file where there is one. FAILED_PRECONDITION, MODEL_ACCESS_OFF. NOT_FOUND: GRAPH_NOT_FOUND, LEASE_NOT_FOUND, TENSOR_NOT_FOUND.
+        INVALID_ARGUMENT names the input, output or field. RESOURCE_EXHAUSTED, GRAPH_QUOTA.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AllocateTensors(self, request, context):
+        """Makes tensors that stay at the server until they are freed or their lease ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadTensor(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteTensor(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FreeTensors(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sample(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadModel(self, request_iterator, context):
+        """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+        its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
+        call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+        FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
+        MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
+        sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+        FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -60,6 +161,46 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_model__pb2.GetModelInfoRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_model__pb2.GetModelInfoResponse.SerializeToString,
             ),
+            'Forward': grpc.stream_stream_rpc_method_handler(
+                    servicer.Forward,
+                    request_deserializer=penstock_dot_v1_dot_graphs__pb2.ForwardRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_graphs__pb2.ForwardResponse.SerializeToString,
+            ),
+            'AllocateTensors': grpc.unary_unary_rpc_method_handler(
+                    servicer.AllocateTensors,
+                    request_deserializer=penstock_dot_v1_dot_graphs__pb2.AllocateTensorsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_graphs__pb2.AllocateTensorsResponse.SerializeToString,
+            ),
+            'ReadTensor': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadTensor,
+                    request_deserializer=penstock_dot_v1_dot_graphs__pb2.ReadTensorRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_graphs__pb2.ReadTensorResponse.SerializeToString,
+            ),
+            'WriteTensor': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteTensor,
+                    request_deserializer=penstock_dot_v1_dot_graphs__pb2.WriteTensorRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_graphs__pb2.WriteTensorResponse.SerializeToString,
+            ),
+            'FreeTensors': grpc.unary_unary_rpc_method_handler(
+                    servicer.FreeTensors,
+                    request_deserializer=penstock_dot_v1_dot_graphs__pb2.FreeTensorsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_graphs__pb2.FreeTensorsResponse.SerializeToString,
+            ),
+            'Sample': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sample,
+                    request_deserializer=penstock_dot_v1_dot_graphs__pb2.SampleRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_graphs__pb2.SampleResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.stream_stream_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=penstock_dot_v1_dot_model__pb2.LoadModelRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_model__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=penstock_dot_v1_dot_model__pb2.UnloadModelRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_model__pb2.UnloadModelResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'penstock.v1.ModelService', rpc_method_handlers)
@@ -69,7 +210,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Describes the loaded model.
+    """Describes the loaded model; loads and unloads it.
     """
 
     @staticmethod
@@ -89,6 +230,222 @@ class ModelService:
             '/penstock.v1.ModelService/GetModelInfo',
             penstock_dot_v1_dot_model__pb2.GetModelInfoRequest.SerializeToString,
             penstock_dot_v1_dot_model__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forward(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.ModelService/Forward',
+            penstock_dot_v1_dot_graphs__pb2.ForwardRequest.SerializeToString,
+            penstock_dot_v1_dot_graphs__pb2.ForwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AllocateTensors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/AllocateTensors',
+            penstock_dot_v1_dot_graphs__pb2.AllocateTensorsRequest.SerializeToString,
+            penstock_dot_v1_dot_graphs__pb2.AllocateTensorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadTensor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/ReadTensor',
+            penstock_dot_v1_dot_graphs__pb2.ReadTensorRequest.SerializeToString,
+            penstock_dot_v1_dot_graphs__pb2.ReadTensorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteTensor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/WriteTensor',
+            penstock_dot_v1_dot_graphs__pb2.WriteTensorRequest.SerializeToString,
+            penstock_dot_v1_dot_graphs__pb2.WriteTensorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FreeTensors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/FreeTensors',
+            penstock_dot_v1_dot_graphs__pb2.FreeTensorsRequest.SerializeToString,
+            penstock_dot_v1_dot_graphs__pb2.FreeTensorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/Sample',
+            penstock_dot_v1_dot_graphs__pb2.SampleRequest.SerializeToString,
+            penstock_dot_v1_dot_graphs__pb2.SampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.ModelService/LoadModel',
+            penstock_dot_v1_dot_model__pb2.LoadModelRequest.SerializeToString,
+            penstock_dot_v1_dot_model__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.ModelService/UnloadModel',
+            penstock_dot_v1_dot_model__pb2.UnloadModelRequest.SerializeToString,
+            penstock_dot_v1_dot_model__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ Facts about the loaded model: geometry, limits and defaults."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from penstock.v1 import graphs_pb2 as _graphs_pb2
 from penstock.v1 import model_pb2 as _model_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -27,23 +28,69 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelServiceStub:
-    """Describes the loaded model."""
+    """Describes the loaded model; loads and unloads it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelInfoRequest, _model_pb2.GetModelInfoResponse]
+    Forward: _grpc.StreamStreamMultiCallable[_graphs_pb2.ForwardRequest, _graphs_pb2.ForwardResponse]
+    """Runs the model's graphs one by one, beside requests and in turn with them. All calls from here on need --model-access, and a token of
+    --model-token-file where there is one. FAILED_PRECONDITION, MODEL_ACCESS_OFF. NOT_FOUND: GRAPH_NOT_FOUND, LEASE_NOT_FOUND, TENSOR_NOT_FOUND.
+    INVALID_ARGUMENT names the input, output or field. RESOURCE_EXHAUSTED, GRAPH_QUOTA.
+    """
+    AllocateTensors: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.AllocateTensorsRequest, _graphs_pb2.AllocateTensorsResponse]
+    """Makes tensors that stay at the server until they are freed or their lease ends."""
+    ReadTensor: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.ReadTensorRequest, _graphs_pb2.ReadTensorResponse]
+    WriteTensor: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.WriteTensorRequest, _graphs_pb2.WriteTensorResponse]
+    FreeTensors: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.FreeTensorsRequest, _graphs_pb2.FreeTensorsResponse]
+    Sample: _grpc.UnaryUnaryMultiCallable[_graphs_pb2.SampleRequest, _graphs_pb2.SampleResponse]
+    LoadModel: _grpc.StreamStreamMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]
+    """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+    its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
+    call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+    FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
+    MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
+    sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+    """
+    UnloadModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]
+    """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+    FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
+    """
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
-    """Describes the loaded model."""
+    """Describes the loaded model; loads and unloads it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelInfoRequest, _model_pb2.GetModelInfoResponse]  # type: ignore[assignment]
+    Forward: _aio.StreamStreamMultiCallable[_graphs_pb2.ForwardRequest, _graphs_pb2.ForwardResponse]  # type: ignore[assignment]
+    """Runs the model's graphs one by one, beside requests and in turn with them. All calls from here on need --model-access, and a token of
+    --model-token-file where there is one. FAILED_PRECONDITION, MODEL_ACCESS_OFF. NOT_FOUND: GRAPH_NOT_FOUND, LEASE_NOT_FOUND, TENSOR_NOT_FOUND.
+    INVALID_ARGUMENT names the input, output or field. RESOURCE_EXHAUSTED, GRAPH_QUOTA.
+    """
+    AllocateTensors: _aio.UnaryUnaryMultiCallable[_graphs_pb2.AllocateTensorsRequest, _graphs_pb2.AllocateTensorsResponse]  # type: ignore[assignment]
+    """Makes tensors that stay at the server until they are freed or their lease ends."""
+    ReadTensor: _aio.UnaryUnaryMultiCallable[_graphs_pb2.ReadTensorRequest, _graphs_pb2.ReadTensorResponse]  # type: ignore[assignment]
+    WriteTensor: _aio.UnaryUnaryMultiCallable[_graphs_pb2.WriteTensorRequest, _graphs_pb2.WriteTensorResponse]  # type: ignore[assignment]
+    FreeTensors: _aio.UnaryUnaryMultiCallable[_graphs_pb2.FreeTensorsRequest, _graphs_pb2.FreeTensorsResponse]  # type: ignore[assignment]
+    Sample: _aio.UnaryUnaryMultiCallable[_graphs_pb2.SampleRequest, _graphs_pb2.SampleResponse]  # type: ignore[assignment]
+    LoadModel: _aio.StreamStreamMultiCallable[_model_pb2.LoadModelRequest, _model_pb2.LoadModelResponse]  # type: ignore[assignment]
+    """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+    its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
+    call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+    FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
+    MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
+    sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+    """
+    UnloadModel: _aio.UnaryUnaryMultiCallable[_model_pb2.UnloadModelRequest, _model_pb2.UnloadModelResponse]  # type: ignore[assignment]
+    """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+    FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
+    """
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Describes the loaded model."""
+    """Describes the loaded model; loads and unloads it."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(
@@ -51,5 +98,76 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.GetModelInfoResponse, _abc.Awaitable[_model_pb2.GetModelInfoResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Forward(
+        self,
+        request_iterator: _MaybeAsyncIterator[_graphs_pb2.ForwardRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_graphs_pb2.ForwardResponse], _abc.AsyncIterator[_graphs_pb2.ForwardResponse]]:
+        """Runs the model's graphs one by one, beside requests and in turn with them. All calls from here on need --model-access, and a token of
+        --model-token-file where there is one. FAILED_PRECONDITION, MODEL_ACCESS_OFF. NOT_FOUND: GRAPH_NOT_FOUND, LEASE_NOT_FOUND, TENSOR_NOT_FOUND.
+        INVALID_ARGUMENT names the input, output or field. RESOURCE_EXHAUSTED, GRAPH_QUOTA.
+        """
+
+    @_abc_1.abstractmethod
+    def AllocateTensors(
+        self,
+        request: _graphs_pb2.AllocateTensorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_graphs_pb2.AllocateTensorsResponse, _abc.Awaitable[_graphs_pb2.AllocateTensorsResponse]]:
+        """Makes tensors that stay at the server until they are freed or their lease ends."""
+
+    @_abc_1.abstractmethod
+    def ReadTensor(
+        self,
+        request: _graphs_pb2.ReadTensorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_graphs_pb2.ReadTensorResponse, _abc.Awaitable[_graphs_pb2.ReadTensorResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def WriteTensor(
+        self,
+        request: _graphs_pb2.WriteTensorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_graphs_pb2.WriteTensorResponse, _abc.Awaitable[_graphs_pb2.WriteTensorResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def FreeTensors(
+        self,
+        request: _graphs_pb2.FreeTensorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_graphs_pb2.FreeTensorsResponse, _abc.Awaitable[_graphs_pb2.FreeTensorsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Sample(
+        self,
+        request: _graphs_pb2.SampleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_graphs_pb2.SampleResponse, _abc.Awaitable[_graphs_pb2.SampleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def LoadModel(
+        self,
+        request_iterator: _MaybeAsyncIterator[_model_pb2.LoadModelRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_model_pb2.LoadModelResponse], _abc.AsyncIterator[_model_pb2.LoadModelResponse]]:
+        """Loads a model into a process that has none (`penstock serve generation --empty`, or after UnloadModel): `start`, then the bytes of
+        its files in the order of `start.upload.files`, if it has some. Progress comes back at once, and the model's facts at the end. The
+        call is the load: a caller that leaves before the end cancels it, and a load that fails leaves the process as it was.
+        FAILED_PRECONDITION: MODEL_ACCESS_OFF, MODEL_ROOT_OFF, MODEL_LOADED, LOAD_IN_PROGRESS (one at a time). INVALID_ARGUMENT,
+        MODEL_REFUSED: the files are no model. RESOURCE_EXHAUSTED, MODEL_TOO_LARGE. While bytes arrive, each message is answered by progress; a
+        sender that waits for it (grpc.aio should: it loses the status of a call that ends while it writes) sees every refusal.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadModel(
+        self,
+        request: _model_pb2.UnloadModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_pb2.UnloadModelResponse, _abc.Awaitable[_model_pb2.UnloadModelResponse]]:
+        """Ends the model: live requests finish, weights and KV pool are freed, and another one can be loaded.
+        FAILED_PRECONDITION: MODEL_ACCESS_OFF, LOAD_IN_PROGRESS, BUSY. UNAVAILABLE, NO_MODEL.
+        """
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

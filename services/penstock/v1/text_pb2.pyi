@@ -44,9 +44,10 @@ class GenerateTextRequest(_message.Message):
     INPUTS_EMBEDS_FIELD_NUMBER: _builtins.int
     INPUTS_EMBEDS_BEFORE_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Empty means the only model served."""
+    """Name of a model, or of an adapter (ListModels has both). Empty means the only model served."""
     text: _builtins.str
     adapter: _builtins.str
+    """Name of an adapter of the model. Its name in `model` does the same."""
     priority: _builtins.int
     """Higher runs first."""
     cache_salt: _builtins.str
@@ -135,6 +136,7 @@ class ChatRequest(_message.Message):
     """Default true."""
     continue_final_message: _builtins.bool
     adapter: _builtins.str
+    """As in GenerateTextRequest."""
     priority: _builtins.int
     cache_salt: _builtins.str
     request_id: _builtins.str
@@ -384,9 +386,12 @@ class EmbedTextRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     normalize: _builtins.bool
     """Divide by the Euclidean norm."""
+    adapter: _builtins.str
+    """As in GenerateTextRequest."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -395,10 +400,11 @@ class EmbedTextRequest(_message.Message):
         model: _builtins.str = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         normalize: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "normalize", b"normalize", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "normalize", b"normalize", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,8 +441,11 @@ class ScoreTextRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     top_logprobs: _builtins.int
+    adapter: _builtins.str
+    """As in GenerateTextRequest."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreTextItem]: ...
     def __init__(
@@ -445,10 +454,11 @@ class ScoreTextRequest(_message.Message):
         model: _builtins.str = ...,
         items: _abc.Iterable[Global___ScoreTextItem] | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "items", b"items", "model", b"model", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "adapter", b"adapter", "items", b"items", "model", b"model", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -599,7 +609,7 @@ class Model(_message.Message):
     vocab_size: _builtins.int
     tokenizer_fingerprint: _builtins.str
     backends: _builtins.int
-    """Ready backends."""
+    """Ready backends; of an adapter those that have it."""
     def __init__(
         self,
         *,

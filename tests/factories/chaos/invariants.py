@@ -46,8 +46,9 @@ class Counts:
     losses: dict[str, float]
 
 
-# Words of the exceptions that faults order.
-_ORDERED = ("FailpointError", "MODEL_OUTPUT_NAN")
+# Words of the exceptions that faults order, and of a line that grpc's core writes when a client has gone. A step that
+# failed of itself has a line of its own besides the one of the call that it ended.
+_ORDERED = ("FailpointError", "MODEL_OUTPUT_NAN", '"reason": "STEP_FAILED"', "ExecuteBatchError")
 
 
 def _is_broken(line: str) -> bool:
@@ -104,8 +105,9 @@ class Invariants:
         """Return what is held or runs."""
         for place, backend in enumerate(self._deployment.backends):
             load = await backend.load()
-            if load.kv_blocks_used or load.running_requests or load.waiting_requests:
-                return f"generation {place} holds {load.kv_blocks_used} blocks, {load.running_requests} requests"
+            if load.kv_blocks_used or load.host_blocks_used or load.running_requests or load.waiting_requests:
+                blocks = f"{load.kv_blocks_used} blocks, {load.host_blocks_used} in the host pool"
+                return f"generation {place} holds {blocks}, {load.running_requests} requests"
         router = await Figures.read(self._deployment.router)
         for name in ("running", "waiting"):
             if value := router.total(f"penstock_router_num_requests_{name}"):

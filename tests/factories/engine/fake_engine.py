@@ -23,7 +23,14 @@ from penstock.generation.core.request import (
 )
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftRequest, RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import (
+    CopyKind,
+    DraftRequest,
+    RunnerOutput,
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.engine.decoding.assisted import ASSISTED
 from penstock.generation.engine.decoding.modes import ModeRegistry
@@ -47,6 +54,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.script = script or {}
         self.kv: list[list[tuple[int, int] | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.host: list[list[tuple[int, int] | None]] = [[None] * config.block_size] * config.num_host_blocks
         self.steps: list[SchedulerOutput] = []
         self.fail_at_step: int | None = None
         # seq_ids that were computed and not released since.
@@ -61,13 +69,10 @@ class FakeRunner:
         self.known.update(entry.sequence.seq_id for entry in output.scheduled)
         if self.fail_at_step == len(self.steps):
             raise RuntimeError("device lost")
+        self._copy(output)
+        if not output.scheduled:
+            return RunnerOutput({}, {})
         assert 0 < output.num_tokens <= self.config.max_batch_tokens
-        destinations = {destination for _, destination in output.copies}
-        held = {block for entry in output.scheduled for block in entry.sequence.block_table}
-        assert len(destinations) == len(output.copies), "a block is copied to twice"
-        assert destinations <= held, "a copy that no sequence in this step needs"
-        for source, destination in output.copies:
-            self.kv[destination] = list(self.kv[source])
         self._write(output)
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
@@ -95,6 +100,19 @@ class FakeRunner:
                     PositionLogprobs(Logprob(token_id, -1.0, 1)) for token_id in ids
                 )
         return RunnerOutput(sampled, prompt_logprobs)
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        held = {block for entry in output.scheduled for block in entry.sequence.block_table}
+        saved = {copy.source for copy in output.copies if copy.kind is CopyKind.OUT}
+        for source, destination, kind in output.copies:
+            if kind is CopyKind.IN:
+                self.kv[destination] = list(self.host[source])
+            elif kind is CopyKind.OUT:
+                self.host[destination] = list(self.kv[source])
+            else:
+                needed = not output.scheduled or destination in held or destination in saved
+                assert needed, "a copy that no sequence in this step needs"
+                self.kv[destination] = list(self.kv[source])
 
     def draw(self, sequence: Sequence, context: Items[int]) -> SampledToken:
         if sequence.num_output_tokens in self.script:

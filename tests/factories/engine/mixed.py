@@ -102,6 +102,18 @@ def _lookup(random: Random) -> Arguments:
     return {**drafts, **_sometimes(random, _several)}
 
 
+def _texts(random: Random) -> Arguments:
+    """Drafts from past outputs, from guesses, or from both and the prompt."""
+    memory = {"ngram_memory_num_tokens": random.randint(1, 8), "ngram_memory_match": random.randint(2, 4)}
+    ahead = {
+        "lookahead_window": random.randint(1, 8),
+        "lookahead_ngram_size": random.randint(2, 5),
+        "lookahead_guesses": random.randint(1, 4),
+    }
+    drafts = random.choice([memory, ahead, {**memory, **ahead, "prompt_lookup_num_tokens": random.randint(1, 4)}])
+    return {"repetition_penalty": 0.5, **drafts, **_sometimes(random, _several)}
+
+
 def _dola(random: Random) -> Arguments:
     # Its filter may keep but one token, and a ban on that one leaves nothing.
     return {"dola_layers": random.choice(["low", "high"]), "no_repeat_ngram_size": None}
@@ -121,6 +133,7 @@ MODES: Mapping[str, Draw] = {
     "constrained": _constrained,
     "contrastive": _contrastive,
     "lookup": _lookup,
+    "texts": _texts,
     "dola": _dola,
     "guided": _guided,
 }
@@ -151,7 +164,10 @@ def structured(name: str) -> Draw:
         {"json_object": True},
     )
     modes: tuple[Draw, ...] = (
-        *(MODES[mode] for mode in ("greedy", "sample", "beam", "beam-sample", "group", "contrastive", "lookup")),
+        *(
+            MODES[mode]
+            for mode in ("greedy", "sample", "beam", "beam-sample", "group", "contrastive", "lookup", "texts")
+        ),
         MODES["guided"],
         drafted(name),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from factories.engine.fake_engine import Answer, engine_config, run
 from factories.engine.grammars import compiled
-from factories.engine.pools import unwritten_pool
+from factories.engine.pools import unwritten_host_pool, unwritten_pool
 from factories.models.run_kernels import KERNELS, cpu_device, new_runner
 from penstock.common.progress import show_nothing
 from penstock.generation.config import GenerationServiceConfig
@@ -75,7 +75,7 @@ def to_message(prompt: Iterable[int], arguments: Mapping[str, Any]) -> generatio
         message.constraint.CopyFrom(config_pb2.Constraint(**given.pop("constraint")))
     if "inputs_embeds" in given:
         set_rows(message.inputs_embeds, given.pop("inputs_embeds"))
-    for name in ("seed", "cache_salt", "priority", "inputs_embeds_before_ids"):
+    for name in ("seed", "cache_salt", "adapter", "priority", "inputs_embeds_before_ids"):
         if name in given:
             setattr(message, name, given.pop(name))
     for name, value in given.items():
@@ -187,7 +187,8 @@ def new_engine(loaded: LoadedModel, config: EngineConfig = ROOMY, sampler: Sampl
     model = loaded.model
     geometry = (model.config.num_layers, config.num_blocks, config.block_size)
     kv = unwritten_pool(*geometry, model.config.num_kv_heads, model.config.head_dim, loaded.kv.dtype)
-    runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size))
+    host = unwritten_host_pool(kv, config)
+    runner = new_runner(model, kv, masks=_mask_workers(model.config.vocab_size), host=host)
     if sampler is not None:
         runner._sampler = sampler
     drafter = None if loaded.draft is None else loaded.draft.drafter

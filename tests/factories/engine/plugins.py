@@ -18,9 +18,14 @@ FLAGS: dict[str, tuple[str, ...]] = {
             "not-a-number": "NotANumber",
             "huge": "Huge",
             "broken": "Broken",
+            "exiting": "Exiting",
         }.items()
     ),
-    "stopping_criteria": ("multiple=factories.engine.plugins:Multiple", "raising=factories.engine.plugins:Raising"),
+    "stopping_criteria": (
+        "multiple=factories.engine.plugins:Multiple",
+        "raising=factories.engine.plugins:Raising",
+        "exiting=factories.engine.plugins:Exiting",
+    ),
 }
 
 
@@ -98,3 +103,14 @@ class Broken:
 
     def __init__(self) -> None:
         raise RuntimeError("no such device")
+
+
+class Exiting:
+    """Ends the process, as it thinks."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        if at_once:
+            raise SystemExit(3)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        raise SystemExit(3)

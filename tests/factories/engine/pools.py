@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.engine.config import EngineConfig
 
 
 def unwritten_pool(
@@ -13,6 +15,17 @@ def unwritten_pool(
     kv = KVCachePool(layers, blocks, block_size, kv_heads, head_dim, dtype, torch.device("cpu"))
     spoil(kv)
     return kv
+
+
+def unwritten_host_pool(kv: KVCachePool, config: EngineConfig) -> HostKVPool | None:
+    """Make the host pool of the configuration, which gives NaN where nothing was written; None where it has none."""
+    if not config.num_host_blocks:
+        return None
+    host = HostKVPool(kv, config.num_host_blocks)
+    for number in range(config.num_host_blocks):
+        # Of int8 the scales alone.
+        host.block(number)[-1].fill_(torch.nan)
+    return host
 
 
 def spoil(kv: KVCachePool) -> None:

@@ -88,6 +88,11 @@ VALUES: list[Refusal] = [
     *option("num_return_sequences", 0, 1000, **SAMPLING),
     *option("prompt_lookup_num_tokens", 65),
     *option("max_matching_ngram_size", 0, 65, prompt_lookup_num_tokens=3),
+    *option("ngram_memory_num_tokens", 65),
+    *option("ngram_memory_match", 0, 1, 65, ngram_memory_num_tokens=3),
+    *option("lookahead_window", 65),
+    *option("lookahead_ngram_size", 0, 1, 65, lookahead_window=3),
+    *option("lookahead_guesses", 0, 17, lookahead_window=3),
     *option("num_assistant_tokens", 0, 65),
     *option("num_assistant_tokens_schedule", 9),
     *option("assistant_confidence_threshold", -0.1, 1.1, NAN),
@@ -228,6 +233,7 @@ COMBINATIONS: list[Refusal] = [
     combination("num_return_sequences", num_return_sequences=5, num_beams=4),
     combination("num_return_sequences", num_return_sequences=2, penalty_alpha=0.6, top_k=4),
     combination("num_return_sequences", num_return_sequences=2, prompt_lookup_num_tokens=3),
+    combination("num_return_sequences", num_return_sequences=2, lookahead_window=3),
     combination("num_return_sequences", num_return_sequences=2, dola_layers=config_pb2.DolaLayers(preset="low")),
     # Constrained beam search.
     combination("num_beams", force_words_ids=[word(ids(1))]),
@@ -252,6 +258,7 @@ COMBINATIONS: list[Refusal] = [
     combination("guidance_scale", guidance_scale=1.5, num_beams=2),
     combination("guidance_scale", guidance_scale=1.5, penalty_alpha=0.6, top_k=4),
     combination("guidance_scale", guidance_scale=1.5, prompt_lookup_num_tokens=3),
+    combination("guidance_scale", guidance_scale=1.5, ngram_memory_num_tokens=3),
     # The prompt fills the total length.
     Refusal("config.max_length", {"max_length": 1}),
 ]

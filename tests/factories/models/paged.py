@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.layers.lora import AdapterWeights
 from penstock.generation.models.decoder import CausalLM
 from torch import Tensor
 
@@ -20,6 +21,8 @@ class PagedSequence:
     token_ids: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    # Its adapter's matrices; None: the model as it is.
+    adapter: AdapterWeights | None = None
     # One (vocab,) row per computed token.
     logits: list[Tensor] = field(default_factory=list)
 
@@ -70,7 +73,11 @@ class PagedDriver:
         lengths = [sequence.computed + count for sequence, count in work]
         metadata, positions = AttentionMetadata.build(counts, lengths, tables, self.kv.block_size)
         ids = [token for s, count in work for token in s.token_ids[s.computed : s.computed + count]]
-        logits = self.model.compute_logits(self.model.forward(torch.tensor(ids), positions, metadata, self.kv))
+        adapters = None
+        if any(sequence.adapter is not None for sequence, _ in work):
+            adapters = self.model.adapter_batch([sequence.adapter for sequence, _ in work], counts)
+        hidden = self.model.forward(torch.tensor(ids), positions, metadata, self.kv, adapters=adapters)
+        logits = self.model.compute_logits(hidden, adapters)
         for (sequence, count), rows in zip(work, logits.split(counts), strict=True):
             sequence.logits.extend(rows)
             sequence.computed += count

@@ -21,7 +21,7 @@ from factories.servers.watched_health import WatchedHealth
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from penstock.common.config import ServerConfig
-from penstock.common.errors import PenstockError, to_status
+from penstock.common.errors import InvalidArgument, NotFound, PenstockError, to_status, trailing_metadata
 from penstock.router.requests.prompt_length import num_prompt_tokens
 from penstock.serving.server import STOP_GRACE_SECONDS
 from penstock.v1 import (
@@ -97,6 +97,15 @@ class EmittingBackend:
 
     transport: str = field(default_factory=lambda: os.environ.get("PENSTOCK_TEST_TRANSPORT", ServerConfig.transport))
 
+    # Its LoRA adapters: name -> path; and folders, by path, that LoadAdapter finds below its root. It counts changes
+    # that are made by `set_adapters` or by calls.
+    adapters: dict[str, str] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
+    adapters_version: int = 0
+    # ListAdapters waits until this is set.
+    may_list: asyncio.Event = field(default_factory=asyncio.Event)
+    adapter_loads: list[admin_pb2.LoadAdapterRequest] = field(default_factory=list)
+
     # Ids that end a sequence, as GetModelInfo tells; empty: not told.
     eos_token_ids: tuple[int, ...] = ()
     # Tells one process from another: a start is one. Empty: not told.
@@ -117,6 +126,12 @@ class EmittingBackend:
         self.watchers = 0
         self._server: Any = None
         self.health: HealthServicer = WatchedHealth(self._watched)
+        self.may_list.set()
+        self.adapters_version = self.adapters_version or int(bool(self.adapters))
+
+    def set_adapters(self, **adapters: str) -> None:
+        """Know other adapters, from the next report on."""
+        self.adapters, self.adapters_version = adapters, self.adapters_version + 1
 
     @property
     def address(self) -> str:
@@ -221,6 +236,7 @@ class EmittingBackend:
             state=common_pb2.MODEL_STATE_READY,
             max_queued_requests=self.max_queued,
             pace=self.pace,
+            adapters_version=self.adapters_version,
             process_start_id=f"{self.port}-{self._starts}" if self.process_start_id is None else self.process_start_id,
         )
 
@@ -257,6 +273,8 @@ class Session:
             self._handles[request.request_id, request.attempt_epoch] = handle
         backend.submitted.append(request)
         refusal = backend.refuse(request) if callable(backend.refuse) else backend.refuse
+        if request.adapter and request.adapter not in backend.adapters:
+            refusal = NotFound("adapter: not here", reason="ADAPTER_NOT_FOUND", field="adapter")
         if refusal is not None:
             self._refuse(request, refusal)
             return
@@ -384,6 +402,32 @@ class _Servicer:
             percent_loaded=100.0,
         )
 
+    async def ListAdapters(self, _: Any, __: Any) -> admin_pb2.ListAdaptersResponse:
+        backend = self._backend
+        found = [admin_pb2.Adapter(name=name, path=path) for name, path in backend.adapters.items()]
+        answer = admin_pb2.ListAdaptersResponse(adapters=found, version=backend.adapters_version)
+        await backend.may_list.wait()
+        return answer
+
+    async def LoadAdapter(self, request: admin_pb2.LoadAdapterRequest, context: Any) -> admin_pb2.LoadAdapterResponse:
+        backend = self._backend
+        backend.adapter_loads.append(request)
+        await backend.notify()
+        path = request.path or request.name
+        if request.name in backend.adapters and not request.replace:
+            await _refuse(context, InvalidArgument("name", "is there", reason="ADAPTER_EXISTS"))
+        if path not in backend.folders:
+            await _refuse(context, InvalidArgument("path", "is not there", reason="ADAPTER_PATH"))
+        backend.set_adapters(**{**backend.adapters, request.name: path})
+        return admin_pb2.LoadAdapterResponse(
+            adapter=admin_pb2.Adapter(name=request.name, path=path), version=backend.adapters_version
+        )
+
+    async def UnloadAdapter(self, request: admin_pb2.UnloadAdapterRequest, _: Any) -> admin_pb2.UnloadAdapterResponse:
+        backend = self._backend
+        backend.set_adapters(**{name: path for name, path in backend.adapters.items() if name != request.name})
+        return admin_pb2.UnloadAdapterResponse(version=backend.adapters_version)
+
     async def WatchLoad(
         self, request: admin_pb2.WatchLoadRequest, _: Any
     ) -> AsyncIterator[admin_pb2.WatchLoadResponse]:
@@ -423,6 +467,10 @@ class _Servicer:
                 self._backend.aborted.append(command.abort.request_id)
                 session.running.pop(command.abort.request_id, None)
             await self._backend.notify()
+
+
+async def _refuse(context: Any, error: PenstockError) -> None:
+    await context.abort(error.code, error.message, trailing_metadata(error))
 
 
 async def _main() -> None:

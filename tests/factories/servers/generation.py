@@ -127,11 +127,12 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def generation_service(model: Path, **config: Any) -> AsyncIterator[Client]:
-    """Run a ready service over `model`; yield a client of it."""
+async def generation_service(model: Path | None, **config: Any) -> AsyncIterator[Client]:
+    """Run a ready service over `model`, or one without a model; yield a client of it."""
     torch.set_num_threads(1)
     settings = {
-        "model": str(model),
+        "model": None if model is None else str(model),
+        "empty": model is None,
         "kv_memory": "8MiB",
         "threads": 1,
         "tune_seconds": 0.0,

@@ -9,14 +9,14 @@ from typing import Any
 from factories.engine.mixed import mixed_request, structured, textual
 from factories.engine.modes import to_message
 from factories.wire.random_messages import CANARY
-from penstock.v1 import common_pb2, config_pb2, generation_pb2, text_pb2, tokenizer_pb2
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, graphs_pb2, text_pb2, tokenizer_pb2
 from penstock_client._tensors import set_rows
 
 # In texts: it may appear in no log, metric or error.
 _TEXT = f"one {CANARY} two three"
 _ROLES = ("system", "user", "assistant", "user")
-# Numbers of a row of embeddings: the tiny checkpoints'.
-_HIDDEN_SIZE = 48
+# Numbers of a row of embeddings, and the vocabulary: the tiny checkpoints'.
+_HIDDEN_SIZE, _VOCAB_SIZE = 48, 4096
 _EXTRA = {"structured": structured("none"), "textual": textual}
 
 
@@ -128,6 +128,35 @@ def _abort(draw: random.Random) -> list[Any]:
     return [generation_pb2.AbortRequest(request_ids=[CANARY, f"{draw.randrange(1 << 60):x}"])]
 
 
+def _forward(draw: random.Random) -> list[Any]:
+    """One stream: a prompt's embedding, and a layer over it in a named sequence, in two messages."""
+    ids = _ids(draw)
+    embedding = graphs_pb2.ForwardRequest(graph="embedding", call_id=1)
+    data = b"".join(one.to_bytes(4, "little") for one in ids)
+    embedding.inputs.add(dtype=common_pb2.D_TYPE_INT32, shape=[1, len(ids)], data=data)
+    layer = graphs_pb2.ForwardRequest(graph="block_cache_0", call_id=2, sequence=CANARY, more=True)
+    rows = bytes(4 * _HIDDEN_SIZE * len(ids))
+    layer.inputs.add(dtype=common_pb2.D_TYPE_FLOAT32, shape=[1, len(ids), _HIDDEN_SIZE], data=rows[:64])
+    layer.outputs.add(index=0, keep=True)
+    rest = graphs_pb2.ForwardRequest(call_id=2)
+    rest.inputs.add(data=rows[64:])
+    return [embedding, layer, rest]
+
+
+def _sample(draw: random.Random) -> list[Any]:
+    logits = common_pb2.Tensor(
+        dtype=common_pb2.D_TYPE_FLOAT32, shape=[1, _VOCAB_SIZE], data=draw.randbytes(2) * (2 * _VOCAB_SIZE)
+    )
+    message = graphs_pb2.SampleRequest(logits=logits, config=config_pb2.GenerationConfig(top_k=5), top_logprobs=2)
+    message.rows.add(prompt_token_ids=_ids(draw), output_token_ids=_ids(draw), seed=draw.randrange(1 << 40))
+    return [message]
+
+
+def _allocate(draw: random.Random) -> list[Any]:
+    tensors = [graphs_pb2.TensorSpec(dtype=common_pb2.D_TYPE_FLOAT32, shape=[draw.randint(1, 9), 4])]
+    return [graphs_pb2.AllocateTensorsRequest(lease_seconds=1.0, tensors=tensors)]
+
+
 _MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
     "penstock.v1.TextService.Generate": _generate_text,
     "penstock.v1.TextService.Chat": _chat,
@@ -154,4 +183,7 @@ _MAKERS: Mapping[str, Callable[[random.Random], list[Any]]] = {
         )
     ],
     "penstock.v1.GenerationService.Abort": _abort,
+    "penstock.v1.ModelService.Forward": _forward,
+    "penstock.v1.ModelService.Sample": _sample,
+    "penstock.v1.ModelService.AllocateTensors": _allocate,
 }

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = tuple(range(20, 60))
 DRAFT = {"assistant_model": DEMO_MODEL_NAME, "num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
 LOOKUP = {"prompt_lookup_num_tokens": 6}
+MEMORY = {"ngram_memory_num_tokens": 8}
+LOOKAHEAD = {"lookahead_window": 6}
+KINDS = {"draft_model": DRAFT, "prompt_lookup": LOOKUP, "ngram_memory": MEMORY, "lookahead": LOOKAHEAD}
 SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.9, "top_k": 40}
 
 
@@ -36,10 +39,16 @@ async def answer(client: Client, options: dict[str, Any], **fields: Any) -> Outc
     return outcome
 
 
-def figures(client: Client, name: str) -> float:
-    value = client.running.registry.get_sample_value(name, {"model_name": DEMO_MODEL_NAME})
+def figures(client: Client, name: str, **labels: str) -> float:
+    value = client.running.registry.get_sample_value(name, {"model_name": DEMO_MODEL_NAME, **labels})
     assert value is not None
     return float(value)
+
+
+def drafts(client: Client, verdict: str) -> dict[str, float]:
+    """Verified drafts by kind."""
+    name = f"penstock_generation_{verdict}_draft_tokens_total"
+    return {kind: figures(client, name, kind=kind) for kind in KINDS}
 
 
 async def test_the_model_says_which_draft_model_is_served(client: Client) -> None:
@@ -48,7 +57,7 @@ async def test_the_model_says_which_draft_model_is_served(client: Client) -> Non
     assert any(line.startswith("drafts") for line in client.running.service.status_lines())
 
 
-@pytest.mark.parametrize("assistance", [DRAFT, LOOKUP])
+@pytest.mark.parametrize("assistance", [DRAFT, LOOKUP, MEMORY, LOOKAHEAD, {**LOOKUP, **MEMORY, **LOOKAHEAD}])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED, {**SAMPLED, "num_return_sequences": 3}])
 async def test_assistance_changes_no_token_and_is_told_as_the_mode(
     client: Client, assistance: dict[str, Any], sampling: dict[str, Any]
@@ -64,7 +73,7 @@ async def test_assistance_changes_no_token_and_is_told_as_the_mode(
 
 async def test_usage_and_metrics_count_accepted_and_rejected_drafts(client: Client) -> None:
     names = ("accepted", "rejected")
-    before = [figures(client, f"penstock_generation_{name}_draft_tokens_total") for name in names]
+    before = [sum(drafts(client, name).values()) for name in names]
     steps = figures(client, "penstock_engine_draft_seconds_count")
     own = (await answer(client, DRAFT)).finished.usage
     # Its own draft model draws what it draws: 4 drafts and a token after them in every step but the prompt's.
@@ -74,10 +83,35 @@ async def test_usage_and_metrics_count_accepted_and_rejected_drafts(client: Clie
     lookup = (await answer(client, {**LOOKUP, **SAMPLED})).finished.usage
     assert lookup.rejected_draft_tokens > 0
     assert lookup.completion_tokens == 40
-    after = [figures(client, f"penstock_generation_{name}_draft_tokens_total") for name in names]
+    after = [sum(drafts(client, name).values()) for name in names]
     used = [sum(getattr(usage, f"{name}_draft_tokens") for usage in (own, unsure, lookup)) for name in names]
     assert [now - then for now, then in zip(after, before, strict=True)] == used
     assert figures(client, "penstock_engine_draft_seconds_count") > steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_metrics_have_the_kinds_apart(client: Client, kind: str) -> None:
+    names = ("accepted", "rejected")
+    # The second time there is a past output.
+    for _ in range(2):
+        before = [drafts(client, name) for name in names]
+        usage = (await answer(client, KINDS[kind], cache_salt="kinds")).finished.usage
+        after = [drafts(client, name) for name in names]
+    grown = [{one: now[one] - then[one] for one in KINDS} for now, then in zip(after, before, strict=True)]
+    nothing = dict.fromkeys(KINDS, 0)
+    assert grown[0] == {**nothing, kind: usage.accepted_draft_tokens}
+    assert grown[1] == {**nothing, kind: usage.rejected_draft_tokens}
+    assert usage.accepted_draft_tokens + usage.rejected_draft_tokens > 0
+
+
+async def test_what_was_written_before_is_drafted_for_the_same_tenant_only(client: Client) -> None:
+    for salt, is_known in (("a", False), ("a", True), ("b", False)):
+        for fair_share_key in ("one", "two"):
+            used = (await answer(client, MEMORY, cache_salt=salt, fair_share_key=fair_share_key)).finished.usage
+            known = used.accepted_draft_tokens > 25
+            assert known == is_known, (salt, fair_share_key)
+    assert figures(client, "penstock_ngram_memory_tenants") >= 4
+    assert figures(client, "penstock_ngram_memory_tokens") > 4 * 40
 
 
 async def test_drafts_are_of_no_use_unless_asked_for(client: Client) -> None:

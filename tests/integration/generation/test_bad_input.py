@@ -91,7 +91,7 @@ async def test_garbage_inside_a_session_ends_that_session_only(client: Client) -
 async def test_a_method_that_does_not_exist_is_unimplemented(client: Client) -> None:
     channel: Any = client.channel
     with pytest.raises(grpc.RpcError) as refusal:
-        await channel.unary_unary("/penstock.v1.GenerationAdminService/LoadAdapter")(b"")
+        await channel.unary_unary("/penstock.v1.GenerationAdminService/NoSuchMethod")(b"")
     error = from_rpc_error(refusal.value)
     assert isinstance(error, Unimplemented)
     assert error.reason == "UNIMPLEMENTED"

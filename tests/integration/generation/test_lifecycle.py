@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from penstock.common.errors import (
     FailedPrecondition,
     Internal,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
     Unavailable,
     from_rpc_error,
@@ -102,7 +105,8 @@ async def test_a_deadline_ends_the_request_and_frees_its_blocks(client: Client) 
 
 
 async def test_a_deadline_that_passed_in_the_queue_is_never_prefilled(folder: Path) -> None:
-    async with generation_service(folder, max_running_sequences=1) as client:
+    # No forecast refuses it before.
+    async with generation_service(folder, max_running_sequences=1, deadline_headroom=0.001) as client:
         with held_after(1):
             running = await started(client)
             outcome = await client.generate(request(), timeout=0.2)
@@ -200,6 +204,117 @@ async def test_drain_with_a_grace_aborts_what_is_left(client: Client) -> None:
     await client.admin.Resume(admin_pb2.ResumeRequest())
 
 
+def overwrite(folder: Path, source: Path) -> None:
+    """Put the weights of `source` into `folder`, as a deployment does: by renaming."""
+    shutil.copy(source / "model.safetensors", folder / "new")
+    (folder / "new").rename(folder / "model.safetensors")
+
+
+async def test_a_reload_serves_the_new_weights_and_counts_on(tmp_path: Path) -> None:
+    folder, other = text_checkpoint(tmp_path / "model"), text_checkpoint(tmp_path / "other", seed=5)
+    prompt = range(5, 60)
+    async with generation_service(other) as client:
+        theirs = (await client.generate(request(prompt))).ids()
+    async with generation_service(folder) as client:
+        remembering = {"ngram_memory_num_tokens": 4}
+        ours = (await client.generate(request(prompt, config=remembering))).ids()
+        assert ours != theirs
+        before, session = await client.load(), Session(client)
+        await session.submit(request(prompt, request_id="before"))
+        while "finished" not in session.kinds("before"):
+            await session.next()
+        overwrite(folder, other)
+        answer = await client.admin.Reload(admin_pb2.ReloadRequest())
+        assert answer.seconds > 0
+        assert answer.weights_bytes > 0
+        assert answer.aborted_requests == 0
+        assert await health(client) == health_pb2.HealthCheckResponse.SERVING
+        # On the same session: no prefix that the old weights computed is reused, and no output of theirs is drafted.
+        await session.submit(request(prompt, request_id="after"))
+        while "finished" not in session.kinds("after"):
+            await session.next()
+        assert session.ids("before") == ours
+        assert session.ids("after") == theirs
+        again = await client.generate(request(prompt, config=remembering))
+        assert again.ids() == theirs
+        assert (await client.load()).step > before.step
+        assert (await client.load()).process_start_id == before.process_start_id
+        await client.until_idle()
+
+
+async def test_a_reload_waits_for_live_requests_or_aborts_them(client: Client) -> None:
+    expected = (await client.generate(request(config={"max_new_tokens": 300}))).ids()
+    with held_after(1):
+        live = asyncio.create_task(client.generate(request(config={"max_new_tokens": 300})))
+        await client.until(lambda load: load.running_requests == 1)
+        reload = asyncio.ensure_future(client.admin.Reload(admin_pb2.ReloadRequest()))
+        await client.until(lambda load: load.draining)
+        assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
+        for refused in (client.admin.Reload(admin_pb2.ReloadRequest()), client.admin.Resume(admin_pb2.ResumeRequest())):
+            with pytest.raises(grpc.RpcError) as busy:
+                await refused
+            assert from_rpc_error(busy.value).reason == "BUSY"
+    assert (await live).ids() == expected
+    assert (await reload).aborted_requests == 0
+    call = await started(client)
+    assert (await client.admin.Reload(admin_pb2.ReloadRequest(grace_seconds=0))).aborted_requests == 1
+    assert (await rest(call))[-1].finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
+    assert (await client.generate(request(config={"max_new_tokens": 300}))).ids() == expected
+    await client.until_idle()
+
+
+async def test_a_process_that_was_drained_stays_so_after_a_reload(client: Client) -> None:
+    await client.admin.Drain(admin_pb2.DrainRequest())
+    await client.admin.Reload(admin_pb2.ReloadRequest())
+    assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
+    await client.admin.Resume(admin_pb2.ResumeRequest())
+    with held_after(1):
+        call = await started(client)
+        reload = asyncio.ensure_future(client.admin.Reload(admin_pb2.ReloadRequest(grace_seconds=60)))
+        await client.until(lambda load: load.draining)
+        drain = asyncio.ensure_future(client.admin.Drain(admin_pb2.DrainRequest(grace_seconds=0)))
+    await asyncio.gather(reload, drain)
+    await rest(call)
+    assert await health(client) == health_pb2.HealthCheckResponse.NOT_SERVING
+    await client.admin.Resume(admin_pb2.ResumeRequest())
+    assert await health(client) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_caller_that_leaves_does_not_end_a_reload(client: Client) -> None:
+    with held_after(1):
+        call = await started(client)
+        reload = client.admin.Reload(admin_pb2.ReloadRequest())
+        await client.until(lambda load: load.draining)
+        reload.cancel()
+    call.cancel()
+    await client.until(lambda load: not load.draining)
+    assert (await client.generate(request())).error is None
+
+
+@pytest.mark.parametrize("what", ["shape", "tokenizer", "truncated", "gone"])
+async def test_weights_that_cannot_be_used_are_refused_and_the_old_ones_serve_on(tmp_path: Path, what: str) -> None:
+    folder = text_checkpoint(tmp_path / "model")
+    async with generation_service(folder) as client:
+        expected = (await client.generate(request())).ids()
+        weights = folder / "model.safetensors"
+        if what == "shape":
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+        elif what == "tokenizer":
+            (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
+        elif what == "truncated":
+            (folder / "new").write_bytes(weights.read_bytes()[:-1000])
+            (folder / "new").rename(weights)
+        else:
+            weights.unlink()
+        with pytest.raises(grpc.RpcError) as refused:
+            await client.admin.Reload(admin_pb2.ReloadRequest())
+        error = from_rpc_error(refused.value)
+        assert (type(error), error.reason) == (FailedPrecondition, "RELOAD_FAILED")
+        assert await health(client) == health_pb2.HealthCheckResponse.SERVING
+        assert (await client.generate(request())).ids() == expected
+
+
 async def test_stopping_the_process_lets_streams_finish_and_ends_idle_sessions(folder: Path) -> None:
     async with generation_service(folder) as client:
         session = Session(client)
@@ -268,6 +383,56 @@ async def test_a_caller_that_names_what_to_clear_does_not_lose_the_whole_cache(c
     assert isinstance(error, InvalidArgument)
     assert error.field == "request_ids"
     assert (await client.generate(request(prompt))).started.cached_tokens > 0
+
+
+async def test_the_cache_of_a_live_request_can_be_released(client: Client) -> None:
+    """It computes again what it lost, and its ids are what they would have been."""
+    message = request(range(100, 160), config={"max_new_tokens": 40})
+    wanted = (await client.generate(message)).ids()
+    await client.admin.ClearCache(admin_pb2.ClearCacheRequest())
+    before = (await client.admin.GetPoolStats(admin_pb2.GetPoolStatsRequest())).preemptions
+    message.request_id = "mine"
+    with held_after(3) as gate:
+        call = client.generation.Generate(message)
+        events = [await call.read(), await call.read()]
+        clearing = asyncio.create_task(_cleared(client, "mine"))
+        gate.open()
+        assert await clearing >= 4
+    events += await rest(call)
+    ids = [one for event in events if event.HasField("delta") for one in event.delta.token_ids]
+    assert ids == wanted
+    assert (await client.admin.GetPoolStats(admin_pb2.GetPoolStatsRequest())).preemptions == before + 1
+    for named in (["mine"], ["", "other"]):
+        with pytest.raises(grpc.RpcError) as unknown:
+            await client.admin.ClearCache(admin_pb2.ClearCacheRequest(live_request_ids=named))
+        error = from_rpc_error(unknown.value)
+        assert (type(error), error.reason, error.field) == (NotFound, "REQUEST_NOT_FOUND", "live_request_ids[0]")
+    with pytest.raises(grpc.RpcError) as many:
+        await client.admin.ClearCache(admin_pb2.ClearCacheRequest(live_request_ids=["a"] * 1025))
+    assert from_rpc_error(many.value).field == "live_request_ids"
+
+
+async def _cleared(client: Client, name: str) -> int:
+    answer = await client.admin.ClearCache(admin_pb2.ClearCacheRequest(live_request_ids=[name]))
+    return int(answer.blocks_cleared)
+
+
+async def test_a_warm_up_of_a_size(client: Client) -> None:
+    await client.until_idle()
+    everything = {"prefill_tokens": 4096, "sequence_tokens": 2560, "input_tokens": 128, "iterations": 3}
+    for size in (
+        everything,
+        {"iterations": 2**32 - 1},
+        dict.fromkeys(everything, 2**32 - 1),
+        dict.fromkeys(everything, 1),
+    ):
+        answer = await client.admin.WarmUp(admin_pb2.WarmUpRequest(**size))
+        assert answer.kv_bytes_available > 0
+    for name in everything:
+        with pytest.raises(grpc.RpcError) as refused:
+            await client.admin.WarmUp(admin_pb2.WarmUpRequest(**{name: 0}))
+        assert from_rpc_error(refused.value).field == name
+    assert (await client.generate(request())).error is None
 
 
 async def test_warming_up_needs_an_idle_engine(client: Client) -> None:

@@ -274,7 +274,7 @@ async def test_the_first_steps_are_held_against_what_the_start_measured(
     monkeypatch.setattr("penstock.generation.startup.load._batch", lambda *_: tuned)
     async with generation_service(checkpoint) as client:
         app: Any = client.running.service
-        watch = app._engine_loop._engine.watch
+        watch = app._holder.running._loop._engine.watch
         watch.begin()
         watch.num_tokens = 512
         view = watch.look(time.monotonic() + 60.0)

@@ -40,6 +40,7 @@ BOUNDS = {
     "max_plugins": 1,
     "max_plugin_bytes": 10,
     "max_tensor_steps": 1,
+    "max_lookahead_guesses": 1,
 }
 
 
@@ -55,7 +56,12 @@ TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
     ("max_beams", {"num_beams": 3}),
     ("max_draft_tokens", {"prompt_lookup_num_tokens": 3}),
     ("max_draft_tokens", {"num_assistant_tokens": 3}),
+    ("max_draft_tokens", {"ngram_memory_num_tokens": 3}),
+    ("max_draft_tokens", {"lookahead_window": 3}),
     ("max_matching_ngram", {"max_matching_ngram_size": 3}),
+    ("max_matching_ngram", {"ngram_memory_match": 3}),
+    ("max_matching_ngram", {"lookahead_ngram_size": 3}),
+    ("max_lookahead_guesses", {"lookahead_guesses": 2}),
     ("max_ngram", {"no_repeat_ngram_size": 3}),
     ("max_ngram", {"encoder_no_repeat_ngram_size": 3}),
     ("max_bad_words", {"bad_words_ids": [ids(1), ids(2)]}),

@@ -194,6 +194,10 @@ WARNINGS: list[tuple[str, dict[str, Any]]] = [
     ("config.dola_layers has no effect", {"dola_layers": LOW, "prompt_lookup_num_tokens": 3}),
     ("config.num_assistant_tokens has no effect", {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 5}),
     ("config.prompt_lookup_num_tokens has no effect", {"prompt_lookup_num_tokens": 3, "num_beams": 2}),
+    ("config.ngram_memory_num_tokens has no effect", {"ngram_memory_num_tokens": 3, "num_beams": 2}),
+    ("config.ngram_memory_match has no effect", {"ngram_memory_match": 3, "lookahead_window": 2}),
+    ("config.lookahead_guesses has no effect", {"lookahead_guesses": 3}),
+    ("config.num_assistant_tokens has no effect", {"lookahead_window": 3, "num_assistant_tokens": 5}),
 ]
 
 

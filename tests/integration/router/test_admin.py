@@ -146,7 +146,8 @@ async def test_a_file_that_cannot_be_read_is_said_at_the_start() -> None:
 
 
 async def test_a_real_backend_is_looked_into_drained_and_resumed() -> None:
-    process = stack.start("generation", "--kv-memory", "16MiB", "--threads", "1")
+    memory = ("--kv-memory", "16MiB", "--host-kv-memory", "8MiB")
+    process = stack.start("generation", *memory, "--threads", "1")
     try:
         stack.wait_serving(process.address, process)
         async with running_router(backend=(process.address,)) as router, stubs(router) as (admin, _):
@@ -156,6 +157,14 @@ async def test_a_real_backend_is_looked_into_drained_and_resumed() -> None:
             state = (await admin.DumpState(admin_pb2.DumpStateRequest())).state
             assert state.pool.total == load.kv_blocks_total
             await admin.ClearCache(admin_pb2.ClearCacheRequest())
+            assert state.host_pool.total == load.host_blocks_total > 0
+            pairs = [admin_pb2.BlockPair(source=0, destination=1)]
+            assert (await admin.CopyBlocks(admin_pb2.CopyBlocksRequest(pairs=pairs))).blocks == 1
+            swaps = [admin_pb2.BlockSwap(kind=1, source=1, destination=0)]
+            assert (await admin.SwapBlocks(admin_pb2.SwapBlocksRequest(swaps=swaps))).blocks == 1
+            swaps[0].source = load.kv_blocks_total
+            refused = await failure(admin.SwapBlocks(admin_pb2.SwapBlocksRequest(swaps=swaps)))
+            assert refused.field == "swaps[0].source"
             assert (await admin.WarmUp(admin_pb2.WarmUpRequest())).seconds > 0
             await admin.Drain(admin_pb2.DrainRequest())
             await router.until("backend_up", 0, backend=process.address)

@@ -18,8 +18,8 @@ import pytest
 from factories.servers.tiny_service import tiny
 from penstock.common.config import ServerConfig
 from penstock.common.errors import StartupError
-from penstock.serving import health_probe, metrics_endpoint
-from penstock.serving.metrics_endpoint import MOST_CONNECTIONS, start_metrics_server
+from penstock.serving import health_probe
+from penstock.serving.metrics_endpoint import start_metrics_server
 from prometheus_client import CollectorRegistry
 
 FILES = Path(factories.servers.tiny_service.__file__).parent / "tls"
@@ -148,9 +148,8 @@ async def test_a_silent_caller_of_tls_holds_nobody_up() -> None:
             assert status == 200
 
 
-async def test_callers_that_drip_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_endpoint, "REQUEST_SECONDS", 0.3)
-    async with tiny() as (_, running, _):
+async def test_callers_that_drip_hold_nobody_up() -> None:
+    async with tiny(ServerConfig(metrics_request_seconds=0.3)) as (_, running, _):
         host, _, port = (running.addresses.metrics or "").rpartition(":")
 
         async def drip() -> None:
@@ -165,14 +164,14 @@ async def test_callers_that_drip_hold_nobody_up(monkeypatch: pytest.MonkeyPatch)
                 assert await ended == b""
 
         async with asyncio.timeout(60):
-            await asyncio.gather(*(drip() for _ in range(MOST_CONNECTIONS)))
+            await asyncio.gather(*(drip() for _ in range(running.config.metrics_max_connections)))
         assert (await asyncio.to_thread(get, f"http://{host}:{port}/readyz"))[0] == 200
 
 
 async def test_more_connections_than_are_served_are_closed() -> None:
-    async with tiny() as (_, running, _):
+    async with tiny(ServerConfig(metrics_max_connections=3)) as (_, running, _):
         host, _, port = (running.addresses.metrics or "").rpartition(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(MOST_CONNECTIONS + 4)]
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(7)]
         closed = [asyncio.create_task(reader.read()) for reader, _ in held]
         # The first to end are those beyond the bound: the others have seconds to send a request.
         done: set[asyncio.Task[bytes]] = set()

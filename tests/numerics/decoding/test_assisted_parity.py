@@ -21,9 +21,15 @@ from transformers import PreTrainedModel
 NEW_TOKENS = 32
 LOOKUP = AssistanceOptions(prompt_lookup_num_tokens=7, max_matching_ngram_size=3)
 DRAFT = AssistanceOptions(num_assistant_tokens=5, confidence_threshold=0.0)
+MEMORY = AssistanceOptions(ngram_memory_num_tokens=7, ngram_memory_match=2)
+LOOKAHEAD = AssistanceOptions(lookahead_window=6)
+TEXTS = AssistanceOptions(prompt_lookup_num_tokens=3, ngram_memory_num_tokens=5, lookahead_window=4)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama"])
+@pytest.fixture(
+    scope="module",
+    params=["qwen2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral"))],
+)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model and a draft model that agrees with it more often than not."""
     base = tmp_path_factory.mktemp(request.param)
@@ -110,7 +116,7 @@ def test_a_draft_model_gives_what_transformers_gives(
         {"do_sample": True, "typical_p": 0.9, "bad_words_ids": ((7,), (8, 9)), "stop_token_ids": ((11, 12),)},
     ],
 )
-@pytest.mark.parametrize("assistance", [LOOKUP, DRAFT])
+@pytest.mark.parametrize("assistance", [LOOKUP, DRAFT, MEMORY, LOOKAHEAD, TEXTS])
 @pytest.mark.parametrize("tight", [False, True])
 def test_assistance_changes_neither_ids_nor_logprobs(
     models: tuple[CausalLM, CausalLM], options: dict[str, Any], assistance: AssistanceOptions, tight: bool
@@ -119,11 +125,14 @@ def test_assistance_changes_neither_ids_nor_logprobs(
     cramped = engine_config(num_blocks=70, max_batch_tokens=17, max_running_sequences=16, max_draft_rows=12)
     plain = ours(assisted_engine(models[0]), seed=5, top_logprobs=2, **options)
     engine = assisted_engine(*models, cramped, draft_blocks=40) if tight else assisted_engine(*models)
+    # Twice, so that there are past outputs.
+    again = ours(engine, seed=5, top_logprobs=2, mode=assistance, **options) if assistance.recalls_outputs else []
     assisted = ours(engine, seed=5, top_logprobs=2, mode=assistance, **options)
-    for one, other in zip(plain, assisted, strict=True):
+    for one, other in zip([*plain, *(plain if again else ())], [*assisted, *again], strict=True):
         assert one.ids == other.ids
         assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
     assert sum(counts(assisted)) > 0
+    engine.check_integrity()
     if tight:
         assert engine.stats.preemptions > 0
 
@@ -164,5 +173,6 @@ def test_refused_drafts_never_reach_the_prefix_cache(models: tuple[CausalLM, Cau
         assert warm[item.request_id].ids == fresh[item.request_id].ids
         started = warm[item.request_id].started
         assert started is not None
-        # All of the output but the last token or two, which share a block with the new one.
-        assert started.cached_tokens >= len(item.prompt_token_ids) - 4
+        # All of the output but the last token or two, which share a block with the new one, and what the last
+        # verification drew behind the drafts that it accepted.
+        assert started.cached_tokens >= len(item.prompt_token_ids) - 6

@@ -124,8 +124,8 @@ def test_no_numbers_in_an_unconditional_row_end_the_guided_request_alone(
 ) -> None:
     whole = model.compute_logits
 
-    def broken(hidden_NI: torch.Tensor) -> torch.Tensor:
-        logits_NV = whole(hidden_NI)
+    def broken(hidden_NI: torch.Tensor, adapters: Any = None) -> torch.Tensor:
+        logits_NV = whole(hidden_NI, adapters)
         # Rows in order of admission: plain, guided, unconditional branch.
         if len(logits_NV) == 3:
             logits_NV[2, 7] = value

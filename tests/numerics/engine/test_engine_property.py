@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, request, run
+from factories.engine.host_pools import configs_with_hosts
+from factories.engine.pools import unwritten_host_pool
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.run_kernels import cpu_device, new_runner
 from hypothesis import HealthCheck, given, settings
@@ -46,7 +48,7 @@ def make_engine(model: CausalLM, config: EngineConfig) -> Engine:
         # What is read before it is written shows.
         kv.key(layer).fill_(float("nan"))
         kv.value(layer).fill_(float("nan"))
-    return Engine(config, new_runner(model, kv), TEXT)
+    return Engine(config, new_runner(model, kv, host=unwritten_host_pool(kv, config)), TEXT)
 
 
 @st.composite
@@ -67,8 +69,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     } | (sampling if draw(st.booleans()) else {})
 
 
-tight = st.builds(
-    engine_config,
+tight = configs_with_hosts(
     num_blocks=st.integers(26, 40),
     block_size=st.integers(2, 5),
     max_running_sequences=st.integers(4, 8),

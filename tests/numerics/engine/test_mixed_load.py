@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from factories.engine.fake_engine import Answer, collect, engine_config, run
+from factories.engine.host_pools import HOSTS, host_fields
 from factories.engine.mixed import Draw, drafted, mixed_request, structured, textual
 from factories.engine.modes import ROOMY, load_service, new_engine, prepare, to_message
 from factories.models.golden_models import golden_checkpoint
@@ -34,6 +35,7 @@ def tight(random: Random) -> EngineConfig:
         max_running_sequences=random.randint(16, 64),
         max_batch_tokens=random.randint(64, 80),
         prefix_cache=random.random() < 0.8,
+        **host_fields(*random.choice(HOSTS)),
     )
 
 

@@ -141,6 +141,8 @@ def item(loaded: LoadedModel, **arguments: Any) -> Request:
         ({"logits_processor": [plugin("favour"), plugin("wrong-shape")]}, "scores of the shape"),
         ({"logits_processor": [plugin("not-a-number")]}, "NaN or infinite"),
         ({"stopping_criteria": [plugin("raising", after=12)]}, "raised LookupError"),
+        ({"logits_processor": [plugin("exiting")]}, "raised SystemExit"),
+        ({"stopping_criteria": [plugin("exiting")]}, "raised SystemExit"),
     ],
     ids=str,
 )
@@ -195,6 +197,8 @@ def test_what_cannot_be_made_is_refused_by_its_field(
     assert refused.value.field == "config.stopping_criteria"
     with pytest.raises(Internal, match="raised RuntimeError"):
         item(loaded, logits_processor=[plugin("broken")])
+    with pytest.raises(Internal, match="raised SystemExit"):
+        item(loaded, stopping_criteria=[plugin("exiting", at_once=True)])
 
 
 def test_they_are_the_same_alone_and_preempted(loaded: LoadedModel) -> None:

@@ -19,7 +19,7 @@ from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.draw import DrawKind, DrawSpec
 from penstock.generation.core.modes import TensorOutputs
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import BlockCopy, Fork, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.devices.cpu import CPUDevice
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
@@ -229,7 +229,9 @@ def test_a_row_that_is_not_a_number_fails_alone(models: Any) -> None:
     assert result.sampled[0].token_id >= 0
 
 
-@pytest.mark.parametrize("what", ["copies", "forks", "released", "probes", "sample", "draw", "unconditional", "start"])
+@pytest.mark.parametrize(
+    "what", ["copies", "forks", "released", "parked", "probes", "sample", "draw", "unconditional", "start"]
+)
 def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str) -> None:
     run = Run(models("tied", "bfloat16", "none"), steady=True)
     run.add(0, [1, 2, 3])
@@ -250,7 +252,7 @@ def test_what_is_not_the_step_after_the_last_is_not_done(models: Any, what: str)
         one.draw = DrawSpec(DrawKind.NOTHING)
     if what == "unconditional":
         one.unconditional = other
-    more: dict[str, Any] = {"copies": ((1, 2),), "forks": (Fork(0, 1, 2),), "released": (1,)}
+    more: dict[str, Any] = {"copies": (BlockCopy(1, 2),), "forks": (Fork(0, 1, 2),), "released": (1,), "parked": (1,)}
     output = SchedulerOutput((entry,), **{name: more[name] for name in more if name == what})
     # Without a model: nothing is computed.
     assert steady.step(output, None, run.pool) is None  # type: ignore[arg-type]

@@ -148,9 +148,9 @@ class Run:
         self.num_logits = 0
         compute_logits, kept = model.compute_logits, model._fused
 
-        def counted(hidden: torch.Tensor) -> torch.Tensor:
+        def counted(hidden: torch.Tensor, adapters: Any = None) -> torch.Tensor:
             self.num_logits += 1
-            return compute_logits(hidden)
+            return compute_logits(hidden, adapters)
 
         monkeypatch.setattr(model, "compute_logits", counted)
         monkeypatch.setattr(model, "_fused", kept if fused else None)
@@ -228,8 +228,8 @@ def test_a_row_that_is_not_a_number_fails_alone_in_a_mixed_step(models: Any, mon
     good, bad = new_sequences([9, 6], [{}, {}])
     embed = model.embed
 
-    def spoilt(ids: torch.Tensor) -> torch.Tensor:
-        hidden = embed(ids)
+    def spoilt(ids: torch.Tensor, adapters: Any = None) -> torch.Tensor:
+        hidden = embed(ids, adapters)
         hidden[-1] = torch.nan
         return hidden
 

@@ -342,7 +342,7 @@ def test_logits_are_made_only_where_more_than_the_highest_is_wanted(
     model = native(tiny_checkpoint(tmp_path), "none")
     facts, calls = model.config, []
     compute_logits = model.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda hidden: calls.append(1) or compute_logits(hidden))
+    monkeypatch.setattr(model, "compute_logits", lambda *given: calls.append(1) or compute_logits(*given))
     kv = KVCachePool(facts.num_layers, 8, 8, facts.num_kv_heads, facts.head_dim, model.dtype, torch.device("cpu"))
     runner = ModelRunner(model, kv)
     live = [new_sequence([3 + place], params(**given), seq_id=place) for place, given in enumerate(options)]

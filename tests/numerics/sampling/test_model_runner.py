@@ -14,7 +14,7 @@ from penstock.generation.attention.kv_cache import KVCachePool
 from penstock.generation.core.request import PositionLogprobs
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import RunnerOutput, ScheduledSequence, SchedulerOutput
+from penstock.generation.core.step import BlockCopy, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
 from transformers import PreTrainedModel
@@ -121,7 +121,7 @@ def test_copied_block_is_read_by_the_fork(model: CausalLM, reference: PreTrained
     child.block_table[:] = [*parent.block_table[:2], 399]
     child.num_computed_tokens = len(prompt)
     output = driver.runner.execute(
-        SchedulerOutput((driver.entry(child),), copies=((parent.block_table[2], child.block_table[2]),))
+        SchedulerOutput((driver.entry(child),), copies=(BlockCopy(parent.block_table[2], child.block_table[2]),))
     )
     assert [*child.token_ids, output.sampled[1].token_id] == expected_greedy(reference, prompt, 2)
 

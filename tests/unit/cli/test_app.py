@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from penstock import __version__
 from penstock.cli import app
+from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client import watermark
 from penstock.cli.client.connection import ConnectionConfig
@@ -77,7 +78,7 @@ def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
     epilogs = (
         *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
-        *(app.DEBUG_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
+        *(app.DEBUG_EPILOG, app.ADAPTERS_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
     )
     assert {id(text) for name, text in vars(app).items() if name.endswith("EPILOG")} <= set(map(id, epilogs))
     lines = [line for epilog in epilogs for line in epilog.splitlines()]
@@ -156,6 +157,11 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         (("serve", "/no/such/folder"), "MODEL /no/such/folder: no such folder"),
         (("serve", "generation", "--model", "/no/such"), "MODEL /no/such: no such folder"),
         (("serve", "generation", "--assistant-model", "/no/such"), "--assistant-model"),
+        (("serve", "generation", "--lora", "nameless"), "--lora"),
+        (("serve", "--lora", "=/no/such"), "--lora"),
+        (("serve", "generation", "--lora", "a=x", "--lora", "a=y"), "--lora"),
+        (("serve", "--adapter-root", "/no/such"), "--adapter-root"),
+        (("adapters", "load", "a", "--timeout", "never"), "--timeout"),
     ],
 )
 def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str, ...], names: str) -> None:
@@ -211,14 +217,16 @@ def test_the_tree_hands_each_service_its_own_flags() -> None:
         "prefix_cache": False,
     }
     given["prefix_cache"] = False
+    given["lora"] = ["a=one", "b=two"]
     generation = role_arguments("generation", given)
     assert generation[:2] == ["serve", "generation"]
     assert "--port" not in generation
     assert generation[generation.index("--model") + 1] == "m"
     assert {"--kv-memory", "--log-level", "--debug", "--no-prefix-cache"} <= set(generation)
+    assert [generation[place + 1] for place, flag in enumerate(generation) if flag == "--lora"] == ["a=one", "b=two"]
     router = role_arguments("router", given)
     assert router[router.index("--port") + 1] == "6000"
-    assert not {"--model", "--kv-memory"} & set(router)
+    assert not {"--model", "--kv-memory", "--lora"} & set(router)
 
 
 def tree(given: dict[str, object]) -> Tree:
@@ -244,6 +252,7 @@ def test_a_variable_has_one_meaning() -> None:
     """The same variable of two commands is read as the same type, with the same bounds or words."""
     configs = [role.config_class() for role in ROLES.values()]
     configs += [TreeConfig, SamplingConfig, ConnectionConfig, WatermarkConfig, BenchConfig, DebugConfig, PackConfig]
+    configs += [ListAdaptersConfig, LoadAdapterConfig]
     found: dict[str, set[object]] = {}
     for bound in {bound for config in configs for bound in options_of(config)}:
         found.setdefault(bound.env, set()).add((bound.inner_type, bound.is_list, bound.choices))

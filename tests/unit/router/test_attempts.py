@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 def attempts(*rooms: float) -> Attempts:
     """Over backends with this much room."""
     pool: Any = SimpleNamespace(
-        ready=lambda _: [SimpleNamespace(room=room) for room in rooms],
-        usable=lambda _: [SimpleNamespace(room=room) for room in rooms],
+        ready=lambda *_: [SimpleNamespace(room=room) for room in rooms],
+        usable=lambda *_: [SimpleNamespace(room=room) for room in rooms],
     )
     policy: Any = None
     return Attempts(pool, policy, RouterConfig(), RouterMetrics(CollectorRegistry()))

@@ -30,10 +30,10 @@ class Backends:
             for key in "abcd"
         ]
 
-    def usable(self, _: str) -> list[Any]:
+    def usable(self, *_: str) -> list[Any]:
         return self._all
 
-    def to_probe(self, _: str) -> None:
+    def to_probe(self, *_: str) -> None:
         return None
 
     async def call(self, _: Any, __: Any, ___: Any, suspect: Any, probe: Any) -> str:
@@ -84,10 +84,10 @@ class Together:
             for key in self.running
         ]
 
-    def usable(self, _: str) -> list[Any]:
+    def usable(self, *_: str) -> list[Any]:
         return self._all
 
-    def to_probe(self, _: str) -> None:
+    def to_probe(self, *_: str) -> None:
         return None
 
     async def changed(self, _: float) -> bool:

@@ -35,6 +35,8 @@ STUB_IMPORTERS = {
         "backends/policy",
         "backends/prefix_index",
     },
+    # Options and answers in the client's and the service's own forms.
+    "generator": {"requests", "answers"},
     "cli": {path.relative_to(PACKAGE / "cli").with_suffix("").as_posix() for path in (PACKAGE / "cli").rglob("*.py")},
 }
 

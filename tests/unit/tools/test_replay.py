@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from factories.engine.fake_engine import FakeDrafter, FakeRunner, engine_config, prompt_embeds, request
+from factories.engine.host_pools import AnyPolicy
 from penstock.common.errors import ResourceExhausted
 from penstock.generation.core.modes import GuidanceOptions
 from penstock.generation.core.prompt_embeds import PLACEHOLDER, PromptEmbeds
@@ -37,6 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
     "group beams": {"mode": BeamOptions(4, num_beam_groups=2, diversity_penalty=0.5)},
     "guidance": {"guidance": GuidanceOptions(1.5, (40, 41, 42, 43, 44, 45))},
     "prompt lookup": {"mode": AssistanceOptions(prompt_lookup_num_tokens=4)},
+    "memory": {"mode": AssistanceOptions(ngram_memory_num_tokens=4, ngram_memory_match=2)},
+    "lookahead": {"mode": AssistanceOptions(lookahead_window=3), "num_return_sequences": 2, "do_sample": True},
     "draft model": {"mode": AssistanceOptions(5), "num_return_sequences": 2, "do_sample": True},
     "contrastive": {"mode": ContrastiveOptions(0.6, 3)},
 }
@@ -101,10 +105,18 @@ def run_mixed(
     config: EngineConfig,
     count: int = 16,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    sets_back: bool = False,
 ) -> Engine:
-    """Requests of `modes` that arrive while others run; some are aborted, and the cache is cleared now and then."""
+    """Requests of `modes` that arrive while others run; some are aborted, and the cache is cleared now and then.
+
+    `sets_back`: some live ones are set back, too, and a caller holds blocks for a while.
+    """
     engine, file = traced(path, config, clock)
+    engine.policy = AnyPolicy(config, random)
     items = []
+    if sets_back:
+        engine.claim_blocks(random.sample(range(config.num_blocks), 3))
     for _ in range(count):
         item = random_request(random, random.choice(modes), config.block_size)
         try:
@@ -119,6 +131,11 @@ def run_mixed(
             engine.abort(random.choice(items).request_id)
         if random.random() < 0.1:
             engine.clear_cache()
+        if sets_back and engine._groups and random.random() < 0.4:
+            engine.release_cache([random.choice([*engine._groups])])
+            engine.check_integrity()
+        if sets_back and random.random() < 0.1:
+            engine.release_blocks()
     while engine.has_work:
         steps, is_due = engine.stats.steps, engine._scheduler.has_work
         engine.step()
@@ -128,19 +145,24 @@ def run_mixed(
 
 
 SMALL = engine_config(num_blocks=26, max_batch_tokens=24, max_running_sequences=12)
+# For the draws of a preemption to fall this way and that: half of them find it cheaper to swap.
+HOSTED = dataclasses.replace(SMALL, num_host_blocks=40)
 
 
+@pytest.mark.parametrize("config", [SMALL, HOSTED], ids=["without a host pool", "with one"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_replay_of_each_mode_schedules_the_same(tmp_path: Path, mode: str) -> None:
-    preemptions = 0
+def test_a_replay_of_each_mode_schedules_the_same(tmp_path: Path, mode: str, config: EngineConfig) -> None:
+    preemptions = swaps = 0
     for seed in range(5):
-        engine = run_mixed(tmp_path / "trace", Random(seed), [mode], SMALL)
+        engine = run_mixed(tmp_path / "trace", Random(seed), [mode], config)
         preemptions += engine.stats.preemptions
+        swaps += engine.stats.swaps
         trace = Trace.read(tmp_path / "trace")
         assert len(trace.steps) == engine.stats.steps
         assert trace.end == "stopped"
         assert first_difference(trace) is None
     assert preemptions
+    assert (0 < swaps < preemptions) == bool(config.num_host_blocks), (swaps, preemptions)
 
 
 def test_no_step_is_empty_where_sequences_in_lockstep_find_in_the_cache_what_they_lacked(tmp_path: Path) -> None:
@@ -188,6 +210,21 @@ def test_a_replay_of_mixed_modes_schedules_the_same(tmp_path: Path) -> None:
     assert hits
 
 
+def test_a_replay_sets_requests_back_as_they_were(tmp_path: Path) -> None:
+    """And has the blocks that a caller held."""
+    preemptions, was_set_back = 0, False
+    for seed in range(20):
+        random = Random(seed)
+        engine = run_mixed(tmp_path / "trace", random, list(MODES), SMALL, sets_back=True)
+        preemptions += engine.stats.preemptions
+        text = (tmp_path / "trace").read_text()
+        assert '"claimed":' in text
+        was_set_back |= '"set_back":' in text
+        assert first_difference(Trace.read(tmp_path / "trace")) is None, seed
+    assert preemptions
+    assert was_set_back
+
+
 def test_a_trace_of_the_first_format_is_read(tmp_path: Path) -> None:
     """It had other names for the unconditional branch."""
     path = tmp_path / "trace"
@@ -195,7 +232,7 @@ def test_a_trace_of_the_first_format_is_read(tmp_path: Path) -> None:
     text = path.read_text()
     assert '"is_unconditional":' in text
     old = text.replace('"is_unconditional":', '"is_guide":').replace('"unconditional":', '"guide":')
-    path.write_text(old.replace('{"penstock_trace":2,', '{"penstock_trace":1,'))
+    path.write_text(old.replace('{"penstock_trace":3,', '{"penstock_trace":1,'))
     trace = Trace.read(path)
     assert json.loads(path.read_text().splitlines()[0])["penstock_trace"] == 1
     assert first_difference(trace) is None

@@ -75,6 +75,9 @@ class BenchConfig(ConnectionConfig):
         flag="--model",
         env="PENSTOCK_CHAT_MODEL",
     )
+    adapter: str | None = option(
+        None, "LoRA adapter of the model.", group=REQUESTS, env="PENSTOCK_CHAT_ADAPTER", metavar="NAME"
+    )
     timeout_seconds: float | None = option(
         None, "Deadline of a request.", group=REQUESTS, flag="--timeout", minimum=0.001
     )

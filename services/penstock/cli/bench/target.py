@@ -198,6 +198,7 @@ class Target:
         config = self._config
         common: dict[str, Any] = {
             "model": config.model or "",
+            "adapter": config.adapter or "",
             "config": config_pb2.GenerationConfig(max_new_tokens=prompt.output_tokens, do_sample=False),
             "stop": config_pb2.StopConfig(ignore_eos=not config.stop_at_eos),
             "cache_salt": self._salt,
@@ -216,8 +217,12 @@ class Target:
 
     def _explained(self, error: PenstockError) -> str:
         """Return the error's message, with a hint where this command knows more."""
-        if isinstance(error, NotFound) and self._config.model:
-            return f"{error.message} (--model {self._config.model})"
+        if isinstance(error, NotFound):
+            flags = (("adapter", self._config.adapter), ("model", self._config.model))
+            named = [
+                f"--{flag} {value}" for flag, value in flags if value and error.reason == f"{flag.upper()}_NOT_FOUND"
+            ]
+            return f"{error.message} ({named[0]})" if named else error.message
         if isinstance(error, DeadlineExceeded) and error.reason == _NO_REASON and self._config.timeout_seconds:
             return f"took longer than --timeout {self._config.timeout_seconds:g}s"
         return error.message

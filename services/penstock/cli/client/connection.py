@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock_client import Client, ClientConfig
 
     from penstock.cli.client.silence import Silence
+    from penstock.common.errors import PenstockError, StartupError
 
 GROUP = "Connection"
 T = TypeVar("T")
@@ -112,6 +113,26 @@ def connect(config: ConnectionConfig, make: Callable[[ClientConfig], T]) -> T:
         raise StartupError(f"{flag} {error.filename}: {error.strerror}", flag=flag) from error
     except ValueError as error:
         raise StartupError(str(error), flag="--tls-ca") from error
+
+
+def about_own_flag(error: PenstockError) -> Exception:
+    """Return an error about the metadata of an operator's call as one about the flag --backend; any other as it is."""
+    from penstock.common.errors import StartupError
+    from penstock.common.request_context import BACKEND_KEY
+
+    flag, theirs = "--backend", f"metadata {BACKEND_KEY}"
+    return StartupError(error.message.replace(theirs, flag), flag=flag) if theirs in error.message else error
+
+
+def no_router(config: ConnectionConfig) -> StartupError:
+    """Make the error for --backend at the address of a service that is no router."""
+    from penstock.common.errors import StartupError
+
+    flag = "--backend"
+    return StartupError(
+        f"{config.address} is no router and answers for itself: leave {flag} out, or give a router's --address",
+        flag=flag,
+    )
 
 
 def _no_answer(config: ConnectionConfig, hint: str) -> Silence:

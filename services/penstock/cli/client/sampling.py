@@ -98,6 +98,13 @@ class SamplingConfig(_OptionFlags):  # type: ignore[misc]  # its fields are the 
         flag="--model",
         env="PENSTOCK_CHAT_MODEL",
     )
+    adapter: str | None = option(
+        None,
+        "LoRA adapter of the model; its name in --model does the same.",
+        group=GENERATION,
+        env="PENSTOCK_CHAT_ADAPTER",
+        metavar="NAME",
+    )
     stop: tuple[str, ...] = option(
         (), "Stop before this text (repeatable).", group=GENERATION, metavar="TEXT", parse=lambda text: (text,)
     )

@@ -42,6 +42,12 @@ class Role:
     # A light function of the configuration, called before the application is imported; its result is the application's
     # third argument.
     preload_path: str | None = None
+    # A light function from flags to flags: it reads files with more of them.
+    flags_path: str | None = None
+
+    def flags(self, given: dict[str, object]) -> dict[str, object]:
+        """Return the flags with those that files add. Raises StartupError."""
+        return given if self.flags_path is None else cast("dict[str, object]", _load(self.flags_path)(given))
 
     def begin(self, config: ServerConfig) -> tuple[Any, ...]:
         """Begin work that goes on while the application is imported; return the application's further arguments."""
@@ -72,6 +78,7 @@ ROLES = {
             "penstock.generation.config:GenerationServiceConfig",
             "penstock.generation.app:GenerationApp",
             preload_path="penstock.generation.startup.preload:begin",
+            flags_path="penstock.generator.model_settings:with_model_config",
         ),
         Role("router", "penstock.router.config:RouterConfig", "penstock.router.app:RouterApp"),
     )
@@ -126,6 +133,7 @@ def run_role(
         die_with_parent(parent_pid)
     reporter = Reporter(report_fd)
     try:
+        overrides = role.flags(overrides)
         config = from_env_and_flags(role.config_class(), overrides)
         check_models(config)
         if getattr(config, "processes", 1) > 1:

@@ -27,7 +27,12 @@ from penstock.common.progress import StageProgress
 
 MAX_LINES = 15
 # Options that the tree sets itself, or that are of no use inside it.
-WIRED = {"tokenizer", "backend", "start_timeout_seconds"} | {field.name for field in fields(ChannelConfig)}
+WIRED = {
+    *("tokenizer", "backend", "start_timeout_seconds", "empty"),
+    # The tree has a tokenizer of its own, for the same MODEL.
+    *("model_config", "tokenizer_path", "load_tokenizer"),
+    *(field.name for field in fields(ChannelConfig)),
+}
 # Fields of ServerConfig for the one process that clients reach. The others go to every process.
 FRONT = {
     *("host", "port", "metrics_port", "health_socket"),

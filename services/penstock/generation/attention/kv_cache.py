@@ -63,23 +63,30 @@ class KVCachePool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_further_blocks: int = 0,
     ) -> None:
-        """Allocate the pool. Raises StartupError naming --kv-memory when the memory cannot be had."""
+        """Allocate the pool: `num_blocks` for requests, and behind them further ones, which no request gets.
+
+        Raises StartupError naming --kv-memory when the memory cannot be had.
+        """
         self.num_layers = num_layers
         self.num_blocks = num_blocks
+        self.num_further_blocks = num_further_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
         self.bytes_per_block = kv_bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads)
+        all_blocks = num_blocks + num_further_blocks
+        shape = (num_layers, 2, all_blocks, block_size, num_kv_heads)
         try:
-            self._data = _zeros((*shape, head_dim), dtype, device)
-            self._scales = _zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
+            self._data = fresh_zeros((*shape, head_dim), dtype, device)
+            self._scales = fresh_zeros(shape, SCALE_DTYPE, device) if dtype is torch.int8 else None
         except (RuntimeError, MemoryError, ValueError) as error:  # ValueError: more than numpy can count
             raise StartupError(
-                f"cannot allocate a KV pool of {num_blocks * self.bytes_per_block} bytes ({num_blocks} blocks): "
+                f"cannot allocate a KV pool of {all_blocks * self.bytes_per_block} bytes ({all_blocks} blocks): "
                 "lower --kv-memory",
                 flag="--kv-memory",
             ) from error
@@ -104,12 +111,12 @@ class KVCachePool:
 
     @property
     def num_slots(self) -> int:
-        """Number of tokens that the pool holds."""
+        """Number of tokens of requests that the pool holds."""
         return self.num_blocks * self.block_size
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole pool in bytes."""
+        """Size of the requests' blocks in bytes."""
         return self.num_blocks * self.bytes_per_block
 
     def key(self, layer: int) -> Tensor:
@@ -171,13 +178,13 @@ class KVCachePool:
 
     def _rows(self, blocks: Tensor) -> Tensor:
         """Return a view (slots, all numbers of a slot)."""
-        return blocks.view(self.num_slots, -1)
+        return blocks.view((self.num_blocks + self.num_further_blocks) * self.block_size, -1)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return zeros on fresh pages, which are zero until they are written: torch.zeros would write gigabytes at every
-    start."""
-    if device.type != "cpu":
+    start. `device` None: in the host's memory."""
+    if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)

@@ -11,6 +11,10 @@ from typing import Any
 from penstock.common.errors import StartupError
 
 CONFIG_FILE = "config.json"
+# No model has more. A config.json may say any number, and lists of that length are made before a weight is looked at.
+MAX_LAYERS = 10_000
+# Sizes and lengths are 32 bits on the wire.
+_MAX_INTEGER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,13 @@ class ConfigReader:
         """True when `field` is present and not null."""
         return self.values.get(field) is not None
 
-    def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Read a whole number of at least `minimum`. Without a default the field is required."""
+    def integer(self, field: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        """Read a whole number in minimum..maximum. Without a default the field is required."""
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(field, f"must be a whole number of at least {minimum}, found {value!r}")
+        if value > maximum:
+            raise self.error(field, f"must be at most {maximum}")
         return value
 
     def optional_integer(self, field: str, *, minimum: int = 0) -> int | None:

@@ -83,6 +83,13 @@ class DecodingMode:
     may_be_guided: bool = True
     # Reason why tensors cannot be returned for each token; empty: they can.
     no_tensors: str = ""
+    # Reason why no drafting option has an effect; empty: those have one that ask for drafts.
+    no_drafts: str = ""
+
+    @property
+    def recalls_outputs(self) -> bool:
+        """True when the strategy is given the past outputs of the request's tenant (Request.past_outputs)."""
+        return False
 
     @property
     def rescue(self) -> Rescue:
@@ -93,11 +100,6 @@ class DecodingMode:
     def uses(self) -> frozenset[str]:
         """Names of the options that have an effect in this mode and none in others."""
         return frozenset()
-
-    @property
-    def no_drafts(self) -> str:
-        """Reason why drafting options that this mode does not use have no effect."""
-        return "there are no drafts, set config.assistant_model or config.prompt_lookup_num_tokens"
 
     @property
     def sizes(self) -> Mapping[str, float]:

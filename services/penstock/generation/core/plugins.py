@@ -36,7 +36,7 @@ class RequestPlugins:
         self.error: PenstockError | None = None
 
 
-def plugin_failed(field: str, name: str, cause: str | Exception) -> Internal:
+def plugin_failed(field: str, name: str, cause: str | BaseException) -> Internal:
     """Return the error of a request whose plugin failed, and log an exception that it raised.
 
     `cause` is a text about the plugin's answer, or the exception, of which the caller gets the type alone.
@@ -45,7 +45,7 @@ def plugin_failed(field: str, name: str, cause: str | Exception) -> Internal:
     from penstock.common.errors import Internal
     from penstock.common.logging import get_logger
 
-    if isinstance(cause, Exception):
+    if isinstance(cause, BaseException):
         get_logger("penstock.generation").error("a plugin raised", field=field, plugin=name, exc_info=cause)
         cause = f"raised {type(cause).__name__}"
     return Internal(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Seq
 
     from penstock.common.errors import PenstockError
+    from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.grammar import Grammar
     from penstock.generation.core.prompt_embeds import PromptEmbeds
     from penstock.generation.core.sampling_params import SamplingParams
@@ -51,6 +53,18 @@ class TokenHealingOptions:
     added_text: Callable[[int], str]
 
 
+class PastOutputs(Protocol):
+    """Past outputs of one tenant, in which requests look for what may come next."""
+
+    def add(self, token_ids: Seq[int]) -> None:
+        """Remember a run of tokens; the oldest ones go."""
+        ...
+
+    def continuation(self, token_ids: Seq[int], *, fewest: int, max_tokens: int) -> list[int]:
+        """Return what followed the last tokens of `token_ids` the last time; empty: no `fewest` of them are known."""
+        ...
+
+
 @dataclass(slots=True)
 class Request:
     """One request as the engine sees it: validated, ids only, defaults resolved. Times are time.monotonic()."""
@@ -81,10 +95,19 @@ class Request:
     begins_text: bool = False
     # Embeddings in place of the first prompt tokens' ids; None: there are ids only.
     embeds: PromptEmbeds | None = None
+    # Adapter of all its sequences, unconditional branches included; None: the model as it is.
+    adapter: Adapter | None = None
+    # Set by the engine for a mode that recalls outputs: those of the request's tenant.
+    past_outputs: PastOutputs | None = None
 
     def __post_init__(self) -> None:
         if self.params.mode.first_needed_row is not None:
             self.first_needed_row = self.params.mode.first_needed_row
+
+    @property
+    def block_salt(self) -> str:
+        """Salt of its blocks' hashes: requests with two readings of an adapter share none."""
+        return self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.generation}"
 
     @property
     def known_prompt_ids(self) -> list[int]:

@@ -6,12 +6,14 @@ five times as long to make. No code changes one all the same.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.draw import Candidates
     from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.core.sequence import Sequence
@@ -47,18 +49,41 @@ class Fork(NamedTuple):
     num_tokens: int
 
 
+class CopyKind(enum.IntEnum):
+    """Pools that a block is copied from and to. The numbers are those that SwapBlocks takes."""
+
+    # From the host pool to the device's.
+    IN = 0
+    # From the device's pool to the host's.
+    OUT = 1
+    # Within the device's pool (copy-on-write).
+    WITHIN = 2
+
+
+class BlockCopy(NamedTuple):
+    """Copy of one block, in all layers."""
+
+    source: int
+    destination: int
+    kind: CopyKind = CopyKind.WITHIN
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step. `copies` are (source, destination) blocks that are copied before the forward pass (copy-on-write)."""
+    """One step. `copies` are carried out before the forward pass, each after those before it."""
 
     scheduled: tuple[ScheduledSequence, ...]
-    copies: tuple[tuple[int, int], ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
     # Forks since the last step, in order. They are carried out before releases: a parent may be released as well.
     forks: tuple[Fork, ...] = ()
     # Sequences that ended or were preempted since the last step: the runner forgets what it kept for them.
     released: tuple[int, ...] = ()
     # False: no prompt in the step has embeddings of its own.
     has_embeds: bool = False
+    # Adapter of each entry; None: no entry has one.
+    adapters: tuple[Adapter | None, ...] | None = None
+    # Sequences whose blocks went to the host pool: the runner forgets where they were, and keeps all else of them.
+    parked: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -97,18 +122,33 @@ class RunnerOutput:
     failed: frozenset[int] = frozenset()
     # Sequences that have no token because the request's own options leave none to draw.
     exhausted: frozenset[int] = frozenset()
+    # Time that copies to the host pool, and from it, took.
+    out_seconds: float = 0.0
+    in_seconds: float = 0.0
 
 
 class Runner(Protocol):
     """Interface of a model runner to the engine."""
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run one step. Changes only the KV pool and the runner's own buffers. Raises when the device is broken."""
+        """Run one step; one without sequences copies blocks only.
+
+        Changes only the KV pools and the runner's own buffers. Raises when the device is broken.
+        """
         ...
 
     def release(self, seq_ids: Seq[int]) -> None:
         """Forget sequences when no step follows that could release them; unknown ids are fine."""
         ...
+
+
+class DraftKind(enum.Enum):
+    """Origin of drafts, as metrics name it."""
+
+    PROMPT_LOOKUP = "prompt_lookup"
+    NGRAM_MEMORY = "ngram_memory"
+    LOOKAHEAD = "lookahead"
+    DRAFT_MODEL = "draft_model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from penstock.common.errors import Aborted, Cancelled, InvalidArgument, PenstockError, Unavailable
+from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.request import Request, RequestOutput
 from penstock.generation.metrics import GenerationMetrics
 
@@ -24,6 +26,16 @@ class Submitter(Protocol):
 
     def abort(self, request_ids: list[str], error: PenstockError | None = None, /) -> None:
         """End requests before the next step, with `error` or as ABORTED. Unknown ids are ignored."""
+
+
+class AdapterUsers(Protocol):
+    """Interface of the adapters' store to the hub: what is used stays in memory."""
+
+    def acquire(self, adapter: Adapter) -> None:
+        """Count one more request that uses `adapter`."""
+
+    def release(self, adapter: Adapter) -> None:
+        """Count one request less."""
 
 
 class OutputStream(Protocol):
@@ -57,11 +69,18 @@ class RequestRecord:
 class OutputHub:
     """Hub that routes each step's outputs to their streams and knows the live requests."""
 
-    def __init__(self, submitter: Submitter, metrics: GenerationMetrics, step: Callable[[], int]) -> None:
-        """`step` returns the number of engine steps so far."""
+    def __init__(
+        self,
+        submitter: Submitter,
+        metrics: GenerationMetrics,
+        step: Callable[[], int],
+        adapters: AdapterUsers | None = None,
+    ) -> None:
+        """`step` returns the number of engine steps so far. `adapters` None: no request has one."""
         self._submitter = submitter
         self._metrics = metrics
         self._step = step
+        self._adapters = adapters
         self._live: dict[str, RequestRecord] = {}
         # Request id -> work for a request that is not submitted yet.
         self._preparing: dict[str, asyncio.Task[Any]] = {}
@@ -73,6 +92,7 @@ class OutputHub:
         self._all_closed.set()
         # True: the process is stopping, and no stream or watch waits for work any more.
         self.closing = False
+        self._closed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         # The opposite.
@@ -105,6 +125,8 @@ class OutputHub:
             raise _taken()
         self._submitter.submit(request)
         self._live[request.request_id] = RequestRecord(request, stream)
+        if request.adapter is not None and self._adapters is not None:
+            self._adapters.acquire(request.adapter)
         self._set_busy()
         self.notify()
 
@@ -181,8 +203,10 @@ class OutputHub:
             self._all_closed.set()
 
     def close_streams(self) -> None:
-        """End load watches, and streams once they have no live request: the process is stopping."""
+        """End load watches, and streams once they have no live request: the process is stopping, or the model is
+        unloaded."""
         self.closing = True
+        self._closed.set()
         for stream in self._open:
             stream.half_close()
         self.notify()
@@ -204,6 +228,7 @@ class OutputHub:
             self._observe(live, output, now, earlier)
             if output.finished is not None:
                 del self._live[output.request.request_id]
+                self._release_adapter(live.request)
             if live.stream is not None:
                 shares.setdefault(live.stream, []).append(output)
         for token_at, count in earlier.items():
@@ -220,6 +245,7 @@ class OutputHub:
         self._live.clear()
         for live in stranded:
             self._metrics.request_failed()
+            self._release_adapter(live.request)
             if live.stream is not None:
                 live.stream.fail(live.request, error)
         self._settle()
@@ -243,6 +269,11 @@ class OutputHub:
         self._watchers.add(event)
         return event
 
+    async def pause(self, seconds: float) -> None:
+        """Wait for so long; no longer than until the streams are closed, since a watcher that waits keeps the hub."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), seconds)
+
     def unwatch(self, event: asyncio.Event) -> None:
         """Forget a watcher."""
         self._watchers.discard(event)
@@ -257,6 +288,10 @@ class OutputHub:
         for live in orphans:
             live.stream = None
         self.abort([live.request.request_id for live in orphans])
+
+    def _release_adapter(self, request: Request) -> None:
+        if request.adapter is not None and self._adapters is not None:
+            self._adapters.release(request.adapter)
 
     def _set_busy(self) -> None:
         self._idle.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from penstock.common.errors import Internal, PenstockError, ResourceExhausted
@@ -53,6 +53,49 @@ class RequestStream:
 
     def beat(self, step: int) -> None:
         """Do nothing: only sessions have heartbeats."""
+
+
+class LocalStream:
+    """OutputStream of one request whose caller is in this process: events are handed on as they are.
+
+    There is no buffer and no bound: a request has no more events than tokens.
+    """
+
+    is_session = False
+
+    def __init__(self, maker: DeltaMaker, receive: Callable[[Request, convert.Event], None]) -> None:
+        """`receive` is called on the event loop with each event, in order; it must not wait."""
+        self._maker = maker
+        self._receive = receive
+        # Done after the last event; its exception is the request's.
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
+        """Hand on the request's events."""
+        for output in outputs:
+            for event in self._maker.events(output):
+                self._receive(output.request, event)
+            if output.finished is not None:
+                self._end(output.finished.error)
+        return True
+
+    def fail(self, request: Request, error: PenstockError) -> None:
+        """End with `error`."""
+        self._end(error)
+
+    def half_close(self) -> None:
+        """Do nothing: the stream ends with its request."""
+
+    def beat(self, step: int) -> None:
+        """Do nothing: only sessions have heartbeats."""
+
+    def _end(self, error: PenstockError | None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
 
 
 class SessionStream:

@@ -59,6 +59,10 @@ class Device(ABC):
         """Return the memory right now. Files that weights were mapped from must stay in memory, so they count as
         used."""
 
+    def host_memory(self) -> DeviceMemory:
+        """Return the memory of the machine that the device is in, as `memory` does: where the host pool goes."""
+        return self.memory()
+
     @abstractmethod
     def linear_method(self, dtype: torch.dtype, quantization: str = "none") -> LinearMethod:
         """Return the method that keeps and multiplies weights here: as `dtype`, or as int8 or int4 with activations of

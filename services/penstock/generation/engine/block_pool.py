@@ -1,11 +1,16 @@
-"""Accounting of the KV pool: blocks that are free, shared, or kept as a reusable prefix. No tensors."""
+"""Accounting of the KV pool: blocks that are free, shared, kept as a reusable prefix, or a caller's own. No tensors."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+
+from penstock.common.errors import FailedPrecondition, InvalidArgument
 
 _DOMAIN = b"penstock.prefix.v1\0"
+# Of the blocks that an error names.
+_MOST_NAMED = 8
 
 
 def root_hash(salt: str) -> bytes:
@@ -34,6 +39,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.evictions = 0
+        # Called with a block and its hash before the block loses its prefix to another use.
+        self.on_evict: Callable[[int, bytes], None] | None = None
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -65,6 +72,9 @@ class BlockPool:
             block = self._free.pop()
         elif self._evictable:
             block, _ = self._evictable.popitem(last=False)
+            block_hash = self._hashes[block]
+            if self.on_evict is not None and block_hash is not None:
+                self.on_evict(block, block_hash)
             self._forget(block)
             self.evictions += 1
         else:
@@ -99,6 +109,34 @@ class BlockPool:
         else:
             self._evictable[block] = None
 
+    def hash_of(self, block: int) -> bytes | None:
+        """Hash by which `block` is found; None: it is not."""
+        return self._hashes[block]
+
+    def claim(self, block: int) -> None:
+        """Take this very block, which nobody holds, with reference count 1 and no hash. O(free blocks).
+
+        Raises OutOfBlocks when somebody holds it.
+        """
+        if self._ref_counts[block]:
+            raise OutOfBlocks
+        if block in self._evictable:
+            del self._evictable[block]
+            self._forget(block)
+        else:
+            self._free.remove(block)
+        self._ref_counts[block] = 1
+
+    def forget(self, blocks: Iterable[int]) -> int:
+        """Forget what is cached in those of `blocks` that nobody holds. Return the number of these, cached or not."""
+        unused = [block for block in blocks if not self._ref_counts[block]]
+        for block in unused:
+            if block in self._evictable:
+                del self._evictable[block]
+                self._forget(block)
+                self._free.append(block)
+        return len(unused)
+
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block that holds this prefix, without acquiring it; None when there is none."""
         return self._cached.get(block_hash)
@@ -112,6 +150,16 @@ class BlockPool:
     def unregister(self, block: int) -> None:
         """Make a used block findable no more: what it holds is not what its prefix says. Its holders keep it."""
         self._forget(block)
+
+    def discard(self, block_hash: bytes) -> None:
+        """Make a prefix findable no more; a block that nobody holds is free then. Nothing when there is none."""
+        block = self._cached.get(block_hash)
+        if block is None:
+            return
+        self._forget(block)
+        if block in self._evictable:
+            del self._evictable[block]
+            self._free.append(block)
 
     def clear_cache(self) -> int:
         """Forget every prefix that no sequence holds, and return the number of its blocks."""
@@ -141,3 +189,56 @@ class BlockPool:
         if block_hash is not None:
             del self._cached[block_hash]
             self._hashes[block] = None
+
+
+class BlockClaims:
+    """Blocks that callers hold under their numbers: no request gets one until it is released. Engine thread only.
+
+    New ones are claimed while no request is live: what a request was accepted for would not be there any more. So a
+    claim never makes one wait for ever, and a request never finds its blocks overwritten.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._blocks: set[int] = set()
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """The claimed blocks."""
+        return frozenset(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def missing(self, blocks: Iterable[int], field: str) -> set[int]:
+        """Return those of `blocks` that are not claimed yet. Raises InvalidArgument naming `field` for numbers that the
+        pool does not have."""
+        wanted = set(blocks)
+        if any(not 0 <= block < self._pool.num_blocks for block in wanted):
+            raise InvalidArgument(field, f"every block must be from 0 to {self._pool.num_blocks - 1}")
+        return wanted - self._blocks
+
+    def claim(self, blocks: Collection[int]) -> None:
+        """Take blocks that are not claimed yet, all or none; cached prefixes in them are forgotten.
+
+        Raises FailedPrecondition naming blocks that a request holds.
+        """
+        held = [block for block in blocks if self._pool.ref_count(block)]
+        if held:
+            raise FailedPrecondition(f"{_named(held)}: a request of the engine holds it", reason="BLOCK_IN_USE")
+        for block in blocks:
+            self._pool.claim(block)
+        self._blocks.update(blocks)
+
+    def release(self, blocks: Iterable[int] | None = None) -> int:
+        """Give back blocks, None: all of them; unclaimed ones are ignored. Return the number of those given back."""
+        given_back = set(self._blocks) if blocks is None else self._blocks.intersection(blocks)
+        for block in given_back:
+            self._pool.release(block)
+        self._blocks -= given_back
+        return len(given_back)
+
+
+def _named(blocks: Collection[int]) -> str:
+    shown = ", ".join(str(block) for block in sorted(blocks)[:_MOST_NAMED])
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {shown}{', …' if len(blocks) > _MOST_NAMED else ''}"

@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.generation.engine.block_pool import BlockPool, chain_hash, root_hash
+from penstock.generation.engine.host_pool import HostBlock, HostPool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from penstock.generation.core.sequence import Sequence
 
 
 class BlockTables:
     """Keeper of every `Sequence.block_table`, in agreement with the pool. Engine thread only."""
 
-    def __init__(self, pool: BlockPool, *, prefix_cache: bool) -> None:
+    def __init__(self, pool: BlockPool, *, prefix_cache: bool, host: HostPool | None = None) -> None:
+        """`host`: the pool whose prefixes `start` may be given, too."""
         self.pool = pool
+        self.host = host
         self.prefix_cache = prefix_cache
         self.copied_blocks = 0
         self._block_size = pool.block_size
@@ -23,18 +28,24 @@ class BlockTables:
         """Complete `block_hashes` for all full blocks without drafts. Each token is hashed once per sequence."""
         self._extend_hashes(sequence, salt, (sequence.num_tokens - sequence.num_draft_tokens) // self._block_size)
 
-    def blocks_to_admit(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Number of blocks by which `start` with this prefix lowers `num_free`."""
-        revived = sum(self.pool.ref_count(block) == 0 for block in prefix)
-        return -(-sequence.num_tokens // self._block_size) - len(prefix) + revived
+    def blocks_to_admit(self, sequence: Sequence, prefix: Seq[int | HostBlock]) -> int:
+        """Most blocks by which `start` with this prefix lowers `num_free`."""
+        taken = sum(isinstance(block, HostBlock) or self.pool.ref_count(block) == 0 for block in prefix)
+        return -(-sequence.num_tokens // self._block_size) - len(prefix) + taken
 
-    def start(self, starts: list[tuple[Sequence, list[int]]]) -> None:
+    def start(self, starts: Seq[tuple[Sequence, Seq[int | HostBlock]]]) -> None:
         """Give empty sequences their prefixes and room for all tokens. The sum of `blocks_to_admit` must be free."""
         # Acquire all prefixes first: room for one sequence may evict cached blocks that are not held yet.
+        for _, prefix in starts:
+            for block in prefix:
+                if isinstance(block, HostBlock):
+                    self._brought_by().hold(block)
+                else:
+                    self.pool.acquire(block)
         for sequence, prefix in starts:
             for block in prefix:
-                self.pool.acquire(block)
-            sequence.block_table.extend(prefix)
+                own = self._brought_by().bring(block) if isinstance(block, HostBlock) else block
+                sequence.block_table.append(own)
             sequence.num_computed_tokens = len(prefix) * self._block_size
             sequence.num_cached_blocks = len(prefix)
         for sequence, _ in starts:
@@ -101,11 +112,15 @@ class BlockTables:
         if not child.block_hashes:
             child.block_hashes = parent.block_hashes[: computed // self._block_size]
 
-    def free(self, sequence: Sequence) -> None:
-        """Give every block back. Nothing of the sequence is computed any more."""
+    def give_back(self, sequence: Sequence) -> None:
+        """Give every block back. What is computed of the sequence is in the host pool, or lost."""
         for block in reversed(sequence.block_table):
             self.pool.release(block)
         sequence.block_table.clear()
+
+    def free(self, sequence: Sequence) -> None:
+        """Give every block back. Nothing of the sequence is computed any more."""
+        self.give_back(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
 
@@ -125,8 +140,14 @@ class BlockTables:
 
     def disown(self, sequence: Sequence) -> None:
         """Let nobody else find the blocks of a sequence: what was computed in them cannot be trusted."""
+        if self.host is not None:
+            self.host.disown(sequence.block_table)
         for block in sequence.block_table:
             self.pool.unregister(block)
+
+    def _brought_by(self) -> HostPool:
+        assert self.host is not None, "a hit in the host pool, and there is none"
+        return self.host
 
     def _shared_block(self, sequence: Sequence) -> int | None:
         """Return the index of the next token's block when others hold that block too, else None."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Ways of a preemption: see preemption.py.
+SWAP, RECOMPUTE, AUTO = "swap", "recompute", "auto"
+PREEMPTIONS = (AUTO, SWAP, RECOMPUTE)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -22,6 +26,10 @@ class EngineConfig:
     # Assisted generation: most drawing rows and draft rows of one step together. Drafts fill a step up to this number,
     # so they become fewer with more sequences: rows are nearly free only while they are few.
     max_draft_rows: int = 32
+    # Drafts from memory: output tokens that are kept of a tenant, tenants, and how long after the last use of one.
+    ngram_memory_tokens: int = 65_536
+    ngram_memory_tenants: int = 64
+    ngram_memory_seconds: float = 3600.0
     # Requests that are accepted and not running yet. Over it: RESOURCE_EXHAUSTED.
     max_queued_requests: int = 1024
     # Time that a refused caller is told to wait.
@@ -44,6 +52,16 @@ class EngineConfig:
     # Largest priority, and smallest when negated: without a bound one request could outrun years of waiting.
     max_priority: int = 100
     prefix_cache: bool = True
+    # Blocks of the host pool; 0: there is none.
+    num_host_blocks: int = 0
+    # Bytes of one block; 0: not known.
+    block_bytes: int = 0
+    # Way of a preemption where there is a host pool: one of PREEMPTIONS.
+    preemption: str = AUTO
+    # The host pool keeps prefixes that the pool evicts.
+    host_prefix_cache: bool = True
+    # Most blocks of one call that copies blocks.
+    max_block_copies: int = 1024
     # `Engine.dump`: most requests of each queue, and sequences of each request, that are listed one by one.
     dump_groups: int = 64
     dump_sequences: int = 8
@@ -65,9 +83,25 @@ class EngineConfig:
             raise ValueError("max_context_tokens must hold a prompt token and a new one")
         if self.max_batch_tokens < self.max_running_sequences:
             raise ValueError("max_batch_tokens must be at least max_running_sequences")
-        for name in ("max_draft_rows", "dump_groups", "dump_sequences", "dump_wait_seconds"):
+        if self.ngram_memory_tokens < 256:
+            raise ValueError("ngram_memory_tokens must be at least 256")
+        for name in (
+            "max_draft_rows",
+            "num_host_blocks",
+            "block_bytes",
+            "max_block_copies",
+            "ngram_memory_tenants",
+            "ngram_memory_seconds",
+            "dump_groups",
+            "dump_sequences",
+            "dump_wait_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
+        if self.preemption not in PREEMPTIONS:
+            raise ValueError(f"preemption must be one of {', '.join(PREEMPTIONS)}")
+        if self.preemption == SWAP and not self.num_host_blocks:
+            raise ValueError("preemption swap needs num_host_blocks")
         if self.deadline_headroom <= 0.0:
             raise ValueError("deadline_headroom must be above 0")
         if not 0.0 < self.tenant_share <= 1.0:

@@ -12,6 +12,37 @@ if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
     from penstock.generation.core.step import DraftRequest
 
+# Verifications in a row without an accepted draft after which drafting pauses, and tokens of the first and of the
+# longest pause.
+_PATIENCE, _FIRST_PAUSE, _LONGEST_PAUSE = 4, 8, 128
+
+
+class DraftThrottle:
+    """Throttle of the drafts of one kind for one sequence: it pauses while none is accepted, each time for longer."""
+
+    __slots__ = ("_fruitless", "_num_left", "_pause")
+
+    def __init__(self) -> None:
+        self._fruitless = self._pause = self._num_left = 0
+
+    def allows(self) -> bool:
+        """True when drafts may be made now. Called once for every time that there could be some."""
+        if not self._num_left:
+            return True
+        self._num_left -= 1
+        return False
+
+    def note(self, accepted: int) -> None:
+        """Take the number of accepted drafts of one verification."""
+        if accepted:
+            self._fruitless = self._pause = 0
+            return
+        self._fruitless += 1
+        if self._fruitless == _PATIENCE:
+            self._fruitless = 0
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE) or _FIRST_PAUSE
+            self._num_left = self._pause
+
 
 def until_end(drafts: list[int], end_token_ids: Collection[int]) -> list[int]:
     """Return the drafts before the first id that would end the sequence: the row before draws that id anyway."""

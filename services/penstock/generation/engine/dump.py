@@ -36,6 +36,8 @@ class SequenceDump:
     prompt_tokens: int
     computed_tokens: int
     blocks: int
+    # Of a swapped request.
+    host_blocks: int
     draft_tokens: int
     # admission: its request is queued. leader: another sequence of its family computes the prompt. others: it has
     # drawn, or may not be computed to its end yet, and other sequences of its request are behind. step: only the next
@@ -76,6 +78,20 @@ class PoolDump:
     reserve: int
     # Holders of used blocks, each counted: more than `used` where blocks are shared.
     references: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostPoolDump:
+    """The host pool, in blocks, and the way of preemptions; all 0: there is none."""
+
+    total: int = 0
+    # Blocks of swapped requests.
+    used: int = 0
+    free: int = 0
+    # Prefixes that no swapped request holds.
+    evictable: int = 0
+    swapped_requests: int = 0
+    preemption: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,7 @@ class EngineDump:
     waiting: tuple[GroupDump, ...]
     more_waiting: int
     stack: tuple[str, ...] = ()
+    host_pool: HostPoolDump = HostPoolDump()
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers, for logs and messages."""
@@ -140,7 +157,7 @@ def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, 
     """
     pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
     return EngineDump(
-        config=asdict(config),
+        config={name: value for name, value in asdict(config).items() if not isinstance(value, str)},
         counters=stats.counters(),
         pool=PoolDump(
             total=pool.num_blocks,
@@ -155,6 +172,21 @@ def dump_engine(config: EngineConfig, stats: EngineStats, scheduler: Scheduler, 
         more_running=max(len(running) - config.dump_groups, 0),
         waiting=_groups(config, waiting, now),
         more_waiting=max(len(waiting) - config.dump_groups, 0),
+        host_pool=_host_pool(config, scheduler),
+    )
+
+
+def _host_pool(config: EngineConfig, scheduler: Scheduler) -> HostPoolDump:
+    if scheduler.host is None:
+        return HostPoolDump()
+    pool = scheduler.host.pool
+    return HostPoolDump(
+        total=pool.num_blocks,
+        used=pool.num_used,
+        free=pool.num_free - pool.num_evictable,
+        evictable=pool.num_evictable,
+        swapped_requests=scheduler.host.num_groups,
+        preemption=config.preemption,
     )
 
 
@@ -193,6 +225,7 @@ def _group(config: EngineConfig, group: SequenceGroup, now: float) -> GroupDump:
                 prompt_tokens=sequence.num_prompt_tokens,
                 computed_tokens=sequence.num_computed_tokens,
                 blocks=len(sequence.block_table),
+                host_blocks=len(group.host_tables.get(sequence, ())),
                 draft_tokens=sequence.num_draft_tokens,
                 waits_for=waits_for(sequence),
             )
@@ -216,7 +249,7 @@ def _step(config: EngineConfig, scheduler: Scheduler) -> StepDump:
         groups=tuple(_rows(group, own) for group, own in islice(entries.items(), config.dump_groups)),
         more_groups=max(len(entries) - config.dump_groups, 0),
         admitted=len(scheduler.admitted),
-        preempted=len(scheduler.preempted),
+        preempted=len(scheduler.preempted) + len(scheduler.swapped),
     )
 
 

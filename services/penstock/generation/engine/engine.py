@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import (
     Aborted,
     Cancelled,
     DeadlineExceeded,
+    FailedPrecondition,
     Internal,
+    NotFound,
     PenstockError,
     Unavailable,
 )
 from penstock.common.logging import get_logger
 from penstock.generation.core.request import FinishReason, Purpose, RequestOutput
+from penstock.generation.core.step import CopyKind, SchedulerOutput
 from penstock.generation.engine.admission import (
     check_capacity,
     check_deadline,
@@ -31,10 +35,11 @@ from penstock.generation.engine.drafts import share_room
 from penstock.generation.engine.dump import dump_engine
 from penstock.generation.engine.fair_turns import FairTurns
 from penstock.generation.engine.group import GroupState, SequenceGroup
+from penstock.generation.engine.ngram_memory import NgramMemory
 from penstock.generation.engine.pace_meter import PaceMeter
 from penstock.generation.engine.report import RequestReport
 from penstock.generation.engine.scheduler import Scheduler
-from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
+from penstock.generation.engine.stats import EngineLoad, EngineStats, MemorySize, StepSample
 from penstock.generation.engine.step_trace import StepTrace
 from penstock.generation.engine.step_watch import StepWatch
 from penstock.generation.engine.stopping import stop_criteria
@@ -43,10 +48,12 @@ if TYPE_CHECKING:
     from penstock.common.pace import Demand, Pace
     from penstock.generation.core.request import Emission, Request, SequenceFinish
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import Drafter, DraftRequest, Runner, RunnerOutput, SampledToken
+    from penstock.generation.core.step import BlockCopy, Drafter, DraftRequest, Runner, RunnerOutput, SampledToken
+    from penstock.generation.engine.block_pool import BlockPool
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.decoding.base import Decision
     from penstock.generation.engine.dump import EngineDump
+    from penstock.generation.engine.preemption import PreemptionPolicy
     from penstock.generation.engine.trace_file import TraceFile
     from penstock.text.token_bytes import TokenBytes
 
@@ -76,6 +83,8 @@ class Engine:
     ) -> None:
         """`stop_text` None: no request may have stop strings. `clock` gives times comparable with those of Request."""
         self.config = config
+        # The same with the blocks that requests can have: callers may hold some.
+        self._room = config
         self.stats = EngineStats()
         self.watch = StepWatch(config)
         self._runner = runner
@@ -91,6 +100,7 @@ class Engine:
         # Times after which a request that never started cannot end before its deadline.
         self._latest_starts: DeadlineQueue[SequenceGroup] = DeadlineQueue()
         self._meter = PaceMeter(config)
+        self._memory = NgramMemory(config, clock)
         # Replaced by the replay of a trace.
         self.turns = FairTurns(config.tenant_slowdown)
         # End of the last step, while work goes on: what happens until the next one belongs to that one's time.
@@ -99,6 +109,15 @@ class Engine:
         self._dirty: dict[SequenceGroup, None] = {}
         self._order = itertools.count()
         self._seq_ids = itertools.count()
+
+    @property
+    def policy(self) -> PreemptionPolicy:
+        """Judge of preemptions where there is a host pool; the replay of a trace puts another in its place."""
+        return self._scheduler.policy
+
+    @policy.setter
+    def policy(self, policy: PreemptionPolicy) -> None:
+        self._scheduler.policy = policy
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +135,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise when `request` is too large for this engine; see `admission.check_capacity`. Thread-safe."""
-        check_capacity(self.config, self._modes, request)
+        check_capacity(self._room, self._modes, request)
 
     def check_deadline(self, request: Request, pace: Pace, coming: Mapping[str, float]) -> float:
         """Raise when `request` would end too late; see `admission.check_deadline`. Thread-safe."""
@@ -125,11 +144,16 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request that `check` has let pass.
 
-        Raises ValueError for the id of a live request and for stop strings without `stop_text`, and what its strategy
-        raises for wrong resumed ids.
+        Raises ValueError for the id of a live request and for stop strings without `stop_text`, what its strategy
+        raises for wrong resumed ids, and what `check` raises when blocks were claimed meanwhile.
         """
         if request.request_id in self._groups:
             raise ValueError("request id is live")
+        if self._room is not self.config:
+            # It may have been checked before the blocks were claimed.
+            self.check(request)
+        if request.params.mode.recalls_outputs:
+            request.past_outputs = self._memory.of((request.fair_share_key, request.block_salt))
         context = () if request.begins_text else request.known_prompt_ids
         criteria = stop_criteria(request.params, output_limit(self.config, request), self._stop_text, context)
         strategy = self._modes.make_strategy(request, criteria, lambda: next(self._seq_ids))
@@ -186,11 +210,16 @@ class Engine:
                 self._trace.scheduled(self._scheduler)
             self._note_admitted(started)
             num_tokens = self.watch.num_tokens = output.num_tokens
+            if output.copies:
+                self._expect_copies(output)
             scheduled = self._clock()
             if self._drafter is not None:
-                self._drafter.release(output.released)
+                # What it keeps of sequences that wait for their blocks would be in the way of others.
+                self._drafter.release(output.released + output.parked)
             result = self._runner.execute(output)
             executed = self._clock()
+            if self._scheduler.host is not None:
+                self._count_copies(output, result, executed - scheduled)
             progress = self._scheduler.update(result)
             for group, sampled in progress:
                 self._advance(group, sampled, result)
@@ -237,16 +266,126 @@ class Engine:
         return self._take_outputs()
 
     def clear_cache(self) -> int:
-        """Forget every prefix that no running request holds, and return the number of its blocks."""
+        """Forget every prefix that no request holds, of both pools, and return the number of its blocks."""
         if self._trace is not None:
             self._trace.cleared()
-        return self._scheduler.pool.clear_cache()
+        return self._scheduler.clear_cache()
+
+    @property
+    def device_blocks(self) -> BlockPool:
+        """Accounting of the device's pool."""
+        return self._scheduler.pool
+
+    @property
+    def host_blocks(self) -> BlockPool | None:
+        """Accounting of the host pool; None: there is none."""
+        return None if self._scheduler.host is None else self._scheduler.host.pool
+
+    def copy_blocks(self, copies: Iterable[BlockCopy], device: Iterable[int] = (), host: Iterable[int] = ()) -> float:
+        """Copy blocks between two steps, in order, and return the seconds. `BlockCommands` checks them before.
+
+        The blocks `device` and `host` of either pool, which nobody holds, keep no prefix any more.
+        """
+        begun, listed = self._clock(), tuple(copies)
+        written = tuple(device), tuple(host)
+        self.forget_prefixes(*written)
+        # Sequences that are gone stay the next step's affair: it may still have to fork from them.
+        result = self._runner.execute(SchedulerOutput((), listed))
+        kinds = [copy.kind for copy in listed]
+        stats = self.stats
+        stats.host_out_blocks += kinds.count(CopyKind.OUT)
+        stats.host_in_blocks += kinds.count(CopyKind.IN)
+        stats.host_out_seconds += result.out_seconds
+        stats.host_in_seconds += result.in_seconds
+        if self._trace is not None:
+            self._trace.commanded(*written, stats)
+        return self._clock() - begun
+
+    def forget_prefixes(self, device: Iterable[int], host: Iterable[int]) -> None:
+        """Make blocks of either pool, which nobody holds, keep no prefix."""
+        for pool, blocks in ((self.device_blocks, device), (self.host_blocks, host)):
+            for block in blocks:
+                block_hash = None if pool is None else pool.hash_of(block)
+                if pool is not None and block_hash is not None:
+                    pool.discard(block_hash)
+
+    def reinitialise(self, runner: Runner, warm_up: Callable[[], None]) -> None:
+        """Go on with another runner over the same pool, in which nothing that was computed so far counts any more.
+
+        `warm_up` runs it once, while the pool is empty. Counters go on. Raises FailedPrecondition BUSY while a request
+        is live or a caller holds blocks, and what `warm_up` raises; the old runner stays then.
+        """
+        if self.has_work:
+            raise FailedPrecondition("requests are live: drain first", reason="BUSY")
+        if self.claimed_blocks:
+            raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
+        self.clear_cache()
+        warm_up()
+        self._memory.clear()
+        self._count_memory()
+        self._runner = runner
+
+    def release_cache(self, request_ids: Iterable[str]) -> int:
+        """Preempt live requests and forget what was computed for them, as far as no other request uses it.
+
+        They keep their tokens, wait at their old places and compute all of it again. Returns the number of blocks that
+        are free now. Raises NotFound for an id that is not live; then no request is preempted.
+        """
+        groups = []
+        for place, request_id in enumerate(request_ids):
+            group = self._groups.get(request_id)
+            if group is None:
+                field = f"live_request_ids[{place}]"
+                raise NotFound(f"{field}: no live request has this id", reason="REQUEST_NOT_FOUND", field=field)
+            groups.append(group)
+        released = 0
+        for group in dict.fromkeys(groups):
+            was_running = group.state is GroupState.RUNNING
+            released += self._scheduler.set_back(group)
+            if was_running and self._trace is not None:
+                self._trace.set_back(group)
+        return released
+
+    def claim_blocks(self, blocks: Iterable[int], field: str = "blocks") -> None:
+        """Hold blocks of the pool for the caller, by their numbers, until `release_blocks`. Claimed ones stay claimed.
+
+        Raises InvalidArgument naming `field` for numbers that the pool does not have, and FailedPrecondition: BUSY for
+        new ones while requests are live, BLOCK_IN_USE.
+        """
+        claims = self._scheduler.claims
+        missing = claims.missing(blocks, field)
+        if not missing:
+            return
+        if self.has_work:
+            raise FailedPrecondition("requests are live: claim blocks while there are none", reason="BUSY")
+        if len(claims) + len(missing) >= self.config.num_blocks:
+            raise FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
+        claims.claim(missing)
+        self._claimed()
+
+    def release_blocks(self, blocks: Iterable[int] | None = None) -> int:
+        """Give claimed blocks back, None: all of them. Returns their number; others are ignored."""
+        released = self._scheduler.claims.release(blocks)
+        self._claimed()
+        return released
+
+    @property
+    def claimed_blocks(self) -> frozenset[int]:
+        """Blocks that callers hold. Engine thread only."""
+        return self._scheduler.claims.blocks
+
+    def _claimed(self) -> None:
+        """Let requests be checked against the blocks that are left."""
+        claims = self._scheduler.claims
+        self._room = replace(self.config, num_blocks=self.config.num_blocks - len(claims)) if claims else self.config
+        if self._trace is not None:
+            self._trace.claimed(claims.blocks)
 
     def load(self) -> EngineLoad:
         """Return queue lengths and pool use. O(running requests)."""
         pool, waiting, running = self._scheduler.pool, self._scheduler.waiting, self._scheduler.running
         running_sequences = self._scheduler.num_running_sequences
-        return EngineLoad(
+        load = EngineLoad(
             waiting_requests=len(waiting),
             running_requests=len(running),
             running_sequences=running_sequences,
@@ -257,6 +396,16 @@ class Engine:
             pending_prompt_tokens=waiting.prompt_tokens + sum(group.pending_prompt_tokens for group in running),
             step=self.stats.steps,
             pace=self._pace(running_sequences),
+        )
+        if self._scheduler.host is None:
+            return load
+        host, swapped = self._scheduler.host.pool, self._scheduler.host.num_groups
+        return load._replace(
+            host_blocks_total=host.num_blocks,
+            host_blocks_free=host.num_free - host.num_evictable,
+            host_blocks_used=host.num_used,
+            host_blocks_evictable=host.num_evictable,
+            swapped_requests=swapped,
         )
 
     def dump(self) -> EngineDump:
@@ -294,13 +443,13 @@ class Engine:
                 self._max_times.set(group, scheduled_at + max_time)
 
     def _advance(self, group: SequenceGroup, sampled: dict[Sequence, SampledToken], result: RunnerOutput) -> None:
-        if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group)):
+        if result.failed and any(sequence.seq_id in result.failed for sequence in _drawers(group, sampled)):
             _log.error("the model gave no numbers", request_id=group.request.request_id)
             # Its keys and values may be no numbers either, of its prompt's first blocks on.
             self._scheduler.disown(group)
             self._cut_off(group, Internal("the model's output is not a number", reason="MODEL_OUTPUT_NAN"))
             return
-        if result.exhausted and any(sequence.seq_id in result.exhausted for sequence in _drawers(group)):
+        if result.exhausted and any(sequence.seq_id in result.exhausted for sequence in _drawers(group, sampled)):
             self._cut_off(group, no_token_left())
             return
         plugins = group.request.params.plugins
@@ -337,17 +486,19 @@ class Engine:
 
     def _count(self, group: SequenceGroup, decision: Decision) -> None:
         report, stats = group.report, self.stats
-        if decision.accepted_drafts or decision.rejected_drafts:
-            report.accepted_drafts += decision.accepted_drafts
-            report.rejected_drafts += decision.rejected_drafts
-            stats.accepted_draft_tokens += decision.accepted_drafts
-            stats.rejected_draft_tokens += decision.rejected_drafts
+        for kind, accepted, rejected in decision.drafts or ():
+            report.accepted_drafts += accepted
+            report.rejected_drafts += rejected
+            stats.count_drafts(kind, accepted, rejected)
         for emission in decision.emissions:
             stats.generated_tokens += len(emission.token_ids)
         if decision.embedding is not None:
             report.embedding = decision.embedding
         if decision.healed is not None:
             report.healed = decision.healed
+
+    def _count_memory(self) -> None:
+        self.stats.memory = MemorySize(self._memory.num_tenants, self._memory.num_tokens)
 
     def _draft(self, groups: Iterable[SequenceGroup]) -> bool:
         """Run the draft model for all requests of the strategies that advanced in this step, at once.
@@ -402,10 +553,32 @@ class Engine:
         self._latest_starts.discard(group)
         cut = tuple(unfinished)
         group.report.finish(cut, error)
+        if group.request.past_outputs is not None:
+            self._count_memory()
         self._settle(group, is_whole=error is None and not cut)
         self._dirty[group] = None
         del self._groups[group.request.request_id]
         self.stats.requests_finished += 1
+
+    def _expect_copies(self, output: SchedulerOutput) -> None:
+        """Tell the watch how much longer the step takes for its copies."""
+        self.watch.copy_seconds = self._scheduler.policy.copy_seconds(*_num_copies(output))
+
+    def _count_copies(self, output: SchedulerOutput, result: RunnerOutput, seconds: float) -> None:
+        """Count a step's copies to and from the host pool; its `seconds` teach the policy what rows take."""
+        out_seconds, in_seconds = result.out_seconds, result.in_seconds
+        self._scheduler.policy.stepped(output.num_tokens, seconds - out_seconds - in_seconds)
+        if not output.copies:
+            return
+        self.watch.copy_seconds = out_seconds + in_seconds
+        num_out, num_in = _num_copies(output)
+        if num_out or num_in:
+            self._scheduler.policy.copied(num_out, out_seconds, num_in, in_seconds)
+            stats = self.stats
+            stats.host_out_blocks += num_out
+            stats.host_in_blocks += num_in
+            stats.host_out_seconds += out_seconds
+            stats.host_in_seconds += in_seconds
 
     def _resting(self) -> frozenset[str]:
         """Tenants that rest in the next step. O(1) with one tenant."""
@@ -461,6 +634,8 @@ class Engine:
         draft_seconds: float,
     ) -> None:
         self.stats.evictions = self._scheduler.pool.evictions
+        if self._scheduler.host is not None:
+            self.stats.host_evictions = self._scheduler.host.pool.evictions
         self.stats.copy_on_write_blocks = self._scheduler.tables.copied_blocks
         self.stats.record(
             StepSample(
@@ -474,10 +649,20 @@ class Engine:
         )
 
 
-def _drawers(group: SequenceGroup) -> Iterable[Sequence]:
+def _num_copies(output: SchedulerOutput) -> tuple[int, int]:
+    """Return the numbers of blocks that a step copies to the host pool and from it."""
+    kinds = [copy.kind for copy in output.copies]
+    return kinds.count(CopyKind.OUT), kinds.count(CopyKind.IN)
+
+
+def _drawers(group: SequenceGroup, sampled: Mapping[Sequence, SampledToken]) -> Iterable[Sequence]:
     for sequence in group.sequences:
         yield sequence
-        yield from (probe for _, probe in sequence.probes)
+        for index, probe in sequence.probes:
+            yield probe
+            token = sampled.get(probe)
+            if token is None or sequence.token_ids[index + 1 : index + 2] != [token.token_id]:
+                break
 
 
 def _finishes(group: SequenceGroup, reason: FinishReason) -> list[SequenceFinish]:

@@ -47,6 +47,8 @@ class SequenceGroup:
     # Seconds that it was forecast to wait, uncorrected (PaceMeter.forecast).
     forecast_wait: float = 0.0
     state: GroupState = GroupState.WAITING
+    # Of a swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
+    host_tables: dict[Sequence, list[int]] = field(default_factory=dict)
     # Families whose followers still wait for their leader.
     _unforked: set[int] = field(init=False)
     _in_lockstep: bool = field(init=False)
@@ -80,6 +82,11 @@ class SequenceGroup:
         for sequence in self.sequences:
             first.setdefault(sequence.family, sequence)
         return list(first.values())
+
+    @property
+    def is_swapped(self) -> bool:
+        """True while what is computed of it is in the host pool."""
+        return bool(self.host_tables)
 
     @property
     def is_forked(self) -> bool:

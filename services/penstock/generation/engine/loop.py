@@ -256,7 +256,8 @@ class EngineLoop:
                 outputs = self._engine.step()
                 watch.end()
                 self._publish(outputs)
-        except Exception as failure:  # the thread's boundary: all requests end, then the process
+        # The thread's boundary, at which not even SystemExit is lost: all requests end, then the process.
+        except BaseException as failure:
             _log.exception("engine step failed", state=self._state_or_none())
             try:
                 self._end(failed=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.generation.engine.host_pool import HostBlock
+
 if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.engine.block_tables import BlockTables
@@ -35,15 +37,32 @@ class SharedPrefixes:
         # fill the block that a prompt's chunk ends before or in.
         self._planned: dict[bytes, _Planned] = {}
         self._coming: dict[bytes, tuple[float, int]] = {}
+        # Groups that found blocks which the step fills: they hold nothing yet.
+        self.borrowers: set[SequenceGroup] = set()
 
     def start_step(self) -> None:
         """Forget the plan of the last step."""
         self._planned.clear()
         self._coming.clear()
+        self.borrowers.clear()
 
-    def find(self, group: SequenceGroup, sequence: Sequence) -> list[int]:
-        """Return the blocks that hold the start of a sequence with nothing computed. Acquires none of them."""
-        return self._find(group, sequence, 0)
+    def find(self, group: SequenceGroup, sequence: Sequence) -> list[int | HostBlock]:
+        """Return the blocks that hold the start of a sequence with nothing computed. Acquires none of them.
+
+        Where the pool has a block no more, it may be in the host pool.
+        """
+        found: list[int | HostBlock] = [*self._find(group, sequence, 0)]
+        host = self._tables.host
+        if host is None or not self._tables.prefix_cache:
+            return found
+        limit = self._limit(group, sequence)
+        while len(found) < min(limit, len(sequence.block_hashes)):
+            kept = host.find(sequence.block_hashes[len(found)])
+            if kept is None:
+                break
+            found.append(kept)
+            found += self._find(group, sequence, len(found))
+        return found
 
     def take_over_blocks(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Take over blocks that others have computed, or are planned to, of the next tokens of `sequence`."""
@@ -87,7 +106,7 @@ class SharedPrefixes:
         """Return the blocks that are there, or planned, from block `first` on without a gap."""
         if not self._tables.prefix_cache:
             return []
-        self._tables.hash_blocks(sequence, group.request.cache_salt)
+        self._tables.hash_blocks(sequence, group.request.block_salt)
         found: list[int] = []
         for block_hash in sequence.block_hashes[first : self._limit(group, sequence)]:
             block = self._tables.pool.lookup(block_hash)
@@ -96,6 +115,7 @@ class SharedPrefixes:
                 if planned is None or planned.key > group.key or planned.tenant != group.request.fair_share_key:
                     break
                 block = planned.block
+                self.borrowers.add(group)
             found.append(block)
         return found
 

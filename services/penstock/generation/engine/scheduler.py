@@ -7,16 +7,22 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.step import Fork
-from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_copies import BlockCopies
+from penstock.generation.engine.block_pool import BlockClaims, BlockPool
 from penstock.generation.engine.block_tables import BlockTables
+from penstock.generation.engine.config import RECOMPUTE
 from penstock.generation.engine.fair_queue import FairQueue
 from penstock.generation.engine.fair_turns import CROWD
 from penstock.generation.engine.group import GroupState, SequenceGroup
 from penstock.generation.engine.group_queue import GroupQueue
+from penstock.generation.engine.host_pool import HostBlock, HostPool
+from penstock.generation.engine.preemption import PreemptionPolicy
 from penstock.generation.engine.prefix_sharing import SharedPrefixes
 from penstock.generation.engine.step_plan import HeldBack, StepPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import RunnerOutput, SampledToken, SchedulerOutput
     from penstock.generation.engine.config import EngineConfig
@@ -26,7 +32,8 @@ if TYPE_CHECKING:
 Progress = tuple[SequenceGroup, "dict[Sequence, SampledToken]"]
 # (group, sequence, token up to which the sequence may be computed in this step)
 Entries = list[tuple[SequenceGroup, "Sequence", int]]
-Starts = list[tuple["Sequence", list[int]]]
+# Leaders of a group, each with the blocks that its prompt begins with; empty for a swapped group.
+Starts = list[tuple["Sequence", list[int | HostBlock]]]
 
 
 class Scheduler:
@@ -39,17 +46,27 @@ class Scheduler:
     order is preempted, of a tenant's that holds far more blocks than the others if there is one: it gives back its
     blocks, keeps its tokens, and waits at its old place. The first group is never preempted, and `Engine.check` lets in
     only what fits an empty pool, so some group always progresses.
+
+    With a host pool a preempted group may be swapped instead: its blocks are copied there, and back when it is admitted
+    again. It goes on as one that rested, whatever its mode.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.tables = BlockTables(self.pool, prefix_cache=config.prefix_cache)
+        # Blocks that callers hold themselves (see BlockClaims).
+        self.claims = BlockClaims(self.pool)
+        self.copies = BlockCopies()
+        self.host = HostPool(config, self.pool, self.copies) if config.num_host_blocks else None
+        self.policy = PreemptionPolicy(config.preemption, config.block_bytes)
+        self.tables = BlockTables(self.pool, prefix_cache=config.prefix_cache, host=self.host)
         self.prefixes = SharedPrefixes(self.tables)
         self.waiting = FairQueue(config.tenant_memory_seconds)
         self.running = GroupQueue()
-        # Groups that the last `schedule` started for the first time, and groups that it preempted.
+        # Groups that the last `schedule` started for the first time, groups that it preempted to be computed again,
+        # and groups that it swapped out.
         self.admitted: list[SequenceGroup] = []
         self.preempted: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
         # Tenants of which the next step computes nothing, unless there is nothing else (see FairTurns).
         self.resting: frozenset[str] = frozenset()
         # The same before the step was put together: it is empty of work for the others now and then.
@@ -58,9 +75,12 @@ class Scheduler:
         self._stats = stats
         self._forks: list[Fork] = []
         self._released: list[int] = []
-        self._plan = StepPlan(0, 0)
+        self._parked: list[int] = []
+        self._plan = StepPlan(0, 0, self.copies)
         # Prompts of which this step computes a part.
         self._cut: Entries = []
+        # Groups with an adapter, in any state.
+        self._num_adapted = 0
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +107,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queue a new group."""
         self.waiting.enter(group)
+        self._num_adapted += group.request.adapter is not None
 
     def remove(self, group: SequenceGroup) -> None:
         """End a group in any state: its blocks are free when this returns."""
@@ -94,18 +115,35 @@ class Scheduler:
             return
         (self.running if group.state is GroupState.RUNNING else self.waiting).remove(group)
         group.state = GroupState.GONE
+        self._num_adapted -= group.request.adapter is not None
         self._give_back(group)
         group.sequences.clear()
+
+    def set_back(self, group: SequenceGroup) -> int:
+        """Preempt a group between two steps and forget what was computed for it, as far as no other group uses it.
+
+        Return the number of blocks that are free now; a group that waits holds none.
+        """
+        if group.state is not GroupState.RUNNING:
+            return 0
+        blocks = {block for sequence in group.sequences for block in sequence.block_table}
+        self._stop_running(group, swaps=False)
+        return self.pool.forget(blocks)
 
     def disown(self, group: SequenceGroup) -> None:
         """Let no other group share the blocks of one whose computation failed. It is removed next."""
         for sequence in group.sequences:
             self.tables.disown(sequence)
 
+    def clear_cache(self) -> int:
+        """Forget every prefix that no group holds, of both pools, and return the number of its blocks."""
+        return self.pool.clear_cache() + (0 if self.host is None else self.host.pool.clear_cache())
+
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. It is empty only when there is no work."""
         self.admitted.clear()
         self.preempted.clear()
+        self.swapped.clear()
         self.asked_to_rest = self.resting
         self._put_together()
         if len(self.running) and not self._plan.num_entries:
@@ -113,20 +151,24 @@ class Scheduler:
             # now draw together. What the first try preempted stays preempted, and is told.
             self.resting = frozenset()
             self._put_together()
-        output = self._plan.output(tuple(self._forks), tuple(self._released))
+        output = self._plan.output(
+            tuple(self._forks), tuple(self._released), tuple(self._parked), has_adapters=self._num_adapted > 0
+        )
         if output.scheduled:
             self._forks.clear()
             self._released.clear()
+            self._parked.clear()
+            self.copies.clear()
         return output
 
     def _put_together(self) -> None:
         # Among several tenants steps are kept short: whoever comes waits for the step that is under way.
         is_short = self.waiting.is_shared and not self.resting
         budget = self._config.shared_batch_tokens if is_short else self._config.max_batch_tokens
-        self._plan = StepPlan(budget, self._stats.steps + 1)
+        self._plan = StepPlan(budget, self._stats.steps + 1, self.copies)
         self._cut.clear()
         self.prefixes.start_step()
-        prompts, drafting = self._schedule_decoding()
+        prompts, drafting = self._schedule_decoding(tuple(self.running))
         if drafting:
             self._schedule_drafts(drafting)
         self._fill(prompts)
@@ -136,13 +178,15 @@ class Scheduler:
 
         Returns seq_ids that are gone since the last step, which no step will carry.
         """
-        self._plan = StepPlan(0, 0)
+        self._plan = StepPlan(0, 0, self.copies)
         self.admitted.clear()
         self.preempted.clear()
+        self.swapped.clear()
         self._cut.clear()
         released = tuple(self._released)
         self._forks.clear()
         self._released.clear()
+        self._parked.clear()
         return released
 
     def update(self, result: RunnerOutput) -> list[Progress]:
@@ -156,7 +200,7 @@ class Scheduler:
             sequence.num_computed_tokens += entry.num_tokens
             if sequence.seq_id in result.prompt_logprobs:
                 group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
-            self.tables.computed(sequence, group.request.cache_salt)
+            self.tables.computed(sequence, group.request.block_salt)
             if not group.is_forked:
                 for follower in group.fork_followers(sequence):
                     self._fork(sequence, follower, sequence.num_computed_tokens)
@@ -195,8 +239,12 @@ class Scheduler:
             for sequence in group.sequences
             for block in sequence.block_table
         )
+        held.update(self.claims.blocks)
         for block in range(self.pool.num_blocks):
             assert held[block] == self.pool.ref_count(block), "reference count differs from the block tables"
+        assert not any(group.is_swapped for group in self.running), "a swapped group runs"
+        if self.host is not None:
+            self.host.check_integrity(self.waiting)
 
     def _fork(self, parent: Sequence, child: Sequence, computed: int) -> None:
         self.tables.fork(parent, child, computed)
@@ -204,11 +252,11 @@ class Scheduler:
         if computed:
             self._forks.append(Fork(parent.seq_id, child.seq_id, computed))
 
-    def _schedule_decoding(self) -> tuple[Entries, Entries]:
+    def _schedule_decoding(self, groups: Iterable[SequenceGroup]) -> tuple[Entries, Entries]:
         """Place sequences that lack one token. Return those that lack more, and those that lack one and drafts."""
         prompts: Entries = []
         drafting: Entries = []
-        for group in tuple(self.running):
+        for group in groups:
             if self.resting and group.request.fair_share_key in self.resting:
                 continue
             all_ready = group.all_ready
@@ -232,6 +280,9 @@ class Scheduler:
         rows_left = min(most, self._plan.budget) - len(drafting)
         is_bounded_by_budget = self._plan.budget < most
         for position, (group, sequence, _) in enumerate(drafting):
+            # It was swapped out meanwhile: it has computed tokens and no blocks.
+            if group.state is not GroupState.RUNNING:
+                continue
             share = max(rows_left, 0) // (len(drafting) - position)
             num_tokens = 1 + min(sequence.num_draft_tokens, share)
             if is_bounded_by_budget and share < sequence.num_draft_tokens:
@@ -339,15 +390,44 @@ class Scheduler:
         return True
 
     def _preempt(self, group: SequenceGroup) -> None:
-        self._plan.remove(group)
+        swaps = self.host is not None and self._is_swapped_out(self.host, group)
+        self._plan.remove(group, keep_copies=swaps)
         self.prefixes.forget_group(group)
+        self._stop_running(group, swaps=swaps)
+        if not swaps:
+            self.preempted.append(group)
+
+    def _stop_running(self, group: SequenceGroup, *, swaps: bool) -> None:
+        """Take a running group's blocks and put it back to its place in the queue; `swaps`: the host pool has them."""
         self.running.remove(group)
-        self._give_back(group)
-        group.restart()
+        if swaps:
+            for sequence in group.sequences:
+                if sequence.block_table:
+                    self.tables.give_back(sequence)
+                    self._parked.append(sequence.seq_id)
+            self.swapped.append(group)
+            self._stats.swaps += 1
+        else:
+            self._stats.preempted_tokens += _computed_tokens(group)
+            self._give_back(group)
+            group.restart()
         group.state = GroupState.WAITING
         self.waiting.put_back(group)
-        self.preempted.append(group)
         self._stats.preemptions += 1
+
+    def _is_swapped_out(self, host: HostPool, group: SequenceGroup) -> bool:
+        """Copy what is computed of a group that gives way to the host pool. False: it is to be computed again.
+
+        So it is when the host pool has no room, and when the step that it leaves was to fill blocks of it.
+        """
+        tokens = _computed_tokens(group)
+        if not tokens or self._config.preemption == RECOMPUTE or group in self.prefixes.borrowers:
+            return False
+        blocks, taken = host.blocks_to_save(group)
+        if taken > host.pool.num_free or not self.policy.swaps(group, blocks, tokens):
+            return False
+        host.swap_out(group)
+        return True
 
     def _admit(self) -> None:
         """Start waiting groups in order. The first that does not fit ends admission, so no group is passed for ever.
@@ -366,7 +446,7 @@ class Scheduler:
                 self._plan.admission_stopped = HeldBack.SEQUENCES
                 continue
             width += group.strategy.width
-            leaders = group.leaders
+            leaders = group.computable if group.is_swapped else group.leaders
             # Sequences in lockstep start in one step: if they draw in it, they draw together.
             if not self._plan.budget or self._plan.budget < len(leaders):
                 self._plan.admission_stopped = HeldBack.BUDGET
@@ -374,7 +454,7 @@ class Scheduler:
             if width > self._config.max_running_sequences:
                 self._plan.admission_stopped = HeldBack.SEQUENCES
                 break
-            starts = [(leader, self.prefixes.find(group, leader)) for leader in leaders]
+            starts = self._starts(group)
             if any(self.prefixes.is_being_computed(group, leader, len(prefix)) for leader, prefix in starts):
                 self.waiting.remove(group)
                 passed.append(group)
@@ -382,12 +462,34 @@ class Scheduler:
             if not self._start(group, starts) and not self._start_in_place_of_crowd(group, starts):
                 self._plan.admission_stopped = HeldBack.BLOCKS
                 break
+            if not starts:
+                self._go_on(group)
+                continue
             all_ready = group.all_ready
             for leader in leaders:
                 others = bool(passed) or len(self.waiting) > 0
                 self._place_prompt(group, leader, group.target(leader, all_ready=all_ready), others=others)
         for group in passed:
             self.waiting.put_back(group)
+
+    def _starts(self, group: SequenceGroup) -> Starts:
+        """Return the leaders of a waiting group with the prefixes that need no computing; none of a swapped group."""
+        if group.is_swapped:
+            return []
+        return [(leader, self.prefixes.find(group, leader)) for leader in group.leaders]
+
+    def _blocks_to_start(self, group: SequenceGroup, starts: Starts) -> int:
+        """Return the number of free blocks that `_start` takes."""
+        if self.host is not None and group.is_swapped:
+            return self.host.blocks_to_return(group)
+        return sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
+
+    def _go_on(self, group: SequenceGroup) -> None:
+        """Schedule a group that came back from the host pool: it goes on as one that rested."""
+        prompts, drafting = self._schedule_decoding((group,))
+        if drafting:
+            self._schedule_drafts(drafting)
+        self._schedule_prompts(prompts)
 
     def _has_its_share(self, group: SequenceGroup) -> bool:
         """True when the tenant of a waiting group has as many running sequences as it may beside other tenants.
@@ -402,18 +504,25 @@ class Scheduler:
         return running > 0 and running + group.strategy.width > most
 
     def _start(self, group: SequenceGroup, starts: Starts) -> bool:
-        """Move a waiting group to the running ones, with its leaders' prefixes. False: there is no room now."""
-        left = self.pool.num_free - sum(self.tables.blocks_to_admit(leader, prefix) for leader, prefix in starts)
+        """Move a waiting group to the running ones, with its leaders' prefixes, or with all that it had computed.
+
+        False: there is no room now.
+        """
+        left = self.pool.num_free - self._blocks_to_start(group, starts)
         if left < (self._config.reserve_blocks if len(self.running) else 0):
             return False
-        self.tables.start(starts)
-        # Family 0: an unconditional branch has another prompt.
-        leader = next(one for one, _ in starts if one.family == 0)
-        leader.first_logprob_row = group.report.next_logprob_row
         self.waiting.remove(group)
         self.waiting.charge(group)
         self.running.add(group)
         group.state = GroupState.RUNNING
+        if self.host is not None and group.is_swapped:
+            self.host.swap_in(group)
+            return True
+        self.tables.start(starts)
+        # Family 0: an unconditional branch has another prompt.
+        leader = next(one for one, _ in starts if one.family == 0)
+        leader.first_logprob_row = group.report.next_logprob_row
+        self._stats.host_prefix_hit_tokens += self._host_tokens(starts)
         cached = min(leader.num_computed_tokens, leader.num_prompt_tokens)
         if group.report.scheduled(cached):
             self.admitted.append(group)
@@ -423,14 +532,14 @@ class Scheduler:
 
     def _start_in_place_of_crowd(self, group: SequenceGroup, starts: Starts) -> bool:
         """Start a waiting group for which the last groups of another tenant's crowd give way. False: they do not."""
-        needed = self._config.reserve_blocks + sum(self.tables.blocks_to_admit(one, prefix) for one, prefix in starts)
+        needed = self._config.reserve_blocks + self._blocks_to_start(group, starts)
         crowd, blocks = self._crowd()
         if not crowd or _tenant(crowd[0]) == _tenant(group) or needed > self.pool.num_free + blocks:
             return False
         while crowd and _tenant(crowd[0]) != _tenant(group):
             self._preempt(crowd[-1])
             # What it would have computed in this step is not there.
-            if self._start(group, [(leader, self.prefixes.find(group, leader)) for leader in group.leaders]):
+            if self._start(group, self._starts(group)):
                 return True
             crowd, _ = self._crowd()
         return False
@@ -454,11 +563,29 @@ class Scheduler:
         crowd = [group for group in islice(self.running, 1, None) if _tenant(group) == largest]
         return crowd, min(int(surplus), sum(group.num_blocks for group in crowd))
 
+    def _host_tokens(self, starts: Starts) -> int:
+        if self.host is None:
+            return 0
+        return self._config.block_size * sum(isinstance(block, HostBlock) for _, prefix in starts for block in prefix)
+
     def _give_back(self, group: SequenceGroup) -> None:
         for sequence in group.sequences:
-            if sequence.block_table:
+            if sequence.block_table or sequence in group.host_tables:
                 self.tables.free(sequence)
                 self._released.append(sequence.seq_id)
+        if self.host is not None and group.is_swapped:
+            self.host.forget(group)
+
+
+def _computed_tokens(group: SequenceGroup) -> int:
+    """Return the tokens that a group would compute again: what its sequences share of their prompt counts once."""
+    shared: dict[int, int] = {}
+    own = 0
+    for sequence in group.sequences:
+        prompt = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        shared[sequence.family] = max(shared.get(sequence.family, 0), prompt)
+        own += sequence.num_computed_tokens - prompt
+    return own + sum(shared.values())
 
 
 def _tenant(group: SequenceGroup) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from penstock.common.pace import Pace
+from penstock.generation.core.step import DraftKind
 
 _MAX_PENDING_STEPS = 4096
 
@@ -23,6 +24,13 @@ class StepSample(NamedTuple):
     draft_seconds: float = 0.0
 
 
+class MemorySize(NamedTuple):
+    """Tenants whose outputs are remembered, and their tokens."""
+
+    tenants: int = 0
+    tokens: int = 0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the start, for counters, and the steps since the last `drain_steps`, for histograms."""
@@ -36,11 +44,26 @@ class EngineStats:
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    # Those of the preemptions that copied blocks to the host pool; computed tokens that the others gave up.
+    swaps: int = 0
+    preempted_tokens: int = 0
     evictions: int = 0
+    # Blocks that were copied to the host pool and from it, for swaps and for prefixes; the time that this took.
+    host_out_blocks: int = 0
+    host_in_blocks: int = 0
+    host_out_seconds: float = 0.0
+    host_in_seconds: float = 0.0
+    # Of the prefix hits, the tokens that came from the host pool; prefixes that it gave away.
+    host_prefix_hit_tokens: int = 0
+    host_evictions: int = 0
     copy_on_write_blocks: int = 0
     # Assisted generation: draft tokens that verification accepted and refused.
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
+    # The same by their origin: accepted, refused.
+    draft_tokens: dict[DraftKind, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(DraftKind, (0, 0)))
+    # When the last request with drafts from memory ended.
+    memory: MemorySize = field(default_factory=MemorySize)
     requests_finished: int = 0
     requests_failed: int = 0
     last_step: StepSample | None = None
@@ -52,6 +75,13 @@ class EngineStats:
         self.computed_tokens += sample.num_tokens
         self.last_step = sample
         self._pending.append(sample)
+
+    def count_drafts(self, kind: DraftKind, accepted: int, rejected: int) -> None:
+        """Count drafts that were verified."""
+        self.accepted_draft_tokens += accepted
+        self.rejected_draft_tokens += rejected
+        before = self.draft_tokens[kind]
+        self.draft_tokens[kind] = before[0] + accepted, before[1] + rejected
 
     def counters(self) -> dict[str, int]:
         """Return the totals by name."""
@@ -78,3 +108,10 @@ class EngineLoad(NamedTuple):
     step: int = 0
     # Speed, and the tokens that wait.
     pace: Pace = Pace()
+    # The host pool; all 0: there is none.
+    host_blocks_total: int = 0
+    host_blocks_free: int = 0
+    host_blocks_used: int = 0
+    host_blocks_evictable: int = 0
+    # Waiting requests whose blocks are in the host pool.
+    swapped_requests: int = 0

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from penstock.generation.core.step import Fork, ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
+    from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.sequence import Sequence
+    from penstock.generation.engine.block_copies import BlockCopies
     from penstock.generation.engine.group import SequenceGroup
 
 
@@ -28,8 +30,8 @@ class HeldBack(enum.Enum):
 class StepPlan:
     """Entries of one step, and the budget that is left. Entries and copies of a preempted group can be taken out."""
 
-    def __init__(self, budget: int, number: int) -> None:
-        """`number` of the step, from 1; 0: no step."""
+    def __init__(self, budget: int, number: int, copies: BlockCopies) -> None:
+        """`number` of the step, from 1; 0: no step. `copies` may have some already."""
         self.budget = budget
         self.number = number
         self.preempted = False
@@ -41,7 +43,7 @@ class StepPlan:
         self.admission_stopped = HeldBack.NOTHING
         # One list, so that a dump from another thread finds every entry with its group.
         self._entries: list[tuple[SequenceGroup, ScheduledSequence]] = []
-        self._copies: list[tuple[SequenceGroup, tuple[int, int]]] = []
+        self._copies = copies
 
     @property
     def held_back(self) -> HeldBack:
@@ -75,7 +77,7 @@ class StepPlan:
         self._entries.append((group, _entry(sequence, start, num_tokens, sample)))
         self.budget -= num_tokens
         if copy is not None:
-            self._copies.append((group, copy))
+            self._copies.within(group, *copy)
 
     def end(self, sequence: Sequence) -> int | None:
         """Return the token up to which this step computes `sequence`; None: not at all. O(entries)."""
@@ -89,20 +91,33 @@ class StepPlan:
         self._entries[place] = (group, _entry(sequence, entry.start, end - entry.start, sample))
         self.budget -= end - entry.start - entry.num_tokens
 
-    def remove(self, group: SequenceGroup) -> None:
+    def remove(self, group: SequenceGroup, *, keep_copies: bool = False) -> None:
         """Take back all that was planned for `group`.
 
-        Its copies go as well: their destinations are free again, and another copy may take them.
+        Its copies go as well: their destinations are free again. `keep_copies`: they are swapped out afterwards.
         """
         self.preempted = True
         self.budget += sum(entry.num_tokens for other, entry in self._entries if other is group)
         self._entries = [(other, entry) for other, entry in self._entries if other is not group]
-        self._copies = [(other, copy) for other, copy in self._copies if other is not group]
+        if not keep_copies:
+            self._copies.forget_group(group)
 
-    def output(self, forks: tuple[Fork, ...], released: tuple[int, ...]) -> SchedulerOutput:
-        """Return the step as the runner gets it."""
+    def output(
+        self,
+        forks: tuple[Fork, ...],
+        released: tuple[int, ...],
+        parked: tuple[int, ...] = (),
+        *,
+        has_adapters: bool = False,
+    ) -> SchedulerOutput:
+        """Return the step as the runner gets it. `has_adapters`: some group may have one."""
         entries = tuple([entry for _, entry in self._entries])
-        return SchedulerOutput(entries, tuple(copy for _, copy in self._copies), forks, released, self.has_embeds)
+        adapters = self._adapters() if has_adapters else None
+        return SchedulerOutput(entries, self._copies.listed(), forks, released, self.has_embeds, adapters, parked)
+
+    def _adapters(self) -> tuple[Adapter | None, ...] | None:
+        adapters = tuple([group.request.adapter for group, _ in self._entries])
+        return None if all(adapter is None for adapter in adapters) else adapters
 
 
 def _entry(sequence: Sequence, start: int, num_tokens: int, sample: tuple[Sequence, ...]) -> ScheduledSequence:

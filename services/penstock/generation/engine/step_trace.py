@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from penstock.generation.engine.stats import EngineStats
     from penstock.generation.engine.trace_file import TraceFile
 
-# Format 1 said `guide` and `is_guide` for `unconditional` and `is_unconditional`.
-FORMAT = 2
+# Format 1 said `guide` and `is_guide` for `unconditional` and `is_unconditional`. Formats before 3 had no host pool.
+FORMAT = 3
 # 7 bytes: in a trace of any size no two different blocks are to be expected with equal numbers.
 _HASH_BYTES = 7
 Line = dict[str, Any]
@@ -87,6 +87,7 @@ class StepTrace:
         self._ends: dict[int, int] = {}
         self._moved: dict[SequenceGroup, Line] = {}
         self._hits = self._evictions = 0
+        self._copied = (0, 0, 0.0)
         file.write({"penstock_trace": FORMAT, "version": __version__, "config": asdict(config)})
 
     @_ends_trace_on_error
@@ -144,6 +145,26 @@ class StepTrace:
             self._events.append({"clear": True})
 
     @_ends_trace_on_error
+    def commanded(self, device: Iterable[int], host: Iterable[int], stats: EngineStats) -> None:
+        """Record that blocks of either pool were overwritten by somebody outside."""
+        if self._file.is_open:
+            self._events.append({"overwritten": [list(device), list(host)]})
+            # These copies are no step's.
+            self._copies(stats)
+
+    @_ends_trace_on_error
+    def set_back(self, group: SequenceGroup) -> None:
+        """Record that a running request was preempted between two steps, and its blocks forgotten."""
+        if self._file.is_open:
+            self._events.append({"set_back": self._restarted(group)})
+
+    @_ends_trace_on_error
+    def claimed(self, blocks: Iterable[int]) -> None:
+        """Record all blocks that callers hold from now on."""
+        if self._file.is_open:
+            self._events.append({"claimed": sorted(blocks)})
+
+    @_ends_trace_on_error
     def scheduled(self, scheduler: Scheduler) -> None:
         """Record a step that is put together and not run yet."""
         if not self._file.is_open:
@@ -159,6 +180,8 @@ class StepTrace:
             "preempted": [self._restarted(group) for group in scheduler.preempted],
             "outcomes": [],
         }
+        if scheduler.swapped:
+            self._line["swapped"] = [_number(group) for group in scheduler.swapped]
         if scheduler.asked_to_rest:
             self._line["resting"] = sorted(self._tenant(tenant) for tenant in scheduler.asked_to_rest)
         self._events = []
@@ -209,6 +232,8 @@ class StepTrace:
         pool = scheduler.pool
         if self._spent:
             line["spent"], self._spent = self._spent, []
+        if scheduler.host is not None and (copies := self._copies(stats)):
+            line["copied"] = copies
         self._file.write(
             {
                 "step": line.pop("step"),
@@ -221,6 +246,14 @@ class StepTrace:
             }
         )
         self._hits, self._evictions = stats.prefix_hit_tokens, pool.evictions
+
+    def _copies(self, stats: EngineStats) -> list[float]:
+        """Return blocks that the step copied to the host and from it, and the time; none: an empty list."""
+        now = (stats.host_out_blocks, stats.host_in_blocks, stats.host_out_seconds + stats.host_in_seconds)
+        before, self._copied = self._copied, now
+        if now[:2] == before[:2]:
+            return []
+        return [now[0] - before[0], now[1] - before[1], round(now[2] - before[2], 6)]
 
     def fail(self, error: Exception) -> None:
         """End the trace because of `error`."""
@@ -286,7 +319,7 @@ class StepTrace:
         """Hash its full blocks without drafts, as far as they are not hashed yet."""
         hashes = self._blocks.setdefault(sequence.seq_id, [])
         for index in range(len(hashes), _num_fixed_tokens(sequence) // self._block_size):
-            before = hashes[-1].to_bytes(_HASH_BYTES) if hashes else self._keyed(group.request.cache_salt.encode())
+            before = hashes[-1].to_bytes(_HASH_BYTES) if hashes else self._keyed(group.request.block_salt.encode())
             hashes.append(int.from_bytes(self._keyed(before + sequence.block_content(index, self._block_size))))
 
     def _keyed(self, data: bytes) -> bytes:

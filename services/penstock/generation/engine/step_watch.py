@@ -38,6 +38,8 @@ class StepWatch:
         self._began: float | None = None
         # Rows of the step in progress; 0: not known yet.
         self.num_tokens = 0
+        # Time of its copies between the pools, which says nothing of steps of its size: as expected, then as it was.
+        self.copy_seconds = 0.0
         # By size: seconds of the slowest step of late; 0: none yet.
         self._slowest = [0.0] * _SIZES
         # Begin of a step, and the part of its time that is not its own.
@@ -46,6 +48,7 @@ class StepWatch:
     def begin(self) -> None:
         """Note that the thread begins a step, or the commands before it."""
         self.num_tokens = 0
+        self.copy_seconds = 0.0
         self._began = time.monotonic()
 
     def end(self) -> None:
@@ -55,6 +58,7 @@ class StepWatch:
         if began is None or not size:
             return
         seconds, kept = time.monotonic() - began - self._forgiven_of(began), _KEPT * self._slowest[size]
+        seconds -= self.copy_seconds
         if seconds > kept:
             self.note(self.num_tokens, seconds)
         else:
@@ -88,6 +92,8 @@ class StepWatch:
         if seconds < self._config.heartbeat_seconds:
             return StepView(seconds, began)
         usual, hung_after = self._usual_seconds(), self._config.hung_step_seconds
+        if usual is not None:
+            usual += self.copy_seconds
         overdue_after = hung_after if usual is None else usual * self._config.overdue_step_factor
         hung_after = max(hung_after, (usual or 0.0) * self._config.hung_step_factor)
         return StepView(seconds, began, seconds > overdue_after, seconds > hung_after)

@@ -218,7 +218,7 @@ class PluginStopCriteria(StopCriteria):
         for name, call in self._plugins:
             try:
                 is_met = call(token_ids, None)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise plugin_failed("config.stopping_criteria", name, error) from None
             if is_met:
                 return _CRITERIA

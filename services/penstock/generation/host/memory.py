@@ -15,15 +15,25 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 # Share of the memory left after the weights that `auto` takes; the rest is for activations and other processes.
 AUTO_FRACTION = 0.6
+# Size -1, as MindIE has it: what is left of this share of the whole memory.
+REST = -1
+REST_FRACTION = 0.8
 
 
 def parse_memory(text: str, *, flag: str = "--kv-memory") -> int | None:
-    """Parse `2GiB`, `512MB` or `1073741824` into bytes; None for `auto`. Raises StartupError naming `flag`."""
+    """Parse `2GiB`, `512MB` or `1073741824` into bytes; None for `auto`, REST for `-1`. Raises StartupError naming
+    `flag`."""
     if text.strip().lower() == "auto":
         return None
+    if text.strip() == str(REST):
+        return REST
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise StartupError(f"{flag} must be `auto` or a size such as 2GiB or 512MB", flag=flag)
+        raise StartupError(
+            f"{flag} must be `auto`, a size such as 2GiB or 512MB, or -1: what is left of {REST_FRACTION:.0%} of the "
+            "memory",
+            flag=flag,
+        )
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
@@ -42,29 +52,40 @@ def kv_pool_blocks(
     available: int,
     max_context_tokens: int,
     max_blocks: int | None = None,
+    total: int = 0,
+    flag: str = "--kv-memory",
+    after: str = "the weights",
 ) -> int:
-    """Return the blocks that `memory` bytes hold; None (`auto`): AUTO_FRACTION of `available`, at most `max_blocks`.
+    """Return the blocks that `memory` bytes hold; None (`auto`): AUTO_FRACTION of `available`, at most `max_blocks`;
+    REST: what is left of REST_FRACTION of `total`.
 
-    Raises StartupError naming --kv-memory when not one block fits, or when `memory` is more than `available`.
+    Raises StartupError naming `flag` when not one block fits, or when `memory` is more than what is `available` `after`
+    the weights, or after another pool.
     """
     needed = -(-max_context_tokens // block_size) * bytes_per_block
     advice = (
         f"one block takes {format_size(bytes_per_block)}, one sequence of the whole context "
         f"({max_context_tokens} tokens) {format_size(needed)}"
     )
-    if memory is not None and memory > available:
+    if memory is not None and memory != REST and memory > available:
         raise StartupError(
-            f"--kv-memory {format_size(memory)} is more than the {format_size(max(available, 0))} left after the "
-            f"weights: {advice}",
-            flag="--kv-memory",
+            f"{flag} {format_size(memory)} is more than the {format_size(max(available, 0))} left after "
+            f"{after}: {advice}",
+            flag=flag,
         )
-    budget = int(max(available, 0) * AUTO_FRACTION) if memory is None else memory
+    budget = memory if memory is not None else int(max(available, 0) * AUTO_FRACTION)
+    if memory == REST:
+        budget = max(available - int((1 - REST_FRACTION) * total), 0)
     blocks = budget // bytes_per_block
     if memory is None and max_blocks is not None:
         blocks = min(blocks, max_blocks)
     if blocks < 1:
-        given = "--kv-memory" if memory is not None else "--kv-memory auto, of what is left after the weights,"
-        raise StartupError(f"{given} {format_size(budget)} holds no KV block: {advice}", flag="--kv-memory")
+        given = flag
+        if memory is None:
+            given = f"{flag} auto, of what is left after {after},"
+        elif memory == REST:
+            given = f"{flag} -1, what is left of {REST_FRACTION:.0%} of {format_size(total)} after {after},"
+        raise StartupError(f"{given} {format_size(budget)} holds no KV block: {advice}", flag=flag)
     return blocks
 
 
@@ -139,6 +160,14 @@ def _stat(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process (resident, with pages of files); 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def trim_heap() -> None:

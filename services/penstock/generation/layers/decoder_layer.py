@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from penstock.generation.layers.lora import DOWN, GATED, OUTPUT, QKV, SITES_A_LAYER, AdapterBatch, SiteAdapters
+
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
     from penstock.generation.attention.kv_cache import KVCachePool
@@ -44,6 +46,17 @@ class Step:
     metadata: AttentionMetadata
     kv: KVCachePool
     attention: Attention
+    # None: no row has an adapter.
+    adapters: AdapterBatch | None = None
+
+    def linear(self, linear: Linear, x_TI: Tensor, layer: int, site: int) -> Tensor:
+        """Return the product of a linear layer, with the adapters' parts where there are some."""
+        if self.adapters is None:
+            return linear(x_TI)
+        number = layer * SITES_A_LAYER + site
+        if not self.adapters.changes_site(number):
+            return linear(x_TI)
+        return linear.adapted(x_TI, SiteAdapters(self.adapters, number))
 
 
 class SelfAttention:
@@ -59,23 +72,25 @@ class SelfAttention:
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's keys and values into the pool."""
-        qkv = self.qkv(x_TI)
+        qkv = step.linear(self.qkv, x_TI, self._layer, QKV)
         out = step.attention.forward_qkv(
             qkv, step.cos, step.sin, self.heads, self._layer, step.metadata, step.kv, self._scale, self.window
         )
-        return self.output(out.flatten(1))
+        return step.linear(self.output, out.flatten(1), self._layer, OUTPUT)
 
 
 class SwiGLU:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, gated: Linear, down: Linear) -> None:
+    def __init__(self, layer: int, gated: Linear, down: Linear) -> None:
         self.gated = gated
         self.down = down
+        self._layer = layer
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
+    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
-        return self.down(self.gated(x_TI))
+        inner = step.linear(self.gated, x_TI, self._layer, GATED)
+        return step.linear(self.down, inner, self._layer, DOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +106,4 @@ class DecoderLayer:
         """Run the layer on the residual stream `hidden` + `pending` (None: nothing), both (T, hidden). Changes `hidden`
         in place and returns the tensor that is pending after this layer."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
-        return self.mlp(self.post_attention_norm.add(hidden_TI, self.attention(normed, step)))
+        return self.mlp(self.post_attention_norm.add(hidden_TI, self.attention(normed, step)), step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -11,7 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm, Step
+from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.layers.lora import (
+    SITES_A_LAYER,
+    AdapterBatch,
+    AdapterWeights,
+    DenseAdapter,
+    DenseBatch,
+    EmbeddingPart,
+    LoraPart,
+    NativeAdapter,
+    NativeBatch,
+    SiteAdapters,
+)
 from penstock.generation.models.fused import FusedLayers, can_fuse
+from penstock.generation.weights.tensor_names import layer_linears
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
@@ -62,6 +76,7 @@ class CausalLM:
         self._norm = norm
         self._lm_head = lm_head
         self._rotary = rotary
+        self._is_native = isinstance(lm_head, NativeLinear)
 
     @property
     def can_draw(self) -> bool:
@@ -85,6 +100,25 @@ class CausalLM:
             mapped_bytes=self.mapped_bytes,
         )
 
+    @property
+    def head_site(self) -> int:
+        """Site of the head among those that adapters may change (layers.lora)."""
+        return len(self.layers) * SITES_A_LAYER
+
+    def adapter_weights(
+        self, sites: Mapping[int, Sequence[LoraPart]], embedding: EmbeddingPart | None
+    ) -> AdapterWeights:
+        """Return an adapter's matrices, of `dtype` and on `device`, in the form that this model's layers take."""
+        if not self._is_native:
+            return DenseAdapter(sites, embedding)
+        each = [(linear.shape[0], linear.gated) for linear in layer_linears(self.config)]
+        shapes = [*each * len(self.layers), (self.config.vocab_size, False)]
+        return NativeAdapter(sites, embedding, shapes=shapes, dtype=self.dtype)
+
+    def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
+        """Return the adapters of a step's rows: `counts[i]` rows in turn have `adapters[i]`."""
+        return (NativeBatch if self._is_native else DenseBatch)(adapters, counts)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -97,18 +131,20 @@ class CausalLM:
         embeds_TI: Tensor | None = None,
         capture: Capture | None = None,
         attention: Attention | None = None,
+        adapters: AdapterBatch | None = None,
     ) -> Tensor:
         """Return hidden_RI of `rows_R` (ascending; None: of every row, T) after the final norm, in the model's dtype;
         write all T rows' keys and values to `kv`.
 
         `input_ids_T` and `positions_T` are integer tensors on the model's device, as `metadata` describes them. Ids
         outside the vocabulary are the caller's error (IndexError on CPU). `embeds_TI` replaces what `embed` returns and
-        may be overwritten; `capture` is filled; `attention` replaces the model's own for this step.
+        may be overwritten; `capture` is filled; `attention` replaces the model's own for this step; `adapters` are
+        those of the T rows.
         """
-        hidden = self.embed(input_ids_T) if embeds_TI is None else embeds_TI
+        hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
         if self._fused is not None and capture is None and attention in (None, self.attention):
-            return self._fused(hidden, positions_T, metadata, kv, rows_R, draws=False)[0]
-        step = self.step(positions_T, metadata, kv, attention)
+            return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, draws=False)[0]
+        step = self.step(positions_T, metadata, kv, attention, adapters)
         pending: Tensor | None = None
         for number, layer in enumerate(self.layers):
             if capture is not None:
@@ -128,6 +164,7 @@ class CausalLM:
         kv: KVCachePool,
         rows_R: Tensor | None = None,
         embeds_TI: Tensor | None = None,
+        adapters: AdapterBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `forward`, and for each row the id of its highest logit (R): the first of equals, -1
         where none is finite.
@@ -136,32 +173,60 @@ class CausalLM:
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
-        hidden = self.embed(input_ids_T) if embeds_TI is None else embeds_TI
-        return self._fused(hidden, positions_T, metadata, kv, rows_R, draws=True)
+        hidden = self.embed(input_ids_T, adapters) if embeds_TI is None else embeds_TI
+        return self._fused(hidden, positions_T, metadata, kv, rows_R, adapters, draws=True)
 
-    def decode(self, ids: list[int], lengths: list[int], longest: int, tables_SB: Tensor, kv: KVCachePool) -> list[int]:
+    def decode(
+        self,
+        ids: list[int],
+        lengths: list[int],
+        longest: int,
+        tables_SB: Tensor,
+        kv: KVCachePool,
+        adapters: AdapterBatch | None = None,
+    ) -> list[int]:
         """Return the ids that `forward_and_draw` draws for one token of each sequence.
 
         `ids` are these tokens, `lengths` the sequences' lengths with them, `longest` the greatest of these. `tables_SB`
-        is as AttentionMetadata.block_tables. Call it only where `can_draw`.
+        is as AttentionMetadata.block_tables. No adapter may change the embedding. Call it only where `can_draw`.
         """
         if self._fused is None:
             raise RuntimeError("this model's operators are called one by one")
-        return self._fused.decode(ids, lengths, longest, tables_SB, kv)
+        return self._fused.decode(ids, lengths, longest, tables_SB, kv, adapters)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_NI: Tensor) -> Tensor:
+    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Return logits (N, vocab) in float32 of selected rows of `forward`'s result: pass only the rows that need
-        logits."""
-        return self._lm_head.as_float(hidden_NI)
+        logits. `adapters` are those of the N rows; None where none changes the head."""
+        if adapters is None or not adapters.changes_site(self.head_site):
+            return self._lm_head.as_float(hidden_NI)
+        return self._lm_head.adapted_as_float(hidden_NI, SiteAdapters(adapters, self.head_site))
 
-    def embed(self, input_ids_T: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def normed(self, hidden_NI: Tensor) -> Tensor:
+        """Return hidden_NI after the final norm, which `forward` ends with; a residual stream is not changed."""
+        return self._norm(hidden_NI.contiguous())
+
+    @property
+    def head(self) -> Linear:
+        """Linear layer that gives the logits."""
+        return self._lm_head
+
+    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """Return the residual stream (T, hidden) before the first layer."""
-        return self._rows(input_ids_T)
+        hidden = self._rows(input_ids_T)
+        if adapters is not None and adapters.changes_embedding:
+            adapters.add_to_embedding(hidden, input_ids_T)
+        return hidden
 
     def step(
-        self, positions_T: Tensor, metadata: AttentionMetadata, kv: KVCachePool, attention: Attention | None = None
+        self,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        attention: Attention | None = None,
+        adapters: AdapterBatch | None = None,
     ) -> Step:
         """Return the Step that `layers` need to run one by one."""
         cos, sin = self._rotary(positions_T)
-        return Step(cos, sin, metadata, kv, attention or self.attention)
+        return Step(cos, sin, metadata, kv, attention or self.attention, adapters)

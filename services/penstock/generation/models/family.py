@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.generation.core.model_config import ConfigReader, ModelConfig
+from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig
 from penstock.generation.layers.rope import read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -51,7 +51,7 @@ class Family:
     def model_config(self, config: ConfigReader, generation: ConfigReader) -> ModelConfig:
         """The checked configuration. Raises StartupError naming the field of config.json that is wrong."""
         self._refuse_unsupported(config)
-        num_layers = config.integer("num_hidden_layers", self.defaults.get("num_hidden_layers"))
+        num_layers = config.integer("num_hidden_layers", self.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
         num_heads = config.integer("num_attention_heads", self.defaults.get("num_attention_heads"))
         num_kv_heads = config.integer("num_key_value_heads", self._default_kv_heads(config, num_heads))
         if num_heads % num_kv_heads:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.model_config import ModelConfig
     from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm
     from penstock.generation.layers.linear.base import Linear
+    from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.layers.rope import RotaryEmbedding
 
 
@@ -66,6 +67,7 @@ class FusedLayers:
         metadata: AttentionMetadata,
         kv: KVCachePool,
         rows_R: Tensor | None,
+        adapters: AdapterBatch | None = None,
         *,
         draws: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -88,14 +90,24 @@ class FusedLayers:
             rows_R,
             draws,
             *kv.tensors,
+            None if adapters is None else adapters.native,
         )
         return result
 
-    def decode(self, ids: list[int], lengths: list[int], longest: int, tables: Tensor, kv: KVCachePool) -> list[int]:
+    def decode(
+        self,
+        ids: list[int],
+        lengths: list[int],
+        longest: int,
+        tables: Tensor,
+        kv: KVCachePool,
+        adapters: AdapterBatch | None = None,
+    ) -> list[int]:
         """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. `tables` is as
-        AttentionMetadata.block_tables and may be wider."""
+        AttentionMetadata.block_tables and may be wider. No adapter may change the embedding."""
         cos, sin = self._rotary.tables(longest)
-        drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors)
+        native = None if adapters is None else adapters.native
+        drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors, native)
         return drawn
 
 

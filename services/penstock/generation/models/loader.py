@@ -93,7 +93,7 @@ def _layer(config: ModelConfig, index: int, weights: Weights, kernels: LayerKern
         norm("input_layernorm"),
         SelfAttention(config, index, qkv, output, heads),
         norm("post_attention_layernorm"),
-        SwiGLU(gated, down),
+        SwiGLU(index, gated, down),
     )
     weights.layer_is_complete()
     return layer

@@ -17,7 +17,7 @@ from penstock.generation.options.table import CONFIG, RequestOptions
 
 FILE_NAME = "generation_config.json"
 # Facts about the file, the model or transformers' own caches: they do not change the output here.
-_IRRELEVANT = frozenset(
+IRRELEVANT_FIELDS = frozenset(
     {
         "transformers_version",
         "_from_model_config",
@@ -143,5 +143,5 @@ def _check(defaults: ModelDefaults, vocab_size: int, num_layers: int) -> None:
 
 def _ignored(values: Mapping[str, Any]) -> list[str]:
     """Settings that would change the output in transformers and do not here."""
-    honoured = {name for name, spec in CONFIG.items() if spec.in_file} | _SPECIAL | _IRRELEVANT
+    honoured = {name for name, spec in CONFIG.items() if spec.in_file} | _SPECIAL | IRRELEVANT_FIELDS
     return [name for name, value in values.items() if name not in honoured and value not in (False, [], {})]

@@ -23,6 +23,7 @@ class RequestLimits:
     max_beams: int = 64
     max_draft_tokens: int = 64
     max_matching_ngram: int = 64
+    max_lookahead_guesses: int = 16
     max_ngram: int = 256
     max_bad_words: int = 4096
     max_sequence_bias: int = 4096
@@ -45,6 +46,8 @@ class RequestLimits:
     max_plugin_bytes: int = 4096
     # Of the data of inputs_embeds: with all else a message is at most 16 MiB, where --max-message-bytes is not raised.
     max_inputs_embeds_bytes: int = 12 << 20
+    # False: the engine keeps no past outputs, so none can be drafted from.
+    remembers_outputs: bool = True
     max_dola_layers: int = 256
     max_tensor_steps: int = 4096
     max_identifier_chars: int = 256

@@ -134,7 +134,9 @@ def _contrastive(options: RequestOptions, model: ModelFacts, count: int) -> Cont
 
 def _assistance(options: RequestOptions, limits: RequestLimits) -> AssistanceOptions | None:
     lookup = options.prompt_lookup_num_tokens or None
-    if lookup is None and not options.assistant_model:
+    memory = options.ngram_memory_num_tokens or None if limits.remembers_outputs else None
+    window = options.lookahead_window or None
+    if lookup is None and memory is None and window is None and not options.assistant_model:
         return None
     plain, most = AssistanceOptions(), limits.max_draft_tokens
     number = options.num_assistant_tokens
@@ -146,6 +148,11 @@ def _assistance(options: RequestOptions, limits: RequestLimits) -> AssistanceOpt
         else options.assistant_confidence_threshold,
         prompt_lookup_num_tokens=lookup,
         max_matching_ngram_size=options.max_matching_ngram_size or plain.max_matching_ngram_size,
+        ngram_memory_num_tokens=memory,
+        ngram_memory_match=options.ngram_memory_match or plain.ngram_memory_match,
+        lookahead_window=window,
+        lookahead_ngram_size=options.lookahead_ngram_size or plain.lookahead_ngram_size,
+        lookahead_guesses=options.lookahead_guesses or plain.lookahead_guesses,
     )
 
 

@@ -21,6 +21,8 @@ class Scope(enum.Enum):
     BEAMS = "beam search"
     CONTRASTIVE = "contrastive search"
     LOOKUP = "prompt lookup"
+    NGRAM_MEMORY = "drafts from memory"
+    LOOKAHEAD = "lookahead"
     DRAFT_MODEL = "drafts of a model"
     DOLA = "DoLa"
     GUIDANCE = "guidance"

@@ -92,3 +92,5 @@ class ModelFacts:
     # (parameters but for the length, prompt tokens) -> most new tokens per sequence that context and KV pool hold; may
     # be below 1.
     max_output_tokens: Callable[[SamplingParams, int], int] | None = None
+    # True for the name of a known adapter; None: there are none.
+    has_adapter: Callable[[str], bool] | None = None

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from penstock.common.errors import InvalidArgument
 from penstock.common.request_context import new_request_id
+from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.request import Purpose, Request
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.options.limits import RequestLimits
 from penstock.generation.options.request_options import ModelFacts
-from penstock.generation.options.validate import check_model
+from penstock.generation.options.validate import check_adapter, check_model
 
 # Bytes of an answer, out of the 4 MiB that clients receive by default; the rest is framing.
 MAX_EMBEDDING_BYTES = (4 << 20) - (64 << 10)
@@ -31,6 +32,7 @@ class ScoreCommand:
 
     items: list[ScoreItem]
     model: str = ""
+    adapter: str = ""
     cache_salt: str = ""
     fair_share_key: str = ""
     # None and 0: the continuation's own tokens only.
@@ -43,14 +45,16 @@ class EmbedCommand:
 
     inputs: list[list[int]]
     model: str = ""
+    adapter: str = ""
     cache_salt: str = ""
     fair_share_key: str = ""
     normalize: bool = False
 
 
 def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits) -> None:
-    """Check the request. Raises NotFound (model) and InvalidArgument naming `items[i].…`."""
+    """Check the request. Raises NotFound (model, adapter) and InvalidArgument naming `items[i].…`."""
     check_model(command.model, model.name)
+    check_adapter(command.adapter, model)
     _check_salt("cache_salt", command.cache_salt, limits)
     _check_salt("fair_share_key", command.fair_share_key, limits)
     alternatives = command.top_logprobs or 0
@@ -74,8 +78,9 @@ def check_score(command: ScoreCommand, model: ModelFacts, limits: RequestLimits)
 
 
 def check_embed(command: EmbedCommand, model: ModelFacts, limits: RequestLimits, hidden_size: int) -> None:
-    """Check the request. Raises NotFound (model) and InvalidArgument naming `inputs[i]`."""
+    """Check the request. Raises NotFound (model, adapter) and InvalidArgument naming `inputs[i]`."""
     check_model(command.model, model.name)
+    check_adapter(command.adapter, model)
     _check_salt("cache_salt", command.cache_salt, limits)
     _check_salt("fair_share_key", command.fair_share_key, limits)
     _check_count("inputs", len(command.inputs), min(limits.max_embed_inputs, MAX_EMBEDDING_BYTES // (4 * hidden_size)))
@@ -87,7 +92,9 @@ def check_embed(command: EmbedCommand, model: ModelFacts, limits: RequestLimits,
             )
 
 
-def score_requests(command: ScoreCommand, arrival: float, deadline: float | None) -> list[Request]:
+def score_requests(
+    command: ScoreCommand, arrival: float, deadline: float | None, adapter: Adapter | None = None
+) -> list[Request]:
     """Return one request per item. Times are time.monotonic()."""
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=command.top_logprobs or 0)
     return [
@@ -99,6 +106,7 @@ def score_requests(command: ScoreCommand, arrival: float, deadline: float | None
             cache_salt=command.cache_salt,
             fair_share_key=command.fair_share_key,
             deadline=deadline,
+            adapter=adapter,
             purpose=Purpose.SCORE,
             first_needed_row=len(item.prompt) - 1,
         )
@@ -106,7 +114,9 @@ def score_requests(command: ScoreCommand, arrival: float, deadline: float | None
     ]
 
 
-def embed_requests(command: EmbedCommand, arrival: float, deadline: float | None) -> list[Request]:
+def embed_requests(
+    command: EmbedCommand, arrival: float, deadline: float | None, adapter: Adapter | None = None
+) -> list[Request]:
     """Return one request per input. Every row is summed, so none may come from the prefix cache."""
     params = SamplingParams(max_new_tokens=1)
     return [
@@ -118,6 +128,7 @@ def embed_requests(command: EmbedCommand, arrival: float, deadline: float | None
             cache_salt=command.cache_salt,
             fair_share_key=command.fair_share_key,
             deadline=deadline,
+            adapter=adapter,
             purpose=Purpose.EMBED,
             first_needed_row=0,
         )

@@ -59,6 +59,7 @@ from penstock.generation.options.option_spec import OptionSet, OptionSpec, Scope
 
 GENERATION, SEARCH, DRAFTS, GUIDANCE = "Generation", "Beams and other searches", "Drafts", "Guidance"
 DEFAULT_TOP_K = 50
+_AT_LEAST_TWO = Bounds(2)
 _NOT_NEGATIVE, _POSITIVE_SHARE = Bounds(0.0), Bounds(0.0, 1.0, above=True)
 _GONE = "5.x dropped it: 4.41.1"
 _IN_VOCABULARY = "in the vocabulary"
@@ -337,6 +338,30 @@ class RequestOptions(OptionSet):
         PLUGINS, "Stopping criteria of the server's owner, by name.", limit="max_plugins", in_file=False,
         allowed="loaded by `--stopping-criteria`; parameters as above",
         differs="names, not objects; one row a call, without scores",
+    )  # fmt: skip
+
+    # Drafts that transformers does not have.
+    ngram_memory_num_tokens: int | None = row(
+        INTEGER, "Draft so many tokens from past outputs of the same tenant, and remember this one; 0 is off.",
+        bounds=SIZE, limit="max_draft_tokens", scope=Scope.NGRAM_MEMORY, silent=(0,), flags=DRAFTS, default=0,
+        allowed="without a memory (`--ngram-memory-tenants 0`): warning", differs="Penstock's",
+    )  # fmt: skip
+    ngram_memory_match: int | None = row(
+        INTEGER, "Fewest tokens at the end that a past output must have had, too.", bounds=_AT_LEAST_TWO,
+        limit="max_matching_ngram", scope=Scope.NGRAM_MEMORY, default=3, differs="Penstock's",
+    )  # fmt: skip
+    lookahead_window: int | None = row(
+        INTEGER, "Guess so many tokens ahead, and let every step correct the guesses of the one before; 0 is off.",
+        bounds=SIZE, limit="max_draft_tokens", scope=Scope.LOOKAHEAD, silent=(0,), flags=DRAFTS, default=0,
+        differs="Penstock's, after Fu et al. 2024",
+    )  # fmt: skip
+    lookahead_ngram_size: int | None = row(
+        INTEGER, "Tokens of the n-grams that lookahead takes from its guesses.", bounds=_AT_LEAST_TWO,
+        limit="max_matching_ngram", scope=Scope.LOOKAHEAD, default=4, differs="Penstock's",
+    )  # fmt: skip
+    lookahead_guesses: int | None = row(
+        INTEGER, "N-grams that lookahead keeps for each first token.", bounds=COUNT, limit="max_lookahead_guesses",
+        scope=Scope.LOOKAHEAD, default=4, differs="Penstock's",
     )  # fmt: skip
 
 

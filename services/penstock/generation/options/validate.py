@@ -53,8 +53,7 @@ def with_prompt(request: GenerateOptions, defaults: ModelDefaults, model: ModelF
 
 def _check_target(request: GenerateOptions, model: ModelFacts) -> None:
     check_model(request.model, model.name)
-    if request.adapter:
-        raise NotFound("adapter: no adapter of this name is loaded", reason="ADAPTER_NOT_FOUND", field="adapter")
+    check_adapter(request.adapter, model)
     ours, theirs = model.tokenizer_fingerprint, request.tokenizer_fingerprint
     # A checkpoint without a tokenizer has nothing to compare with.
     if ours and theirs and ours != theirs:
@@ -69,6 +68,12 @@ def check_model(name: str, served: str) -> None:
     """Raise NotFound unless `name` is empty or the served model's."""
     if name and name != served:
         raise NotFound("model: no model of this name is served here", reason="MODEL_NOT_FOUND", field="model")
+
+
+def check_adapter(name: str, model: ModelFacts) -> None:
+    """Raise NotFound unless `name` is empty or a known adapter's."""
+    if name and not (model.has_adapter is not None and model.has_adapter(name)):
+        raise NotFound("adapter: no adapter of this name is loaded", reason="ADAPTER_NOT_FOUND", field="adapter")
 
 
 def _check_identifiers(request: GenerateOptions, limits: RequestLimits) -> None:

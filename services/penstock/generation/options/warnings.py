@@ -12,6 +12,16 @@ from penstock.generation.options.option_spec import Scope
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.table import OutputOptions, RequestOptions
 
+# Drafting option -> the option that asks for drafts of its kind.
+_DRAFT_SWITCHES = {
+    "max_matching_ngram_size": "prompt_lookup_num_tokens",
+    "ngram_memory_match": "ngram_memory_num_tokens",
+    "lookahead_ngram_size": "lookahead_window",
+    "lookahead_guesses": "lookahead_window",
+    "num_assistant_tokens": "assistant_model",
+    "num_assistant_tokens_schedule": "assistant_model",
+    "assistant_confidence_threshold": "assistant_model",
+}
 # transformers 4.55.4 recommends it with DoLa.
 _DOLA_REPETITION_PENALTY = 1.2
 
@@ -53,7 +63,19 @@ def _contrastive(name: str, modes: Modes, _: bool) -> str:
 
 
 def _drafts(name: str, modes: Modes, _: bool) -> str:
-    return "" if name in modes.mode.uses else modes.mode.no_drafts
+    if name in modes.mode.uses:
+        return ""
+    if modes.mode.no_drafts:
+        return modes.mode.no_drafts
+    switch = _DRAFT_SWITCHES.get(name)
+    return f"there are no such drafts, set config.{switch}" if switch else "this server remembers no outputs"
+
+
+def _draft_model(name: str, modes: Modes, has_eos: bool) -> str:
+    winner = next((switch for switch in _DRAFT_SWITCHES.values() if switch in modes.mode.uses), None)
+    if winner is None or winner == _DRAFT_SWITCHES.get(name, name):
+        return _drafts(name, modes, has_eos)
+    return f"config.{winner} is set and wins"
 
 
 def _dola(name: str, modes: Modes, _: bool) -> str:
@@ -76,7 +98,9 @@ _IDLE: dict[Scope, Callable[[str, Modes, bool], str]] = {
     Scope.BEAMS: _beams,
     Scope.CONTRASTIVE: _contrastive,
     Scope.LOOKUP: _drafts,
-    Scope.DRAFT_MODEL: _drafts,
+    Scope.NGRAM_MEMORY: _drafts,
+    Scope.LOOKAHEAD: _drafts,
+    Scope.DRAFT_MODEL: _draft_model,
     Scope.DOLA: _dola,
     Scope.GUIDANCE: _guidance,
     Scope.ENDING: _ending,

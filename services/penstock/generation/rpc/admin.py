@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.generation.engine.engine import Engine
+from penstock.common.errors import InvalidArgument
+from penstock.generation.adapters.access import AdapterAccess
+from penstock.generation.adapters.figures import AdapterInfo
+from penstock.generation.engine.block_commands import BlockCommands
 from penstock.generation.engine.stats import EngineLoad
 from penstock.generation.engine.step_watch import StepView
-from penstock.generation.service import GenerationCore, Lifecycle
-from penstock.generation.startup.load import LoadedModel
+from penstock.generation.options.kinds import check_count
+from penstock.generation.service import Lifecycle, WarmUpSize
 from penstock.generation.wire import convert
+from penstock.generation.wire.load_model import to_grace
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 # Number of a field that ClearCacheRequest no longer has. Who still sends it means less than the whole cache.
@@ -54,7 +56,7 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
                 if load != last:
                     last = load
                     yield load
-                    await asyncio.sleep(interval)
+                    await hub.pause(interval)
                 await changed.wait()
         finally:
             hub.unwatch(changed)
@@ -64,25 +66,45 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     ) -> admin_pb2.GetPoolStatsResponse:
         """Return counters of the KV pool since the start."""
         core = self._lifecycle.loaded()
-        return convert.from_pool_stats(self._load(), core.stats)
+        return convert.from_pool_stats(self._load(), core.stats, core.loaded.kv.bytes_per_block)
 
-    async def ClearCache(self, request: admin_pb2.ClearCacheRequest, context: Context) -> admin_pb2.ClearCacheResponse:
-        """Forget every reusable prefix that no running request holds."""
-        unknown: Any = UnknownFieldSet(request)
-        if any(field.field_number == _RETIRED_REQUEST_IDS for field in unknown):
-            raise InvalidArgument("request_ids", "is no field any more: the cache is cleared as a whole")
+    async def CopyBlocks(self, request: admin_pb2.CopyBlocksRequest, context: Context) -> admin_pb2.CopyBlocksResponse:
+        """Copy blocks of the pool that no request holds, between two steps."""
+        pairs = [(pair.source, pair.destination) for pair in request.pairs]
+        seconds = await self._command(lambda commands: commands.copy(pairs))
+        return admin_pb2.CopyBlocksResponse(blocks=len(pairs), seconds=seconds)
+
+    async def SwapBlocks(self, request: admin_pb2.SwapBlocksRequest, context: Context) -> admin_pb2.SwapBlocksResponse:
+        """Copy blocks that no request holds between the pool and the host pool, between two steps."""
+        swaps = [(swap.kind, swap.source, swap.destination) for swap in request.swaps]
+        seconds = await self._command(lambda commands: commands.swap(swaps))
+        return admin_pb2.SwapBlocksResponse(blocks=len(swaps), seconds=seconds)
+
+    async def _command(self, run: Callable[[BlockCommands], float]) -> float:
         core = self._lifecycle.loaded()
-        cleared = await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.clear_cache()))
-        # The engine publishes its load after carrying out commands, so the next one sees it published.
+        seconds = await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: run(BlockCommands(engine))))
+        # As for ClearCache: prefixes may be gone.
         await asyncio.wrap_future(core.loop.run_on_engine(lambda _: None))
         core.hub.notify()
-        return admin_pb2.ClearCacheResponse(blocks_cleared=cleared)
+        return seconds
+
+    async def ClearCache(self, request: admin_pb2.ClearCacheRequest, context: Context) -> admin_pb2.ClearCacheResponse:
+        """Forget every reusable prefix that no running request holds, or what was computed for the named requests."""
+        unknown: Any = UnknownFieldSet(request)
+        if any(field.field_number == _RETIRED_REQUEST_IDS for field in unknown):
+            raise InvalidArgument("request_ids", "is no field any more: live_request_ids names live requests")
+        core = self._lifecycle.loaded()
+        ids = request.live_request_ids
+        # Each is a command for the engine's thread: no more of them than may be live.
+        check_count("live_request_ids", ids, core.loaded.engine_config.max_queued_requests)
+        return admin_pb2.ClearCacheResponse(blocks_cleared=await core.clear_cache(tuple(ids)))
 
     async def WarmUp(self, request: admin_pb2.WarmUpRequest, context: Context) -> admin_pb2.WarmUpResponse:
-        """Run the model once, as at start-up, while nothing else runs; the prefix cache is empty afterwards."""
+        """Run the model as at start-up, or as asked, while nothing else runs; the prefix cache is empty afterwards."""
         core = self._lifecycle.accepting()
         begin = time.monotonic()
-        await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: _warm_up(engine, core.loaded)))
+        asked = {field.name: value for field, value in request.ListFields()}
+        await core.warm_up(WarmUpSize(**asked) if asked else None)
         return admin_pb2.WarmUpResponse(kv_bytes_available=core.loaded.kv.num_bytes, seconds=time.monotonic() - begin)
 
     async def DumpState(self, request: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
@@ -97,12 +119,10 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Refuse new work and wait for live requests. Once the grace is over they are aborted."""
         core = self._lifecycle.loaded()
-        grace = request.grace_seconds if request.HasField("grace_seconds") else None
-        if grace is not None and not (math.isfinite(grace) and grace >= 0):
-            raise InvalidArgument("grace_seconds", "must be finite and >= 0")
+        grace = to_grace(request)
         self._lifecycle.start_drain()
         await self._lifecycle.show_health()
-        await _finish(core, grace)
+        await core.finish(grace)
         return admin_pb2.DrainResponse(running_requests=core.hub.num_live)
 
     async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeResponse:
@@ -111,6 +131,38 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         self._lifecycle.resume()
         await self._lifecycle.show_health()
         return admin_pb2.ResumeResponse()
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        """Load an adapter; requests that come after the answer may name it."""
+        access = self._lifecycle.accepting().adapter_access
+        seconds = await access.load(request.name, request.path, replace=request.replace)
+        # Raises where another call has unloaded it meanwhile.
+        adapter = _adapter(access.info(request.name), access)
+        return admin_pb2.LoadAdapterResponse(adapter=adapter, version=access.version, seconds=seconds)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        """Forget an adapter; requests that have it go on."""
+        access = self._lifecycle.loaded().adapter_access
+        live = access.unload(request.name)
+        return admin_pb2.UnloadAdapterResponse(version=access.version, live_requests=live)
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: Context
+    ) -> admin_pb2.ListAdaptersResponse:
+        """Return facts of every adapter that is known."""
+        access = self._lifecycle.loaded().adapter_access
+        found = [_adapter(info, access) for info in access.infos()]
+        return admin_pb2.ListAdaptersResponse(adapters=found, version=access.version)
+
+    async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
+        """Read the model's weights again, between a drain and a resume."""
+        result = await self._lifecycle.reload(to_grace(request))
+        weights = self._lifecycle.loaded().loaded.model.num_bytes
+        return admin_pb2.ReloadResponse(seconds=result.seconds, weights_bytes=weights, aborted_requests=result.aborted)
 
     def _load(self) -> admin_pb2.Load:
         core = self._lifecycle.core
@@ -124,7 +176,12 @@ class AdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         load = core.loop.load
         # The engine does not know those that are prepared yet, and a router takes what nobody counts for forgotten.
         load = load._replace(waiting_requests=load.waiting_requests + core.hub.num_prepared)
-        return convert.from_load(load, view, self._lifecycle.state.value, limit, start_id)
+        version = core.adapter_access.version
+        return convert.from_load(load, view, self._lifecycle.state.value, limit, start_id, version)
+
+
+def _adapter(info: AdapterInfo, access: AdapterAccess) -> admin_pb2.Adapter:
+    return convert.from_adapter(info, access.shown_path(info))
 
 
 def _interval(request: admin_pb2.WatchLoadRequest) -> float:
@@ -137,20 +194,3 @@ def _interval(request: admin_pb2.WatchLoadRequest) -> float:
             "min_interval_seconds", f"must be in [{MIN_INTERVAL_SECONDS:g}, {MAX_INTERVAL_SECONDS:g}]"
         )
     return interval
-
-
-def _warm_up(engine: Engine, loaded: LoadedModel) -> None:
-    """Warm up, on the engine's thread. It writes into blocks of the pool, so none may be in use or cached."""
-    if engine.has_work:
-        raise FailedPrecondition("requests are live: warm up while there are none", reason="BUSY")
-    engine.clear_cache()
-    loaded.warm_up()
-
-
-async def _finish(core: GenerationCore, grace: float | None) -> None:
-    """Wait for live requests. After `grace` seconds abort them and wait for their last words."""
-    try:
-        await asyncio.wait_for(core.hub.wait_idle(), grace)
-    except TimeoutError:
-        core.hub.abort(core.hub.live_ids())
-        await core.hub.wait_idle()

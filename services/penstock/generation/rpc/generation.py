@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Make a request that can be submitted. Its options, which may hold megabytes, do not outlive this call."""
         options = convert.to_generate_options(message, core.limits)
         maker = core.prepare(options, deadline)
-        if options.take_time:
+        if core.takes_time(maker.request, options):
             await core.complete(maker.request, options)
             # It may have begun to drain meanwhile.
             self._lifecycle.accepting()
@@ -116,7 +116,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         options = convert.to_generate_options(message, core.limits)
         maker = core.prepare(options, deadline)
         maker.handle = handle
-        if options.take_time:
+        if core.takes_time(maker.request, options):
             # The session's other commands do not wait for it.
             session.later(maker, self._submit_later(maker, options, session))
             return True

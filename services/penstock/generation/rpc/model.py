@@ -1,40 +1,131 @@
-"""ModelService: facts about the served model, its device and its limits."""
+"""ModelService: facts about the served model, its device and its limits; the model loaded and unloaded."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.common.progress import StageProgress
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.graphs.access import ModelAccess
+from penstock.generation.holder.model_holder import ModelHolder
+from penstock.generation.holder.model_load import ModelLoad
 from penstock.generation.options.validate import check_model
+from penstock.generation.rpc.graphs import GraphCalls
 from penstock.generation.service import GenerationCore, Lifecycle
-from penstock.generation.wire import convert
+from penstock.generation.wire import convert, load_model
+from penstock.generation.wire.graphs import from_graph
 from penstock.generation.wire.options import from_options
-from penstock.v1 import common_pb2, config_pb2, model_pb2, model_pb2_grpc
+from penstock.v1 import common_pb2, config_pb2, model_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """ModelService over one Lifecycle."""
+class ModelServicer(GraphCalls):
+    """ModelService over one Lifecycle and its ModelHolder."""
 
-    def __init__(self, lifecycle: Lifecycle, max_message_bytes: int) -> None:
-        self._lifecycle = lifecycle
-        self._max_message_bytes = max_message_bytes
+    def __init__(self, lifecycle: Lifecycle, holder: ModelHolder, config: GenerationServiceConfig) -> None:
+        super().__init__(lifecycle)
+        self._holder = holder
+        self._config = config
+        self._max_message_bytes = config.max_message_bytes
+        # The graphs of an opened model as bytes: a large model has hundreds, which take milliseconds to describe.
+        self._listed: tuple[ModelAccess, bytes] | None = None
 
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
         """Return the facts; while the model loads only its name, state and percentage."""
+        check_model(request.model, self._lifecycle.model_name)
+        return self._info()
+
+    async def LoadModel(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[model_pb2.LoadModelRequest], context: Context
+    ) -> None:
+        """Load a model from a path or from the stream's bytes: send progress, and last the facts."""
+        messages = aiter(request_iterator)
+        first = await self._next(messages)
+        # Not before: a client that is still writing may lose the status.
+        self._require_access()
+        if first is None:
+            raise InvalidArgument("start", "must come first")
+        load = self._holder.begin_load(load_model.to_order(first))
+        shown = _NewestProgress()
+        writer = asyncio.create_task(shown.write(context))
+        try:
+            await self._receive(messages, load, shown)
+            await load.finish(shown.show)
+        except BaseException:
+            writer.cancel()
+            raise
+        finally:
+            # A caller that has left is told nothing, but all of it is freed.
+            await load.end()
+        shown.end()
+        await writer
+        await context.write(model_pb2.LoadModelResponse(info=self._info()))
+
+    async def UnloadModel(
+        self, request: model_pb2.UnloadModelRequest, context: Context
+    ) -> model_pb2.UnloadModelResponse:
+        """End the model; the process has none then."""
+        self._require_access()
+        gone = await self._holder.unload(load_model.to_grace(request))
+        return model_pb2.UnloadModelResponse(
+            model=gone.name, resident_bytes_before=gone.bytes_before, resident_bytes_after=gone.bytes_after
+        )
+
+    async def _receive(
+        self, messages: AsyncIterator[model_pb2.LoadModelRequest], load: ModelLoad, shown: _NewestProgress
+    ) -> None:
+        """Take the bytes of all files. Every message is answered by progress: a sender may wait for it, so that no
+        refusal meets a message that is being sent."""
+        if load.wants_bytes:
+            shown.show(load.received)
+        while load.wants_bytes:
+            message = await self._next(messages)
+            if message is None:
+                load.cut_short()
+                return
+            await load.take(*load_model.to_chunk(message))
+            shown.show(load.received)
+
+    async def _next(self, messages: AsyncIterator[model_pb2.LoadModelRequest]) -> model_pb2.LoadModelRequest | None:
+        """Return the next message; None at the end. Raises InvalidArgument when it does not come."""
+        most = self._config.receive_idle_seconds
+        try:
+            return await asyncio.wait_for(anext(messages, None), most)
+        except TimeoutError:
+            raise InvalidArgument(
+                "chunk", f"did not come within {most:g} s (--receive-idle-seconds)", reason="MODEL_REFUSED"
+            ) from None
+
+    def _require_access(self) -> None:
+        if not self._config.is_model_open:
+            raise FailedPrecondition(
+                "this process lets nobody load or unload a model: --model-access local allows it on a loopback "
+                "address, all on any, by --model-access-token-file",
+                reason="MODEL_ACCESS_OFF",
+            )
+
+    def _info(self) -> model_pb2.GetModelInfoResponse:
         lifecycle = self._lifecycle
-        check_model(request.model, lifecycle.model_name)
         response = model_pb2.GetModelInfoResponse(
             model=lifecycle.model_name,
             state=convert.from_state(lifecycle.state.value),
             percent_loaded=lifecycle.percent_loaded,
+            load_number=lifecycle.num_loads,
+            load_stage=lifecycle.load_stage,
+            can_load=self._config.is_model_open,
         )
         if lifecycle.core is not None:
             response.MergeFrom(self._describe(lifecycle.core))
+            if lifecycle.core.access is not None:
+                response.MergeFromString(self._graphs(lifecycle.core.access))
         return response
 
     def _describe(self, core: GenerationCore) -> model_pb2.GetModelInfoResponse:
@@ -57,12 +148,19 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             num_parameters=config.num_parameters,
             tokenizer_fingerprint=loaded.served.tokenizer_fingerprint,
             assistant_model=loaded.served.assistant_model,
+            adapters=loaded.adapters.names(),
             default_config=from_options(defaults.options),
             default_stop=config_pb2.StopConfig(
                 stop_strings=defaults.stop_strings,
                 stop_token_ids=[common_pb2.TokenIds(ids=ids) for ids in defaults.eos_sequences],
             ),
         )
+
+    def _graphs(self, access: ModelAccess) -> bytes:
+        if self._listed is None or self._listed[0] is not access:
+            graphs = [from_graph(graph, can_keep=access.can_keep_tensors) for graph in access.graphs.every]
+            self._listed = access, model_pb2.GetModelInfoResponse(forward_graphs=graphs).SerializeToString()
+        return self._listed[1]
 
     def _limits(self, core: GenerationCore) -> model_pb2.Limits:
         engine, limits = core.loaded.engine_config, core.limits
@@ -77,6 +175,42 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             max_logit_bias=limits.max_logit_bias,
             max_message_bytes=self._max_message_bytes,
         )
+
+
+class _NewestProgress:
+    """Progress on its way to a caller: of states that come faster than they are read the newest is sent."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        # The newest state of each stage, in order; stages are a handful.
+        self._states: dict[str, StageProgress] = {}
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def show(self, progress: StageProgress) -> None:
+        """Show it. Thread-safe."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, progress)
+        except RuntimeError:
+            # The event loop is closed: no caller is left.
+            return
+
+    def end(self) -> None:
+        """Let `write` return once all is sent."""
+        self._ended = True
+        self._changed.set()
+
+    async def write(self, context: Context) -> None:
+        """Write until the end."""
+        while not self._ended or self._states:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._states:
+                await context.write(load_model.from_progress(self._states.pop(next(iter(self._states)))))
+
+    def _put(self, progress: StageProgress) -> None:
+        self._states[progress.stage] = progress
+        self._changed.set()
 
 
 def _geometry(core: GenerationCore) -> model_pb2.KvGeometry:

@@ -28,7 +28,8 @@ _FAR = 1e3
 # Most rows of early-exit logits at a time, over all candidate layers; each takes vocabulary x 4 bytes, thrice.
 _ROWS_AT_A_TIME = 64
 
-Logits = Callable[[Tensor], Tensor]
+# (hidden states, rows of the logits that they belong to) -> logits.
+Logits = Callable[[Tensor, list[int]], Tensor]
 
 
 class EarlyExits:
@@ -55,8 +56,9 @@ class EarlyExits:
                 some = numbers[begin : begin + step]
                 index = torch.tensor(some, dtype=torch.int64, device=self._device)
                 hidden = torch.cat([self.capture.states[layer].index_select(0, index) for layer in layers])
-                early_LRV = logits_of(hidden).view(len(layers), len(some), -1)
-                rows = torch.tensor([self._rows[number] for number in some], dtype=torch.int64, device=self._device)
+                places = [self._rows[number] for number in some]
+                early_LRV = logits_of(hidden, places * len(layers)).view(len(layers), len(some), -1)
+                rows = torch.tensor(places, dtype=torch.int64, device=self._device)
                 behind = [place for place, number in enumerate(some) if self._has_grammar[number]]
                 logits_RV[rows] = contrasted(logits_RV[rows], early_LRV, behind)
 

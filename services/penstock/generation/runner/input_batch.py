@@ -1,9 +1,10 @@
-"""Inputs of the model for a step's sequences, as tensors. The block tables persist from step to step."""
+"""Inputs of the model for a step, as tensors, and the adapters of its rows. Block tables persist from step to step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Seq
 
+    from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
     from penstock.generation.models.decoder import CausalLM
 
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
@@ -34,8 +37,8 @@ class ModelInputs:
 class InputBatch:
     """Block ids of every sequence in rows of one array, so that a decoding sequence costs at most one block id a step.
 
-    It relies on a rule of the block tables: until a sequence is released, the blocks before the one of the first token
-    that was not computed after its last step never change.
+    It relies on a rule of the block tables: until a sequence is released or parked, the blocks before the one of the
+    first token that was not computed after its last step never change.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
@@ -52,7 +55,7 @@ class InputBatch:
         self._row_starts = torch.empty(0, dtype=torch.int32)
 
     def release(self, seq_ids: Iterable[int]) -> None:
-        """Forget sequences; ids that were never scheduled are fine."""
+        """Forget the blocks of sequences that are gone or parked; ids that were never scheduled are fine."""
         for seq_id in seq_ids:
             slot = self._slots.pop(seq_id, None)
             if slot is not None:
@@ -144,8 +147,14 @@ class InputBatch:
         return slot
 
 
-def embed_step(model: CausalLM, scheduled: Seq[ScheduledSequence], inputs: ModelInputs) -> torch.Tensor:
-    """Return the residual stream before the first layer (T, hidden) of a step of these entries.
+def embed_step(
+    model: CausalLM,
+    scheduled: Seq[ScheduledSequence],
+    inputs: ModelInputs,
+    adapters: AdapterBatch | None = None,
+) -> torch.Tensor:
+    """Return the residual stream before the first layer (T, hidden) of a step of these entries, whose rows have
+    `adapters`.
 
     Ids in `inputs` that embeddings replace become 0: placeholders are outside every vocabulary.
     """
@@ -161,7 +170,7 @@ def embed_step(model: CausalLM, scheduled: Seq[ScheduledSequence], inputs: Model
         spans.append((slice(first, first + count), rows.view(count, hidden)))
     for rows_of_entry, _ in spans:
         inputs.input_ids_T[rows_of_entry] = 0
-    hidden_TI = model.embed(inputs.input_ids_T)
+    hidden_TI = model.embed(inputs.input_ids_T, adapters)
     for rows_of_entry, rows_PI in spans:
         hidden_TI[rows_of_entry] = rows_PI
     return hidden_TI
@@ -174,3 +183,27 @@ def _grown(tables: np.ndarray, *, axis: int, minimum: int) -> np.ndarray:
     grown = np.zeros(shape, dtype=tables.dtype)
     grown[: tables.shape[0], : tables.shape[1]] = tables
     return grown
+
+
+class AdapterRows:
+    """Maker of AdapterBatches. Steps of the same sequences, one row each, have the same one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Adapter | None, ...], list[int], AdapterBatch] | None = None
+
+    def of(self, model: CausalLM, adapters: tuple[Adapter | None, ...], row_starts: list[int]) -> AdapterBatch:
+        """Return the batch of a step's entries; `row_starts` as in ModelInputs."""
+        last = self._last
+        # Adapters are equal when they are the same.
+        if last is not None and last[0] == adapters and last[1] == row_starts:
+            return last[2]
+        weights = [None if adapter is None else cast("AdapterWeights", adapter.weights) for adapter in adapters]
+        counts = [end - first for first, end in pairwise(row_starts)]
+        batch = model.adapter_batch(weights, counts)
+        self._last = (adapters, row_starts, batch)
+        return batch
+
+    def release(self, seq_ids: Seq[int]) -> None:
+        """Forget the last batch, which holds adapters, when some sequences are gone."""
+        if seq_ids:
+            self._last = None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from penstock.generation.attention.host_kv import copy_blocks
 from penstock.generation.core.draw import DrawKind
 from penstock.generation.core.request import Logprob, PositionLogprobs
 from penstock.generation.core.sampling_params import SamplingParams
@@ -21,7 +23,7 @@ from penstock.generation.runner.draw_rows import DrawRows
 from penstock.generation.runner.fast_path import FastPath, goes_on
 from penstock.generation.runner.grammar_masks import GrammarMasks, MaskFiller, PendingMasks
 from penstock.generation.runner.hidden_states import HiddenHistories
-from penstock.generation.runner.input_batch import InputBatch, ModelInputs, embed_step
+from penstock.generation.runner.input_batch import AdapterRows, InputBatch, ModelInputs, embed_step
 from penstock.generation.runner.output_tensors import StepTensorTaker
 from penstock.generation.runner.row_outputs import MeanPooling, PromptScorer, apply_guidance
 from penstock.generation.runner.steady_decode import SteadyDecode
@@ -31,7 +33,9 @@ from penstock.generation.sampling.sampler import Sampler
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from penstock.generation.attention.host_kv import HostKVPool
     from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.sampling.token_masks import TokenMasks
 
@@ -42,6 +46,16 @@ _WARM_UP_LAYERS = 2
 _NOBODY: frozenset[int] = frozenset()
 # Draws by seq_id, and the ids of sequences that failed or are exhausted, as in RunnerOutput.
 _Drawn: TypeAlias = "tuple[dict[int, SampledToken], frozenset[int], frozenset[int]]"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpWork:
+    """Work of a warm-up: prompts that are computed in one step, then decode steps of these sequences."""
+
+    num_sequences: int = 2
+    # Of each prompt.
+    num_tokens: int = 64
+    num_steps: int = 1
 
 
 class ModelRunner:
@@ -55,29 +69,47 @@ class ModelRunner:
         prompt_logprob_rows: int = 64,
         masks: MaskFiller | None = None,
         kernels: SamplingKernels | None = None,
+        host: HostKVPool | None = None,
     ) -> None:
         """`prompt_logprob_rows`: most prompt rows with logits at a time; each takes vocabulary x 4 bytes, thrice.
 
         `masks` None: no sequence may have a grammar. `kernels`: the device's sampling kernels; None: the reference.
+        `host` None: no step copies blocks from or to the host.
         """
+        self._again = partial(
+            ModelRunner, kv=kv, prompt_logprob_rows=prompt_logprob_rows, masks=masks, kernels=kernels, host=host
+        )
         kernels = kernels or SamplingKernels()
         self._model = model
         self._kv = kv
+        self._host = host
         self._prompt_scorer = PromptScorer(model, prompt_logprob_rows, kernels)
         self._pooling = MeanPooling()
         self._histories = HiddenHistories()
         self._inputs = InputBatch(kv.block_size, model.device)
+        self._adapters = AdapterRows()
         self._sampler = Sampler(model.device, kernels)
         self._fast_path = FastPath()
         self._masks = None if masks is None else GrammarMasks(masks)
         # State that the next step may go on from.
         self._steady: SteadyDecode | None = None
 
+    def over(self, model: CausalLM) -> ModelRunner:
+        """Return a runner of another model of the same shape over the same pool. It knows nothing of any sequence."""
+        return self._again(model)
+
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Run one step. Changes only the KV pool and the runner's own buffers.
+        """Run one step. Changes only the KV pools and the runner's own buffers.
 
         A sequence whose logits hold a NaN is in `failed`: it ends alone.
         """
+        if not output.copies:
+            return self._compute(output)
+        out_seconds, in_seconds = copy_blocks(self._kv, self._host, output.copies)
+        return replace(self._compute(output), out_seconds=out_seconds, in_seconds=in_seconds)
+
+    def _compute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Run a step whose copies are made."""
         steady, self._steady = self._steady, None
         if steady is None or (result := steady.step(output, self._model, self._kv)) is None:
             return self._execute(output)
@@ -89,7 +121,8 @@ class ModelRunner:
         self._sampler.fork(output.forks)
         self._histories.fork(output.forks)
         self.release(output.released)
-        self._kv.copy_blocks(output.copies)
+        if output.parked:
+            self._inputs.release(output.parked)
         if not output.scheduled:
             return RunnerOutput({}, {})
         inputs = self._inputs.build(output.scheduled)
@@ -102,11 +135,16 @@ class ModelRunner:
         # hidden_RI holds the rows that are drawn from, or all rows where others are wanted, too.
         rows_R = None if draws.wants_all_of(num_rows) else self._index(draws.rows)
         num_results = num_rows if rows_R is None else len(draws.rows)
-        embeds_TI = embed_step(self._model, output.scheduled, inputs) if output.has_embeds else None
+        adapters = None
+        if output.adapters is not None:
+            adapters = self._adapters.of(self._model, output.adapters, inputs.row_starts)
+        embeds_TI = embed_step(self._model, output.scheduled, inputs, adapters) if output.has_embeds else None
         if self._model.can_draw and self._fast_path.takes(draws, num_results, self._sampler):
-            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI)
-            if drawn is not None and goes_on(output.scheduled):
-                self._steady = SteadyDecode(output.scheduled, inputs.metadata, self._kv.block_size)
+            hidden_RI, drawn = self._forward_and_draw(draws, inputs, rows_R, embeds_TI, adapters)
+            # The call of a steady decode looks the ids up by itself.
+            looks_up = adapters is None or not adapters.changes_embedding
+            if drawn is not None and looks_up and goes_on(output.scheduled):
+                self._steady = SteadyDecode(output.scheduled, inputs.metadata, self._kv.block_size, adapters)
         else:
             hidden_RI = self._model.forward(
                 inputs.input_ids_T,
@@ -117,18 +155,28 @@ class ModelRunner:
                 embeds_TI=embeds_TI,
                 capture=joint(None if exits is None else exits.capture, None if tensors is None else tensors.capture),
                 attention=None if tensors is None else tensors.attention,
+                adapters=adapters,
             )
-        sampled, failed, exhausted = drawn or self._sample(draws, hidden_RI, exits, tensors, masks)
+        # Those that change the head.
+        head = adapters if adapters is not None and adapters.changes_site(self._model.head_site) else None
+        sampled, failed, exhausted = drawn or self._sample(draws, hidden_RI, exits, tensors, masks, head)
         if draws.remembered:
             self._compare(draws, hidden_RI, sampled)
         if draws.pooled:
             sampled.update(self._pool(draws, hidden_RI))
-        return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_RI), failed, exhausted)
+        return RunnerOutput(sampled, self._prompt_logprobs(draws, hidden_RI, head), failed, exhausted)
 
     def release(self, seq_ids: Seq[int]) -> None:
         """See core.step.Runner."""
         self._steady = None
-        for keeper in (self._inputs, self._sampler, self._fast_path, self._pooling, self._histories):
+        for keeper in (
+            self._inputs,
+            self._sampler,
+            self._fast_path,
+            self._pooling,
+            self._histories,
+            self._adapters,
+        ):
             keeper.release(seq_ids)
 
     @property
@@ -136,17 +184,24 @@ class ModelRunner:
         """Most tokens of a prompt such that pool and model have room for it and one more token."""
         return min(self._kv.num_slots, self._model.config.max_position_embeddings) - 1
 
-    def warm_up(self, *, num_sequences: int = 2, num_tokens: int = 64) -> None:
+    def warm_up(self, work: WarmUpWork | None = None) -> None:
         """Prepare memory, threads and kernels for the first request.
 
-        Runs prompts through the first layers and a decode step through all. Writes into the first blocks of the pool,
-        so it is allowed only before the first request, or while the pool is unused.
+        Runs prompts through the first layers and decode steps through all, no more of either than pool and model hold.
+        Writes into the first blocks of the pool, so it is allowed only before the first request, or while the pool is
+        unused.
         """
-        num_tokens = max(1, min(num_tokens, self.longest_prompt))
-        num_sequences = min(num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + 1))
-        greedy, drawn = SamplingParams(2), SamplingParams(2, do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
-        sequences = [self._trial(index, num_tokens, drawn if index % 2 else greedy) for index in range(num_sequences)]
-        for runner, start, count in ((self._shallow(_WARM_UP_LAYERS), 0, num_tokens), (self, num_tokens, 1)):
+        work = work or WarmUpWork()
+        num_tokens = max(1, min(work.num_tokens, self.longest_prompt))
+        num_steps = max(1, min(work.num_steps, self.longest_prompt + 1 - num_tokens))
+        num_sequences = min(work.num_sequences, self._kv.num_blocks // self._blocks_of(num_tokens + num_steps))
+        params = SamplingParams(num_steps + 1)
+        drawn = replace(params, do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
+        sequences = [
+            self._trial(index, num_tokens, drawn if index % 2 else params, num_steps) for index in range(num_sequences)
+        ]
+        steps = [(self, num_tokens + step, 1) for step in range(num_steps)]
+        for runner, start, count in ((self._shallow(_WARM_UP_LAYERS), 0, num_tokens), *steps):
             step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
             sampled = runner.execute(SchedulerOutput(step)).sampled
             for sequence in sequences:
@@ -171,9 +226,9 @@ class ModelRunner:
         self.execute(SchedulerOutput((step,)))
         self.release([sequence.seq_id])
 
-    def _trial(self, index: int, num_tokens: int, params: SamplingParams) -> Sequence:
-        """Return a sequence of no request, on the `index`-th range of blocks that holds `num_tokens` and one more."""
-        each = self._blocks_of(num_tokens + 1)
+    def _trial(self, index: int, num_tokens: int, params: SamplingParams, num_new: int = 1) -> Sequence:
+        """Return a sequence of no request, on the `index`-th range of blocks that holds all its tokens."""
+        each = self._blocks_of(num_tokens + num_new)
         return Sequence(
             seq_id=_WARM_UP_ID - index,
             index=0,
@@ -188,11 +243,16 @@ class ModelRunner:
         return -(-num_tokens // self._kv.block_size)
 
     def _forward_and_draw(
-        self, draws: DrawRows, inputs: ModelInputs, rows_R: torch.Tensor | None, embeds_TI: torch.Tensor | None
+        self,
+        draws: DrawRows,
+        inputs: ModelInputs,
+        rows_R: torch.Tensor | None,
+        embeds_TI: torch.Tensor | None,
+        adapters: AdapterBatch | None,
     ) -> tuple[torch.Tensor, _Drawn | None]:
         """Compute hidden states and greedy draws in one call. The draws are None when some row has no token."""
         hidden_RI, ids_R = self._model.forward_and_draw(
-            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R, embeds_TI
+            inputs.input_ids_T, inputs.positions_T, inputs.metadata, self._kv, rows_R, embeds_TI, adapters
         )
         ids = ids_R.tolist()
         if -1 in ids:
@@ -220,17 +280,20 @@ class ModelRunner:
         exits: EarlyExits | None,
         tensors: StepTensorTaker | None,
         pending: PendingMasks | None,
+        head: AdapterBatch | None,
     ) -> _Drawn:
         """Draw for all sequences but unconditional branches; siblings draw from copies of one row.
 
-        `hidden_RI` holds all rows, or only those in `draws`.
+        `hidden_RI` holds all rows, or only those in `draws`; `head` are the adapters of all rows, where some change the
+        head.
         """
         results = {sequence.seq_id: SampledToken(-1) for sequence in draws.without_logits}
         if not draws.rows:
             return results, _NOBODY, _NOBODY
         if len(draws.rows) < hidden_RI.shape[0]:
             hidden_RI = hidden_RI[self._index(draws.rows)]
-        logits_NV = self._logits(hidden_RI, draws, exits, tensors)
+        head = None if head is None else head.select(draws.rows)
+        logits_NV = self._logits(hidden_RI, draws, exits, tensors, head)
         masks = None if pending is None else pending.take()
         if tensors is not None:
             tensors.take_scores(logits_NV, self._sampler, masks)
@@ -238,7 +301,7 @@ class ModelRunner:
             drawn = self._draw(logits_NV, draws.sequences, masks)
             failed = exhausted = _NOBODY
         except FloatingPointError:
-            logits_NV = self._logits(hidden_RI, draws, exits, None)
+            logits_NV = self._logits(hidden_RI, draws, exits, None, head)
             drawn, failed, exhausted = self._draw_numbers(logits_NV, draws.sequences, masks)
         results.update((sequence.seq_id, token) for sequence, token in drawn)
         if tensors is not None:
@@ -248,14 +311,24 @@ class ModelRunner:
         return results, failed, exhausted
 
     def _logits(
-        self, hidden_RI: torch.Tensor, draws: DrawRows, exits: EarlyExits | None, tensors: StepTensorTaker | None
+        self,
+        hidden_RI: torch.Tensor,
+        draws: DrawRows,
+        exits: EarlyExits | None,
+        tensors: StepTensorTaker | None,
+        head: AdapterBatch | None,
     ) -> torch.Tensor:
-        """Return (N, vocabulary) logits: contrasted with earlier layers for DoLa, and guided with guidance."""
-        logits_NV = self._model.compute_logits(hidden_RI)
+        """Return (N, vocabulary) logits: contrasted with earlier layers for DoLa, and guided with guidance.
+
+        `head` are the adapters of the rows of `hidden_RI`.
+        """
+        logits_NV = self._model.compute_logits(hidden_RI, head)
         if tensors is not None:
             tensors.take_logits(logits_NV)
         if exits is not None:
-            exits.contrast(logits_NV, self._model.compute_logits)
+            exits.contrast(
+                logits_NV, lambda hidden, rows: self._model.compute_logits(hidden, head and head.select(rows))
+            )
         if len(draws.sequences) > len(draws.rows):
             logits_NV = logits_NV.repeat_interleave(self._index(draws.repeats), dim=0)
         if draws.guided:
@@ -309,11 +382,19 @@ class ModelRunner:
                 done[entry.sequence.seq_id] = SampledToken(-1, embedding=embedding)
         return done
 
-    def _prompt_logprobs(self, draws: DrawRows, hidden_TI: torch.Tensor) -> dict[int, tuple[PositionLogprobs, ...]]:
+    def _prompt_logprobs(
+        self, draws: DrawRows, hidden_TI: torch.Tensor, head: AdapterBatch | None
+    ) -> dict[int, tuple[PositionLogprobs, ...]]:
         return {
             entry.sequence.seq_id: found
             for entry, row in draws.scored
-            if (found := self._prompt_scorer.score(entry, hidden_TI[row : row + entry.num_tokens]))
+            if (
+                found := self._prompt_scorer.score(
+                    entry,
+                    hidden_TI[row : row + entry.num_tokens],
+                    None if head is None else head.select(range(row, row + entry.num_tokens)),
+                )
+            )
         }
 
     def _index(self, values: list[int]) -> torch.Tensor:

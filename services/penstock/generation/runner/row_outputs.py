@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import PositionLogprobs
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import ScheduledSequence
+    from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.decoder import CausalLM
     from penstock.generation.sampling.kernels import SamplingKernels
 
@@ -55,10 +56,13 @@ class PromptScorer:
         self._max_rows = max_rows
         self._kernels = kernels
 
-    def score(self, entry: ScheduledSequence, hidden_PI: torch.Tensor) -> tuple[PositionLogprobs, ...]:
+    def score(
+        self, entry: ScheduledSequence, hidden_PI: torch.Tensor, head: AdapterBatch | None = None
+    ) -> tuple[PositionLogprobs, ...]:
         """Return logprobs of the tokens that the entry's rows predict, from Sequence.first_logprob_row on; maybe none.
 
-        `hidden_PI` are the entry's rows. Row i predicts token i + 1, of the prompt only.
+        `hidden_PI` are the entry's rows, `head` their adapters where these change the head. Row i predicts token i + 1,
+        of the prompt only.
         """
         sequence = entry.sequence
         first, end = max(entry.start, sequence.first_logprob_row or 0), entry.start + entry.num_tokens
@@ -71,7 +75,9 @@ class PromptScorer:
         for begin in range(0, len(targets), self._max_rows):
             some = targets[begin : begin + self._max_rows]
             chosen = torch.tensor(some, dtype=torch.int64, device=self._model.device)
-            logits = self._model.compute_logits(rows_PI[begin : begin + len(some)])
+            place = first - entry.start + begin
+            adapters = None if head is None else head.select(range(place, place + len(some)))
+            logits = self._model.compute_logits(rows_PI[begin : begin + len(some)], adapters)
             entries += self._kernels.position_logprobs(logits, chosen, [num_top] * len(some))
         return tuple(entries)
 

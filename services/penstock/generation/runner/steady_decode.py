@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.generation.core.step import RunnerOutput, SampledToken
+from penstock.generation.core.step import CopyKind, RunnerOutput, SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
+    from penstock.generation.layers.lora import AdapterBatch
     from penstock.generation.models.decoder import CausalLM
 
 # Blocks by which the sequences may grow before the tables are made anew.
@@ -29,14 +30,23 @@ _SPARE_BLOCKS = 16
 class SteadyDecode:
     """State that goes on after one step until a step is not of this kind. For models that `can_draw`."""
 
-    def __init__(self, scheduled: Seq[ScheduledSequence], metadata: AttentionMetadata, block_size: int) -> None:
-        """Begin after a step of these entries on the fast path, for which `goes_on` is true."""
+    def __init__(
+        self,
+        scheduled: Seq[ScheduledSequence],
+        metadata: AttentionMetadata,
+        block_size: int,
+        adapters: AdapterBatch | None = None,
+    ) -> None:
+        """Begin after a step of these entries on the fast path, for which `goes_on` is true. `adapters`: of its rows;
+        none may change the embedding."""
         self._block_size = block_size
         self._sequences = [entry.sequence for entry in scheduled]
         self._draws = [entry.sequence.draw for entry in scheduled]
         # Lengths with the tokens of the last step: a token's position is one less.
         self._lengths = list(metadata.kv_lens)
         self._longest = metadata.max_context_len
+        # A sequence has the same one for life.
+        self._adapters = adapters
         self._tables = np.pad(metadata.block_tables.numpy(), ((0, 0), (0, _SPARE_BLOCKS)))
         # A tensor over the same memory.
         self._tables_SB = torch.from_numpy(self._tables)
@@ -46,12 +56,15 @@ class SteadyDecode:
 
         After None the usual way must run the step, which does all of it again, and this object must not be used again.
         """
-        if output.copies or output.forks or output.released:
+        if output.forks or output.released or output.parked:
+            return None
+        # Copies from and to the host pool leave the tables of running sequences as they are.
+        if output.copies and any(copy.kind is CopyKind.WITHIN for copy in output.copies):
             return None
         ids = self._advance(output.scheduled)
         if ids is None:
             return None
-        drawn = model.decode(ids, self._lengths, self._longest, self._tables_SB, kv)
+        drawn = model.decode(ids, self._lengths, self._longest, self._tables_SB, kv, self._adapters)
         if -1 in drawn:
             return None
         sampled = {}

@@ -24,6 +24,7 @@ from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.devices.base import Device
 from penstock.generation.engine.config import EngineConfig
 from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory
+from penstock.generation.layers.lora import AdapterBatch
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.runner.drafter import ModelDrafter
@@ -117,11 +118,14 @@ def _pool(
     facts, size = weights.config, engine.block_size
     geometry = (size, facts.num_kv_heads, facts.head_dim)
     dtype = kv_cache_dtype(config.kv_cache_dtype, weights.dtype)
+    left = device.memory()
     blocks = kv_pool_blocks(
         parse_memory(config.assistant_kv_memory, flag=MEMORY_FLAG),
         bytes_per_block=kv_bytes_per_block(facts.num_layers, *geometry, dtype),
         block_size=size,
-        available=device.memory().available,
+        available=left.available,
+        total=left.total,
+        flag=MEMORY_FLAG,
         max_context_tokens=context,
         # `auto` never takes more blocks than the served model has.
         max_blocks=engine.num_blocks,
@@ -195,14 +199,14 @@ class ResizedVocabulary(CausalLM):
         """See CausalLM: the head has the model's own vocabulary."""
         return False
 
-    def embed(self, input_ids_T: Tensor) -> Tensor:
+    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """See CausalLM."""
-        return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1))
+        return super().embed(input_ids_T.clamp(max=self.config.vocab_size - 1), adapters)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_NI: Tensor) -> Tensor:
+    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """See CausalLM; (N, vocab_size)."""
-        logits_NV = super().compute_logits(hidden_NI)
+        logits_NV = super().compute_logits(hidden_NI, adapters)
         missing = self._vocab_size - logits_NV.shape[1]
         if missing > 0:
             return F.pad(logits_NV, (0, missing), value=-torch.inf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
@@ -14,11 +13,14 @@ from pathlib import Path
 import torch
 
 from penstock.common.checkpoint import resolve_model
-from penstock.common.errors import StartupError
+from penstock.common.errors import PenstockError, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
-from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, ShowProgress, Stage
+from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, CountBytes, ShowProgress, Stage
 from penstock.common.units import format_size
+from penstock.generation.adapters.peft_folder import PeftFolder
+from penstock.generation.adapters.store import AdapterStore, OpenAdapter
+from penstock.generation.attention.host_kv import HostKVPool
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, kv_cache_dtype
 from penstock.generation.config import GenerationServiceConfig
 from penstock.generation.core.model_config import ModelConfig
@@ -34,7 +36,7 @@ from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
-from penstock.generation.runner.model_runner import ModelRunner
+from penstock.generation.runner.model_runner import ModelRunner, WarmUpWork
 from penstock.generation.startup.batch_tuning import (
     LARGEST_SIZE,
     BatchTuning,
@@ -43,14 +45,12 @@ from penstock.generation.startup.batch_tuning import (
     tune_batch_tokens,
 )
 from penstock.generation.startup.draft_model import DraftModel, load_draft_weights, make_draft_model
+from penstock.generation.startup.memory_check import check_kv_memory, check_weights, stored_weight_bytes
 from penstock.generation.startup.plugin_registry import NO_PLUGINS, PluginRegistry, load_plugins
-from penstock.generation.weights.files import PACKED_FILE, is_packed
-from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
+from penstock.generation.weights.files import is_packed, least_weight_bytes
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
 
 _log = get_logger("penstock.generation")
-# Bytes per weight of a linear layer, with its part of the scales.
-_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,19 @@ class LoadedModel:
     token_prefixes: TokenPrefixes | None
     # Folder of its files.
     folder: Path
+    # Folder of its tokenizer.json; None: it is not to be read.
+    tokenizer_folder: Path | None
     batch: BatchTuning
+    adapters: AdapterStore
     draft: DraftModel | None = None
     plugins: PluginRegistry = NO_PLUGINS
+    # Memory of the host pool; None: there is none.
+    host_kv: HostKVPool | None = None
 
-    def warm_up(self) -> None:
-        """Run all models once. Writes into blocks of the pools, so none may be in use or cached."""
-        self.runner.warm_up()
+    def warm_up(self, work: WarmUpWork | None = None) -> None:
+        """Run all models once, this one with `work`. Writes into blocks of the pools, so none may be in use or
+        cached."""
+        self.runner.warm_up(work)
         if self.draft is not None:
             self.draft.warm_up()
 
@@ -92,6 +98,7 @@ class LoadedModel:
             *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
             f"kv pool   {format_size(kv.num_bytes)}: {kv.num_blocks} blocks of {kv.block_size} = {tokens} tokens"
             f"{' in int8' if kv.dtype is torch.int8 else ''}, context {self.served.max_context_tokens}",
+            *([] if self.host_kv is None else [_host_line(self.host_kv, self.engine_config)]),
             f"batch     {self.batch.describe()}",
             *([] if self.draft is None else [self.draft.status_line()]),
         ]
@@ -109,6 +116,35 @@ def load(config: GenerationServiceConfig, name: str, show: ShowProgress, arena: 
         return _load(config, name, show, arena, after_weights.close, beside)
 
 
+def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: CountBytes) -> LoadedModel:
+    """Return `loaded` with weights, device and runner made anew; the KV pool and all else are the same.
+
+    Both models are in memory until the caller lets the old one go. `count` gets the bytes and may raise to give up.
+    Raises StartupError when the folder cannot be read, holds another model or tokenizer, or memory is short.
+    """
+    folder, old = loaded.folder, loaded.model.config
+    found = replace(read_model_config(folder), dtype=old.dtype, num_parameters=old.num_parameters)
+    tokenizer = "" if loaded.tokenizer_folder is None else tokenizer_fingerprint(loaded.tokenizer_folder)
+    if found != old or tokenizer != loaded.served.tokenizer_fingerprint:
+        raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
+    device = open_device(config.device)
+    device.start(num_threads=config.threads, kernels=config.kernels)
+    stored, packed = stored_weight_bytes(folder), is_packed(folder)
+    check_weights(stored, None if packed else found, config.quantization, device.memory().available)
+    model = load_model(
+        folder,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        device=device,
+        progress=count,
+        map_embeddings=config.map_embeddings,
+    )
+    if model.config != old:
+        raise StartupError("MODEL's weights have another number format: start a process for them", flag="MODEL")
+    trim_heap()
+    return replace(loaded, model=model, device=device, runner=loaded.runner.over(model))
+
+
 def _load(
     config: GenerationServiceConfig,
     name: str,
@@ -123,7 +159,8 @@ def _load(
     folder = resolve_model(config.model, show=show)
     model_config = read_model_config(folder)
     context = _context(config.max_context, model_config)
-    token_bytes = _token_bytes(folder, model_config)
+    tokenizer_folder = _tokenizer_folder(config, folder, show)
+    token_bytes = None if tokenizer_folder is None else _token_bytes(tokenizer_folder, model_config)
     defaults = _defaults(folder, model_config, has_token_bytes=token_bytes is not None)
     # Frees tokenizer.json as objects, many times as large as the table.
     trim_heap()
@@ -132,16 +169,25 @@ def _load(
     prefixes = None if token_bytes is None else beside.submit(TokenPrefixes, token_bytes)
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels, arena=arena)
-    _check_memory(folder, model_config, config.quantization, device, 0 if arena is None else arena.num_touched)
+    # Memory that is already taken for the weights counts as free.
+    available = device.memory().available + (0 if arena is None else arena.num_touched)
+    packed = is_packed(folder)
+    check_weights(stored_weight_bytes(folder), None if packed else model_config, config.quantization, available)
+    if kv_memory is not None and not packed:
+        least = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
+        check_kv_memory(least, kv_memory, available)
     model, draft_weights = _weights(config, folder, name, device, show)
     weights_are_loaded()
     if prefixes is not None:
         # No other work may run while steps are measured.
         wait([prefixes])
     timer.end("weights")
+    # Before the KV pool, which takes a share of the memory that is left.
+    adapters = _adapters(config, name, model)
     kv = _kv_pool(config, kv_memory, model, device, context)
+    host_kv = _host_kv_pool(config, kv, device, context)
     masks = MaskWorkers(model_config.vocab_size, config.mask_threads)
-    runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels())
+    runner = ModelRunner(model, kv, masks=masks, kernels=device.sampling_kernels(), host=host_kv)
     # Before the warm-up, which writes into the KV pool: the memory of large steps then does not add to the pool's.
     batch = _batch(config, model, kv, device, show)
     trim_heap()
@@ -149,11 +195,16 @@ def _load(
     with Stage(show, WARM_UP, name):
         runner.warm_up()
     timer.end("warm_up")
-    engine_config = _engine_config(config, kv, context, batch.tokens)
+    engine_config = _engine_config(config, kv, host_kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     most_tokens = partial(most_output_tokens, engine_config, MODES)
-    served = _served(name, folder, model_config, context, has_token_bytes=token_bytes is not None)
-    served = replace(served, assistant_model="" if draft is None else draft.name, max_output_tokens=most_tokens)
+    served = _served(name, tokenizer_folder, model_config, context, has_token_bytes=token_bytes is not None)
+    served = replace(
+        served,
+        assistant_model="" if draft is None else draft.name,
+        max_output_tokens=most_tokens,
+        has_adapter=adapters.__contains__,
+    )
     # Frees the memory that reading and packing needed for a moment.
     trim_heap()
     timer.end("rest")
@@ -166,8 +217,43 @@ def _load(
     )
     found = None if prefixes is None else prefixes.result()
     return LoadedModel(
-        model, kv, runner, device, engine_config, served, defaults, token_bytes, found, folder, batch, draft, plugins
+        model,
+        kv,
+        runner,
+        device,
+        engine_config,
+        served,
+        defaults,
+        token_bytes,
+        found,
+        folder,
+        tokenizer_folder,
+        batch,
+        adapters,
+        draft,
+        plugins,
+        host_kv,
     )
+
+
+def adapter_opener(config: GenerationServiceConfig, model: CausalLM) -> OpenAdapter:
+    """Return the function that checks and reads a PEFT folder for `model`."""
+    limits = config.adapter_limits()
+    return lambda path, root: PeftFolder(path, root, model, limits)
+
+
+def _adapters(config: GenerationServiceConfig, name: str, model: CausalLM) -> AdapterStore:
+    """Return the store with the adapters of --lora in it. Raises StartupError."""
+    limits = config.adapter_limits()
+    store = AdapterStore(limits, adapter_opener(config, model), reserved=name)
+    for adapter, folder in config.adapters_to_load().items():
+        try:
+            store.load(adapter, Path(folder))
+        except PenstockError as error:
+            raise StartupError(f"--lora {adapter}={folder}: {error.message}", flag="--lora") from error
+    if config.lora:
+        _log.info("adapters", names=list(store.names()), bytes=store.figures().num_bytes)
+    return store
 
 
 def _weights(
@@ -186,18 +272,33 @@ def _weights(
     return model, load_draft_weights(config, folder, device, show)
 
 
-def _served(name: str, folder: Path, model: ModelConfig, context: int, *, has_token_bytes: bool) -> ModelFacts:
+def _served(
+    name: str, tokenizer_folder: Path | None, model: ModelConfig, context: int, *, has_token_bytes: bool
+) -> ModelFacts:
     """Return the facts that requests are checked against, as far as the files give them."""
     return ModelFacts(
         name=name,
         vocab_size=model.vocab_size,
         max_context_tokens=context,
-        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        tokenizer_fingerprint="" if tokenizer_folder is None else tokenizer_fingerprint(tokenizer_folder),
         has_token_bytes=has_token_bytes,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         tied_embeddings=model.tie_word_embeddings,
     )
+
+
+def _tokenizer_folder(config: GenerationServiceConfig, folder: Path, show: ShowProgress) -> Path | None:
+    """Return the folder of the tokenizer; None with --no-load-tokenizer. Raises StartupError naming
+    --tokenizer-path."""
+    if not config.load_tokenizer:
+        return None
+    if config.tokenizer_path is None:
+        return folder
+    try:
+        return resolve_model(config.tokenizer_path, show=show)
+    except StartupError as error:
+        raise StartupError(f"--tokenizer-path: {error.message}", flag="--tokenizer-path") from error
 
 
 def _defaults(folder: Path, model: ModelConfig, *, has_token_bytes: bool) -> ModelDefaults:
@@ -241,48 +342,60 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
     return table
 
 
-def _check_memory(folder: Path, model: ModelConfig, quantization: str, device: Device, at_hand: int) -> None:
-    """Refuse weights that do not fit into memory. `at_hand` bytes are already taken for them."""
-    # A link whose file is gone, as a cleaned-up hub cache leaves it, is reported by the loader.
-    packed = is_packed(folder)
-    files = folder.glob(PACKED_FILE if packed else "*.safetensors")
-    stored = sum(path.stat().st_size for path in files if path.is_file())
-    weights = stored if packed else _loaded_bytes(stored, model, quantization)
-    available = device.memory().available + at_hand
-    if weights > available:
-        raise StartupError(
-            f"the weights take {format_size(weights)} and {format_size(available)} of memory is free: "
-            "choose a smaller MODEL",
-            flag="MODEL",
-        )
-
-
-def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
-    """Estimate the bytes that `stored` bytes of weights take once they are quantised."""
-    if quantization not in _QUANTISED_BYTES:
-        return stored
-    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
-    table, total = sizes[EMBEDDING], sum(sizes.values())
-    layers = total - table - sizes.get(LM_HEAD, 0)
-    # The embedding's table stays as it is. The head is int8 with either quantization, also where the two are tied.
-    return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])
-
-
 def _kv_pool(
     config: GenerationServiceConfig, memory: int | None, model: CausalLM, device: Device, context: int
 ) -> KVCachePool:
     facts, size = model.config, config.block_size
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
+    left = device.memory()
     blocks = kv_pool_blocks(
         memory,
         bytes_per_block=kv_bytes_per_block(facts.num_layers, size, facts.num_kv_heads, facts.head_dim, dtype),
         block_size=size,
-        available=device.memory().available,
+        available=left.available,
+        total=left.total,
         max_context_tokens=context,
         # `auto` never takes more than every sequence at full length could use.
         max_blocks=config.max_running_sequences * -(-context // size),
     )
-    return KVCachePool(facts.num_layers, blocks, size, facts.num_kv_heads, facts.head_dim, dtype, device.torch_device)
+    return KVCachePool(
+        facts.num_layers,
+        blocks,
+        size,
+        facts.num_kv_heads,
+        facts.head_dim,
+        dtype,
+        device.torch_device,
+        num_further_blocks=-(-config.graph_kv_tokens // size) if config.is_model_open else 0,
+    )
+
+
+def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Device, context: int) -> HostKVPool | None:
+    """Allocate the host pool; None: there is to be none. Raises StartupError naming --host-kv-memory."""
+    flag = "--host-kv-memory"
+    memory = parse_memory(config.host_kv_memory, flag=flag)
+    if memory == 0:
+        return None
+    left = device.host_memory()
+    blocks = kv_pool_blocks(
+        memory,
+        bytes_per_block=kv.bytes_per_block,
+        block_size=kv.block_size,
+        # The pool's pages are committed as they are written.
+        available=left.available - (kv.num_bytes if kv.device.type == "cpu" else 0),
+        total=left.total,
+        max_context_tokens=context,
+        flag=flag,
+        after="the weights and the KV pool",
+    )
+    return HostKVPool(kv, blocks)
+
+
+def _host_line(host: HostKVPool, config: EngineConfig) -> str:
+    """Return a line for people on the host pool."""
+    prefixes = ", evicted prefixes are kept" if config.prefix_cache and config.host_prefix_cache else ""
+    way = f"preemption by {config.preemption}"
+    return f"host pool {format_size(host.num_bytes)}: {host.num_blocks} blocks, {way}{prefixes}"
 
 
 def _batch(
@@ -304,7 +417,9 @@ def _batch(
     return tuned
 
 
-def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: int, batch_tokens: int) -> EngineConfig:
+def _engine_config(
+    config: GenerationServiceConfig, kv: KVCachePool, host_kv: HostKVPool | None, context: int, batch_tokens: int
+) -> EngineConfig:
     return EngineConfig(
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
@@ -313,11 +428,19 @@ def _engine_config(config: GenerationServiceConfig, kv: KVCachePool, context: in
         max_running_sequences=config.max_running_sequences,
         max_queued_requests=config.max_queued_requests,
         max_draft_rows=config.max_draft_rows,
+        ngram_memory_tokens=config.ngram_memory_tokens,
+        ngram_memory_tenants=config.ngram_memory_tenants,
+        ngram_memory_seconds=config.ngram_memory_seconds,
         deadline_headroom=config.deadline_headroom,
         tenant_share=config.tenant_share,
         tenant_slowdown=config.tenant_slowdown,
         tenant_memory_seconds=config.tenant_memory_seconds,
         prefix_cache=config.prefix_cache,
+        num_host_blocks=0 if host_kv is None else host_kv.num_blocks,
+        block_bytes=kv.bytes_per_block,
+        preemption=config.preemption,
+        host_prefix_cache=config.host_prefix_cache,
+        max_block_copies=config.max_block_copies,
         dump_groups=config.dump_groups,
         dump_sequences=config.dump_sequences,
         dump_wait_seconds=config.dump_wait_seconds,

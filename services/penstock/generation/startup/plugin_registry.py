@@ -85,7 +85,7 @@ def _load(flag: str, text: str) -> tuple[str, Factory]:
         loaded: Any = importlib.import_module(module)
         for part in path.split("."):
             loaded = getattr(loaded, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The module is the owner's: whatever it raises is told in the owner's terminal.
         cause = f"{type(error).__name__}: {error}"
         raise StartupError(f"{flag} {text}: cannot be loaded: {cause} (is it on PYTHONPATH?)", flag=flag) from error
@@ -108,7 +108,7 @@ def _make(field: str, known: Mapping[str, Factory], choice: PluginChoice) -> Plu
         made = factory(**parameters)
     except (TypeError, ValueError):
         raise InvalidArgument(field, f"the plugin {choice.name} refuses its parameters") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise plugin_failed(field, choice.name, error) from None
     if not callable(made):
         raise plugin_failed(field, choice.name, "is no callable once it is made")

@@ -49,13 +49,18 @@ UNUSED_OF_TORCH = (
 def begin(config: GenerationServiceConfig) -> Arena | None:
     """Begin to take memory for the weights of `config.model`, no more than they will need, and return it.
 
-    None: the memory would not be used, as for packed weights, which are read ahead instead, or may not fit. Never
-    raises: the loader reports errors of a model. Later imports of torch leave out UNUSED_OF_TORCH where that is
-    allowed.
+    None: there is no model, the memory would not be used, as for packed weights, which are read ahead instead, or may
+    not fit. Never raises: the loader reports errors of a model. Later imports of torch leave out UNUSED_OF_TORCH where
+    that is allowed.
     """
     if config.defer_imports and _is_for_cpu(config.device):
         defer(UNUSED_OF_TORCH)
-    if not config.prefault_weights or config.device not in ("auto", "cpu") or not _may_have_kernels(config.kernels):
+    if (
+        config.empty
+        or not config.prefault_weights
+        or config.device not in ("auto", "cpu")
+        or not _may_have_kernels(config.kernels)
+    ):
         return None
     try:
         folder = resolve_model(config.model, allow_hub=False)

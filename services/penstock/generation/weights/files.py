@@ -38,7 +38,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     header."""
     with path.open("rb") as file:
         start = file.read(8)
-        return stored_tensors(start + file.read(_header_bytes(start)))
+        return stored_tensors(start + file.read(header_bytes(start)))
 
 
 def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
@@ -56,14 +56,15 @@ def stored_tensors(start: bytes | mmap.mmap) -> dict[str, StoredTensor]:
 def parse_header(start: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
     """Return the JSON at the beginning of a file, and the offset of the tensors' bytes. Raises ValueError for bytes
     that are no header."""
-    size = _header_bytes(start[:8])
+    size = header_bytes(start[:8])
     header = json.loads(start[8 : 8 + size])
     if not isinstance(header, dict):
         raise ValueError("a safetensors header is an object")
     return header, 8 + size
 
 
-def _header_bytes(start: bytes) -> int:
+def header_bytes(start: bytes) -> int:
+    """Return the length of a header by the first bytes of its file. Raises ValueError for one that no header has."""
     if len(start) < 8 or (size := int(struct.unpack("<Q", start)[0])) > _MAX_HEADER_BYTES:
         raise ValueError("no safetensors header")
     return size

@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from penstock.common.errors import PenstockError, to_status
 from penstock.common.pace import Pace
 from penstock.common.unknown_fields import refuse_unknown_fields
+from penstock.generation.adapters.figures import AdapterInfo
 from penstock.generation.core.modes import AnyWatermark
 from penstock.generation.core.request import (
     Emission,
@@ -275,7 +276,14 @@ def from_error(error: PenstockError) -> generation_pb2.RequestError:
     )
 
 
-def from_load(load: EngineLoad, view: StepView, state: int, max_queued_requests: int, start_id: str) -> admin_pb2.Load:
+def from_load(
+    load: EngineLoad,
+    view: StepView,
+    state: int,
+    max_queued_requests: int,
+    start_id: str,
+    adapters_version: int = 0,
+) -> admin_pb2.Load:
     """Return the facts that a router needs to place a request. `state` is a ModelState's number."""
     return admin_pb2.Load(
         **{**load._asdict(), "pace": _pace(load.pace)},
@@ -286,6 +294,7 @@ def from_load(load: EngineLoad, view: StepView, state: int, max_queued_requests:
         state=from_state(state),
         max_queued_requests=max_queued_requests,
         process_start_id=start_id,
+        adapters_version=adapters_version,
     )
 
 
@@ -305,8 +314,8 @@ def _pace(pace: Pace) -> admin_pb2.Pace:
     )
 
 
-def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPoolStatsResponse:
-    """Return the counters since the start as a message."""
+def from_pool_stats(load: admin_pb2.Load, stats: EngineStats, block_bytes: int) -> admin_pb2.GetPoolStatsResponse:
+    """Return the counters since the start as a message. `block_bytes` of one block."""
     return admin_pb2.GetPoolStatsResponse(
         load=load,
         prefix_lookups_tokens=stats.prefix_lookup_tokens,
@@ -314,6 +323,29 @@ def from_pool_stats(load: admin_pb2.Load, stats: EngineStats) -> admin_pb2.GetPo
         preemptions=stats.preemptions,
         evictions=stats.evictions,
         copy_on_write_blocks=stats.copy_on_write_blocks,
+        swaps=stats.swaps,
+        preempted_tokens=stats.preempted_tokens,
+        host_out_blocks=stats.host_out_blocks,
+        host_in_blocks=stats.host_in_blocks,
+        host_out_bytes=stats.host_out_blocks * block_bytes,
+        host_in_bytes=stats.host_in_blocks * block_bytes,
+        host_out_seconds=stats.host_out_seconds,
+        host_in_seconds=stats.host_in_seconds,
+        host_prefix_hit_tokens=stats.host_prefix_hit_tokens,
+        host_evictions=stats.host_evictions,
+    )
+
+
+def from_adapter(info: AdapterInfo, path: str) -> admin_pb2.Adapter:
+    """Return the facts of an adapter as a message. `path` is as operators give it."""
+    return admin_pb2.Adapter(
+        name=info.name,
+        path=path,
+        rank=info.rank,
+        target_modules=info.targets,
+        bytes=info.num_bytes,
+        loaded=info.is_loaded,
+        live_requests=info.num_requests,
     )
 
 

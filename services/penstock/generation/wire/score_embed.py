@@ -23,6 +23,7 @@ def to_score(message: generation_pb2.ScoreRequest, limits: RequestLimits) -> Sco
         model=message.model,
         cache_salt=message.cache_salt,
         fair_share_key=message.fair_share_key,
+        adapter=message.adapter,
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
     )
 
@@ -35,6 +36,7 @@ def to_embed(message: generation_pb2.EmbedRequest, limits: RequestLimits) -> Emb
         model=message.model,
         cache_salt=message.cache_salt,
         fair_share_key=message.fair_share_key,
+        adapter=message.adapter,
         normalize=message.normalize,
     )
 

@@ -13,12 +13,14 @@ from penstock.common.errors import (
     Aborted,
     FailedPrecondition,
     Internal,
+    NotFound,
     PenstockError,
     ResourceExhausted,
     Unavailable,
 )
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
+from penstock.router.backends.adapter_loading import AdapterLoading
 from penstock.router.backends.backend import Backend
 from penstock.router.backends.deaths import Blame
 from penstock.router.backends.outliers import Probe
@@ -134,29 +136,37 @@ class Attempts:
         self._budget = RetryBudget(config.retry_budget_ratio, config.retry_budget_burst)
         # Two routers in front of one backend must not choose the same id for different requests.
         self._suffix = secrets.token_hex(3)
-        # Model -> number of requests that wait for their prompt's ids.
-        self._preparing: Counter[str] = Counter()
+        self.adapters = AdapterLoading(pool, config, metrics)
+        # Model, and model with adapter -> number of requests that wait for their prompt's ids.
+        self._preparing: Counter[tuple[str, str]] = Counter()
         # Key of a backend -> the suspect that is being tried there.
         self._trials: dict[str, Trial] = {}
 
-    def prepare(self, model: str) -> Callable[[], None]:
+    def prepare(self, model: str, adapter: str = "") -> Callable[[], None]:
         """Set room aside before a prompt is computed; call the result once the request is placed or given up.
 
         Raises as `place`: in a flood a refusal must not wait for the prompts of all that came before it.
         """
-        self.check_capacity(model)
-        self._preparing[model] += 1
-        return partial(self._prepared, model)
+        self.check_capacity(model, adapter)
+        names = _with_model(model, adapter)
+        self._preparing.update(names)
+        return partial(self._prepared, names)
 
-    def check_capacity(self, model: str) -> None:
-        """Check that a request that came now could be placed. Raises as `place`."""
-        if sum(max(0, backend.room) for backend in self._pool.usable(model)) <= self._preparing[model]:
-            raise self.nowhere(model)
+    def check_capacity(self, model: str, adapter: str = "") -> None:
+        """Check that a request that came now could be placed, be it after its adapter is loaded. Raises as `place`,
+        and NotFound."""
+        if adapter and not self._pool.ready(model, adapter):
+            self.adapters.check(model, adapter)
+            adapter = ""
+        for name in _with_model(model, adapter):
+            if sum(max(0, backend.room) for backend in self._pool.usable(*name)) <= self._preparing[name]:
+                raise self.nowhere(*name)
 
-    def _prepared(self, model: str) -> None:
-        self._preparing[model] -= 1
-        if not self._preparing[model]:
-            del self._preparing[model]
+    def _prepared(self, names: Sequence[tuple[str, str]]) -> None:
+        for name in names:
+            self._preparing[name] -= 1
+            if not self._preparing[name]:
+                del self._preparing[name]
 
     def note_request(self) -> None:
         """Count a request that was placed: it adds to the retry budget."""
@@ -169,22 +179,24 @@ class Attempts:
     def place(self, state: RequestState) -> None:
         """Start the first attempt.
 
-        Raises Unavailable, ResourceExhausted or FailedPrecondition when no backend can take it.
+        Raises Unavailable, ResourceExhausted, FailedPrecondition or NotFound when no backend can take it.
         """
         self.note_request()
-        outliers, probed = self._pool.outliers, self._pool.to_probe(state.spec.model)
+        spec = state.spec
+        outliers, probed = self._pool.outliers, self._pool.to_probe(spec.model, spec.adapter)
         if probed is not None:
             self._submit(state, probed, outliers.begin_probe(probed.key))
             return
         backend = self._choose(state)
         if backend is None:
-            raise self.nowhere(state.spec.model)
+            raise self.nowhere(spec.model, spec.adapter)
         self._submit(state, backend)
 
     async def recover(self, state: RequestState) -> None:
         """Try elsewhere after a loss.
 
-        Raises Internal (POISON), Unavailable before the first token and Aborted after it when that is not possible.
+        Raises Internal (POISON), Unavailable or NotFound (its adapter) before the first token and Aborted after it when
+        that is not possible.
         """
         loss, state.loss = state.loss, None
         if loss is None:
@@ -195,6 +207,9 @@ class Attempts:
         if state.closed:
             return
         self._check_limits(state, loss, begun)
+        adapter = state.spec.adapter
+        if adapter and self.adapters.is_hopeless(state.spec.model, adapter):
+            raise _given_up(state, loss, "no other backend has the adapter", begun=begun)
         if blame is Blame.SHARED:
             backend = await self._wait_for_trial(state)
         else:
@@ -248,12 +263,14 @@ class Attempts:
 
     def _choose(self, state: RequestState) -> Backend | None:
         spec = state.spec
-        return self.choose(spec.model, spec.prefix_hashes, state.lost_on, session=spec.session)
+        return self.choose(spec.model, spec.prefix_hashes, state.lost_on, session=spec.session, adapter=spec.adapter)
 
-    def choose(self, model: str, hashes: Sequence[int], lost_on: set[str], *, session: str = "") -> Backend | None:
+    def choose(
+        self, model: str, hashes: Sequence[int], lost_on: set[str], *, session: str = "", adapter: str = ""
+    ) -> Backend | None:
         """Choose a backend by the policy; one that the request was lost on, or a suspect is tried on, comes last."""
         avoid = lost_on | self._on_trial() if self._trials else lost_on
-        return self._policy.choose(self._pool.usable(model), hashes, session=session, avoid=avoid)
+        return self._policy.choose(self._pool.usable(model, adapter), hashes, session=session, avoid=avoid)
 
     def _on_trial(self) -> set[str]:
         """Return the keys of backends with a trial that is not over. What is over is judged."""
@@ -269,9 +286,10 @@ class Attempts:
         def begin() -> Trial:
             return StreamTrial(state, min(state.suspect.longest_attempt + 1, self._config.quarantine_tokens))
 
-        return await self._place_for_trial(state.spec.model, begin, lambda: state.closed)
+        spec = state.spec
+        return await self._place_for_trial(spec.model, spec.adapter, begin, lambda: state.closed)
 
-    async def wait_for_trial(self, model: str, suspect: Suspect) -> tuple[Backend, CallTrial] | None:
+    async def wait_for_trial(self, model: str, suspect: Suspect, adapter: str = "") -> tuple[Backend, CallTrial] | None:
         """Wait for a backend to try a call with a single answer on. The trial's `end` must be called in any case."""
         made: list[CallTrial] = []
 
@@ -279,17 +297,19 @@ class Attempts:
             made.append(CallTrial(suspect))
             return made[0]
 
-        backend = await self._place_for_trial(model, begin, lambda: False)
+        backend = await self._place_for_trial(model, adapter, begin, lambda: False)
         return None if backend is None else (backend, made[0])
 
     async def _place_for_trial(
-        self, model: str, begin: Callable[[], Trial], is_given_up: Callable[[], bool]
+        self, model: str, adapter: str, begin: Callable[[], Trial], is_given_up: Callable[[], bool]
     ) -> Backend | None:
         """Return a backend on which no other suspect is being tried: the one where a death costs least."""
         until = time.monotonic() + self._config.quarantine_wait_seconds
+        if adapter:
+            await self.adapters.bring(model, adapter, self._config.quarantine_wait_seconds)
         while not is_given_up():
             taken = self._on_trial()
-            free = [one for one in self._pool.usable(model) if not one.is_full and one.key not in taken]
+            free = [one for one in self._pool.usable(model, adapter) if not one.is_full and one.key not in taken]
             if free:
                 backend = min(free, key=lambda one: one.in_flight)
                 self._trials[backend.key] = begin()
@@ -301,8 +321,10 @@ class Attempts:
         return None
 
     async def _wait_for_backend(self, state: RequestState) -> Backend | None:
-        until = time.monotonic() + self._config.failover_wait_seconds
+        spec, until = state.spec, time.monotonic() + self._config.failover_wait_seconds
         while not state.closed:
+            if spec.adapter:
+                await self.adapters.bring(spec.model, spec.adapter, until - time.monotonic())
             backend = self._choose(state)
             left = until - time.monotonic()
             if backend is not None or left <= 0 or not await self._pool.changed(left):
@@ -325,14 +347,21 @@ class Attempts:
         state.tokens_before = state.num_tokens
         backend.submit(state, command, probe)
 
-    def nowhere(self, model: str) -> PenstockError:
+    def nowhere(self, model: str, adapter: str = "") -> PenstockError:
         """Make the error for a request that no backend can take."""
         retry = self._config.retry_after_seconds
+        if adapter and not self._pool.ready(model, adapter):
+            return self.adapters.missing(model, adapter)
         if self._pool.ready(model):
             return ResourceExhausted("every backend's queue is full", reason="QUEUE_FULL", retry_after_seconds=retry)
         if self._pool.only_mismatches():
             return mismatch()
         return Unavailable("no generation backend is ready", reason="NO_BACKEND", retry_after_seconds=retry)
+
+
+def _with_model(model: str, adapter: str) -> tuple[tuple[str, str], ...]:
+    """Return what a request's place counts for: its model, and that with its adapter."""
+    return ((model, ""), (model, adapter)) if adapter else ((model, ""),)
 
 
 def mismatch() -> FailedPrecondition:
@@ -354,7 +383,7 @@ def _resume(request: generation_pb2.GenerateRequest, state: RequestState) -> Non
 
 def _given_up(state: RequestState, loss: Loss, why: str, *, begun: bool) -> PenstockError:
     if not begun:
-        if loss.error is not None and isinstance(loss.error, Internal):
+        if isinstance(loss.error, Internal | NotFound):
             return loss.error
         return Unavailable(f"the backend was lost and {why}", reason="BACKEND_LOST", retry_after_seconds=1.0)
     return Aborted(f"the backend was lost after tokens were sent and {why}", reason="BACKEND_LOST")

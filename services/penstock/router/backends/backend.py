@@ -17,7 +17,8 @@ import grpc
 from penstock.common.errors import PenstockError, StartupError, Unavailable, from_rpc_error
 from penstock.common.logging import get_logger
 from penstock.common.pace import Pace
-from penstock.router.aio import is_cancelled, until_first, until_silent
+from penstock.router.aio import Wakeup, is_cancelled, until_first, until_silent
+from penstock.router.backends.adapter_list import AdapterList
 from penstock.router.backends.deaths import Deaths
 from penstock.router.backends.outliers import FAILURES, Outcome, Outliers, Probe, outcome_of
 from penstock.router.backends.prefix_index import PrefixIndex
@@ -128,6 +129,9 @@ class Backend:
         # time.monotonic() of the last loss that was counted on this connection.
         self._lost_at = -math.inf
         self._prefixes = PrefixIndex(config.max_known_blocks)
+        # As the process told last, also after it was lost: its adapters are then known, and nowhere ready.
+        self.adapters = AdapterList()
+        self._adapters_changed = Wakeup()
 
     @property
     def key(self) -> str:
@@ -172,6 +176,38 @@ class Backend:
     def match(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks that it probably has cached."""
         return self._prefixes.match(hashes)
+
+    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
+        """Make it load an adapter; one that it has by now is no error. `path`: below its own root; empty: the name.
+
+        Raises the backend's error; Unavailable when it is not connected, or was lost meanwhile.
+        """
+        channel = self.channel
+        if channel is None:
+            raise Unavailable("the backend is not connected", reason="NO_BACKEND")
+        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
+        request = admin_pb2.LoadAdapterRequest(name=name, path=path)
+        try:
+            answer: admin_pb2.LoadAdapterResponse = await stub.LoadAdapter(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            if is_broken(error, failure):
+                raise backend_lost() from error
+            if failure.reason != "ADAPTER_EXISTS":
+                raise failure from error
+            # Another router was faster.
+            answer = admin_pb2.LoadAdapterResponse(adapter=admin_pb2.Adapter(name=name, path=path))
+        self.note_adapter(answer)
+
+    def note_adapter(self, loaded: admin_pb2.LoadAdapterResponse) -> None:
+        """Note an adapter that it has loaded: its next report would tell so a moment later."""
+        self.adapters.add(loaded.adapter, loaded.version)
+        self._on_change()
+
+    def note_no_adapter(self, name: str, version: int = 0) -> None:
+        """Note that it does not know an adapter, any more or yet."""
+        self.adapters.remove(name, version)
+        self._on_change()
 
     def submit(self, state: RequestState, command: generation_pb2.SessionRequest, probe: Probe | None = None) -> None:
         """Start an attempt. Raises Unavailable when the backend was lost a moment ago."""
@@ -311,11 +347,13 @@ class Backend:
             await asyncio.sleep(wait)
             wait = min(2 * wait, self._config.reconnect_max_seconds)
 
-    async def _connect_and_serve(self) -> None:
+    def open_channel(self) -> contextlib.AbstractAsyncContextManager[Channel]:
+        """Open a channel of its own to the backend, which no loss of the other one ends."""
         timeout = self._config.connect_timeout_seconds
-        async with self._transport.open_channel(
-            self.key, self._channel_config, connect_timeout_seconds=timeout
-        ) as channel:
+        return self._transport.open_channel(self.key, self._channel_config, connect_timeout_seconds=timeout)
+
+    async def _connect_and_serve(self) -> None:
+        async with self.open_channel() as channel:
             self.channel = channel
             try:
                 await self._check_and_serve(channel)
@@ -367,6 +405,7 @@ class Backend:
             self._on_step_failed,
             info=self.info,
             on_outcome=self._note_outcome,
+            on_no_adapter=self.note_no_adapter,
         )
         self._session, self._stub = session, stub
         self._report, self._reported_in_flight = admin_pb2.Load(), 0
@@ -374,11 +413,13 @@ class Backend:
         self._has_report = self._serving = False
         self._told_death = None
         self._lost_at = -math.inf
+        self.adapters.connect()
         try:
             await until_first(
                 session.run_reader(),
                 session.run_writer(),
                 self._watch_load(channel),
+                self._watch_adapters(channel),
                 self._watch_health(channel),
                 self._watch_session(session),
                 self._watch_calls(),
@@ -437,10 +478,33 @@ class Backend:
         self.pace = to_pace(report)
         self.sent_tokens.clear()
         self._reported_in_flight = self.in_flight
+        if self.adapters.note_version(report.adapters_version):
+            self._adapters_changed.set()
         self._refresh_state()
         if was_full and not self.is_full:
             # Streams that lost their backend may wait for the room.
             self._on_change()
+
+    async def _watch_adapters(self, channel: Channel) -> None:
+        """Ask for the adapters whenever a report says that they changed."""
+        stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
+        while True:
+            await self._adapters_changed.wait()
+            while self.adapters.note_version(self._report.adapters_version):
+                try:
+                    found: admin_pb2.ListAdaptersResponse = await stub.ListAdapters(
+                        admin_pb2.ListAdaptersRequest(), timeout=self._config.connect_timeout_seconds
+                    )
+                except grpc.aio.AioRpcError as error:
+                    # Requests without an adapter go on.
+                    _log.warning("adapters of a backend are not known", backend=self.key, code=error.code().name)
+                    self.adapters.give_up()
+                    self._refresh_state()
+                    await asyncio.sleep(self._config.reconnect_max_seconds)
+                else:
+                    self.adapters.take(found)
+                    self._refresh_state()
+                    self._on_change()
 
     async def _watch_health(self, channel: Channel) -> None:
         async with contextlib.aclosing(watch_health(channel.for_stubs, HEALTH_NAME)) as updates:
@@ -475,7 +539,9 @@ class Backend:
         ready = report.state in (common_pb2.MODEL_STATE_UNSPECIFIED, common_pb2.MODEL_STATE_READY)
         # One that was lost because its engine does not get on would be lost again.
         is_stuck = report.step_hung or (report.step_overdue and self.state is not BackendState.READY)
-        if self._serving and self._has_report and ready and not report.draining and not is_stuck:
+        # Of a process that has any adapter, requests are not placed before it is known which.
+        knows_adapters = self.adapters.is_known or not report.adapters_version
+        if self._serving and self._has_report and knows_adapters and ready and not report.draining and not is_stuck:
             self._set_state(BackendState.READY)
         elif self.state is BackendState.READY:
             self._set_state(BackendState.DRAINING)

@@ -229,7 +229,9 @@ def _budget(request: generation_pb2.GenerateRequest, info: model_pb2.GetModelInf
     prompt = num_prompt_tokens(request, len(request.prompt_token_ids))
     room = NO_LIMIT
     if info.limits.max_context_tokens:
-        room = info.limits.max_context_tokens - max(prompt, len(config.negative_prompt_ids.ids))
+        # The unconditional branch has to fit the context, too; without guidance there is none.
+        negative = len(config.negative_prompt_ids.ids) if _is_guided(config, default) else 0
+        room = info.limits.max_context_tokens - max(prompt, negative)
     if config.HasField("max_new_tokens"):
         return min(config.max_new_tokens, room), True
     if config.HasField("max_length"):
@@ -240,6 +242,11 @@ def _budget(request: generation_pb2.GenerateRequest, info: model_pb2.GetModelInf
     if default.max_length > prompt:
         return min(default.max_length - prompt, room), False
     return room, False
+
+
+def _is_guided(config: config_pb2.GenerationConfig, default: config_pb2.GenerationConfig) -> bool:
+    has_scale = config.HasField("guidance_scale") or default.HasField("guidance_scale")
+    return has_scale and _value(config, default, "guidance_scale") != 1
 
 
 def _add_stops(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from penstock.common.errors import InvalidArgument, NotFound
 from penstock.common.logging import get_logger
@@ -65,6 +65,8 @@ class BackendPool:
             self._on_ejection,
         )
         self._models: dict[str, model_pb2.GetModelInfoResponse] = {}
+        # Name of the model that each backend served last.
+        self._served: dict[BackendAddress, str] = {}
 
     def start(self) -> None:
         """Begin to resolve and connect."""
@@ -88,39 +90,78 @@ class BackendPool:
         """Models served now or before, by name."""
         return self._models
 
-    def ready(self, model: str = "") -> list[Backend]:
-        """Backends that take requests, of one model when named."""
+    def ready(self, model: str = "", adapter: str = "") -> list[Backend]:
+        """Backends that take requests: of one model when named, and that have an adapter when named."""
         return [
             backend
             for where, backend in self._backends.items()
             if backend.state is BackendState.READY
             and where not in self._leaving
             and (not model or (backend.info and backend.info.model == model))
+            and (not adapter or adapter in backend.adapters)
         ]
 
-    def usable(self, model: str = "") -> list[Backend]:
+    def usable(self, model: str = "", adapter: str = "") -> list[Backend]:
         """Return the ready backends that are not ejected; the ejected ones when there is no other."""
-        ready = self.ready(model)
+        ready = self.ready(model, adapter)
         return [backend for backend in ready if not self.outliers.is_ejected(backend.key)] or ready
 
-    def to_probe(self, model: str) -> Backend | None:
+    def to_probe(self, model: str, adapter: str = "") -> Backend | None:
         """Return an ejected backend to which one request may be sent now, to see whether it has recovered."""
-        ejected = [backend for backend in self.ready(model) if self.outliers.wants_probe(backend.key)]
+        ejected = [backend for backend in self.ready(model, adapter) if self.outliers.wants_probe(backend.key)]
         return next((backend for backend in ejected if not backend.is_full), None)
+
+    def adapters(self, model: str) -> list[str]:
+        """Names of the adapters of a model that some backend has, or had when it was lost."""
+        found = (name for backend in self._of_model(model) for name in backend.adapters.names)
+        return list(dict.fromkeys(found))
+
+    def adapter_path(self, model: str, adapter: str) -> str:
+        """Path of an adapter below the root of a backend that has it; empty when none tells one."""
+        paths = (backend.adapters.path_of(adapter) for backend in self._of_model(model))
+        return next(filter(None, paths), "")
+
+    def _of_model(self, model: str) -> Iterator[Backend]:
+        """Backends of a model, in whatever state."""
+        return (one for one in self._backends.values() if one.info is not None and one.info.model == model)
 
     def only_mismatches(self) -> bool:
         """True when every known backend was turned away for its tokenizer fingerprint."""
         states = {backend.state for backend in self._backends.values()}
         return states == {BackendState.MISMATCH}
 
-    def choose_model(self, asked: str) -> str:
-        """Choose the model's name; empty while none is known. Raises NotFound; InvalidArgument when it must be set."""
+    def choose_model(self, asked: str, adapter: str = "") -> tuple[str, str]:
+        """Choose the names of model and adapter; empty while no model is known, and without an adapter.
+
+        `asked` may be an adapter's name. Raises NotFound; InvalidArgument when `model` must be set, or where `adapter`
+        is another one than `asked`.
+        """
         if asked and self._models and asked not in self._models:
-            raise NotFound("model: no backend serves a model of this name", reason="MODEL_NOT_FOUND", field="model")
+            return self._model_of_adapter(asked, adapter)
+        if not asked and adapter:
+            # Where several models are served, the adapter may tell which.
+            having = [name for name in self._models if adapter in self.adapters(name)]
+            if len(having) == 1:
+                return having[0], adapter
         served = [asked] if asked else [name for name in self._models if self.ready(name)] or list(self._models)
         if len(served) > 1:
             raise InvalidArgument("model", "must be set: several models are served (ListModels names them)")
-        return next(iter(served), "")
+        return next(iter(served), ""), adapter
+
+    def _model_of_adapter(self, asked: str, adapter: str) -> tuple[str, str]:
+        """Return model and adapter for a `model` that is no model's name."""
+        having = [name for name in self._models if asked in self.adapters(name)]
+        if not having:
+            raise NotFound(
+                "model: no backend serves a model or an adapter of this name", reason="MODEL_NOT_FOUND", field="model"
+            )
+        if len(having) > 1:
+            raise InvalidArgument(
+                "model", "is an adapter of several models: name it in `adapter`, and one of them here"
+            )
+        if adapter not in ("", asked):
+            raise InvalidArgument("adapter", "must be left out where `model` is an adapter")
+        return having[0], asked
 
     async def changed(self, timeout: float) -> bool:
         """Wait until any backend changes state; False after `timeout` seconds."""
@@ -170,6 +211,7 @@ class BackendPool:
     def _remove(self, where: BackendAddress) -> None:
         self._tasks.pop(where).cancel()
         del self._backends[where]
+        self._served.pop(where, None)
         self.outliers.forget(where.address)
         self._leaving.discard(where)
         _log.info("backend gone from its name", backend=where.address, target=where.target)
@@ -204,11 +246,19 @@ class BackendPool:
         for backend in self.ready():
             if backend.info is not None:
                 self._models[backend.info.model] = backend.info
+                self._note_served(backend.where, backend.info.model)
         for target in self._config.backend:
             ready = sum(1 for backend in self.ready() if backend.where.target == target)
             self._metrics.backends_up.labels(target).set(ready)
         self._wake()
         self._notify()
+
+    def _note_served(self, where: BackendAddress, model: str) -> None:
+        """Note a backend's model. The one that it had before is forgotten, unless another backend has it, too."""
+        before = self._served.get(where)
+        self._served[where] = model
+        if before is not None and before not in self._served.values():
+            self._models.pop(before, None)
 
     def _wake(self) -> None:
         for waiter in self._waiters:

@@ -136,9 +136,11 @@ class BackendSession:
         *,
         info: model_pb2.GetModelInfoResponse | None = None,
         on_outcome: Callable[[Outcome, Probe | None, bool], None] = lambda *_: None,
+        on_no_adapter: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Make it. `on_step_failed`: a request was in a step of the backend's engine that broke; `on_outcome` is called
-        for every attempt, as it goes, with its probe and True once it had begun.
+        for every attempt, as it goes, with its probe and True once it had begun; `on_no_adapter` with the name of an
+        adapter that the backend turned out not to have.
 
         `info` is about the backend's model: what its answers are held against.
         """
@@ -155,6 +157,7 @@ class BackendSession:
         self._vocab_size = (info.vocab_size if info is not None else 0) or NO_LIMIT
         self._eos_ids = frozenset(info.eos_token_ids if info is not None else ())
         self._on_outcome = on_outcome
+        self._on_no_adapter = on_no_adapter
         self._attempts: dict[str, Attempt] = {}
         self._by_handle: dict[int, Attempt] = {}
         self._last_handle = 0
@@ -441,6 +444,11 @@ class BackendSession:
             raise BrokenPromise("a deadline that has not passed")
         self._forget(attempt)
         self._note(attempt, outcome_of(failure))
+        if failure.reason == "ADAPTER_NOT_FOUND" and attempt.state.spec.adapter:
+            # It was unloaded there a moment ago. Others may have it.
+            self._on_no_adapter(attempt.state.spec.adapter)
+            attempt.state.on_lost(Loss(failure, self._backend))
+            return
         # A stream that has begun cannot be shed: when this backend has no room for it, it cannot be moved here.
         is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.state.has_tokens
         if isinstance(failure, Unavailable) or is_elsewhere:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from penstock.common.errors import Unavailable
+from penstock.common.errors import NotFound, Unavailable
 from penstock.common.logging import get_logger
 from penstock.common.request_context import current_request_id
 from penstock.router.backends.attempts import Attempts, CallTrial
@@ -39,27 +39,39 @@ class UnaryAttempts:
         self._config = config
         self._metrics = metrics
 
-    def check_capacity(self, model: str) -> None:
+    def check_capacity(self, model: str, adapter: str = "") -> None:
         """Check that a call that came now could be placed. Raises as `run`."""
-        self._attempts.check_capacity(model)
+        self._attempts.check_capacity(model, adapter)
 
-    async def run(self, call: Call[AnswerT], *, model: str, hashes: Sequence[int], deadline: float | None) -> AnswerT:
+    async def require_adapter(self, model: str, adapter: str, left: float | None) -> None:
+        """Return once a backend has the adapter. Raises as AdapterLoading.require."""
+        await self._attempts.adapters.require(model, adapter, left)
+
+    async def run(
+        self, call: Call[AnswerT], *, model: str, hashes: Sequence[int], deadline: float | None, adapter: str = ""
+    ) -> AnswerT:
         """Return the first answer. `deadline` is a time of time.monotonic().
 
         Raises the backend's error when it is about the request itself; Unavailable when no backend could answer,
         Internal POISON when the backends that tried died.
         """
+        where = (model, adapter)
         self._attempts.note_request()
         lost_on: set[str] = set()
         suspect, blame = Suspect(time.monotonic()), Blame.NONE
         for attempt in range(self._config.max_attempts):
-            backend, probe, trial = await self._choose(model, hashes, lost_on, suspect, blame, first=attempt == 0)
+            backend, probe, trial = await self._choose(where, hashes, lost_on, suspect, blame, first=attempt == 0)
             try:
                 answer = await backend.call(call, hashes, deadline, suspect, probe)
             except BaseException as error:
                 if trial is not None:
                     trial.end(has_passed=False)
-                if not isinstance(error, Unavailable):
+                if isinstance(error, NotFound) and error.reason == "ADAPTER_NOT_FOUND" and adapter:
+                    # It was unloaded there a moment ago. Others may have it.
+                    backend.note_no_adapter(adapter)
+                    if self._attempts.adapters.is_hopeless(model, adapter):
+                        raise
+                elif not isinstance(error, Unavailable):
                     raise
                 lost_on.add(backend.key)
                 blame = await self._check_again(error, attempt, suspect)
@@ -69,30 +81,40 @@ class UnaryAttempts:
                 return answer
             self._metrics.retries.inc()
             _log.info("request moved", request_id=current_request_id.get(), begun=False, attempt=attempt + 2)
-        raise self._attempts.nowhere(model)
+        raise self._attempts.nowhere(*where)
 
-    async def _check_again(self, error: Unavailable, attempt: int, suspect: Suspect) -> Blame:
+    async def _check_again(self, error: Unavailable | NotFound, attempt: int, suspect: Suspect) -> Blame:
         blame = await self._attempts.check_blame(suspect)
         if attempt + 1 >= self._config.max_attempts or not self._attempts.may_retry():
             raise error
         return blame
 
     async def _choose(
-        self, model: str, hashes: Sequence[int], lost_on: set[str], suspect: Suspect, blame: Blame, *, first: bool
+        self,
+        where: tuple[str, str],
+        hashes: Sequence[int],
+        lost_on: set[str],
+        suspect: Suspect,
+        blame: Blame,
+        *,
+        first: bool,
     ) -> tuple[Backend, Probe | None, CallTrial | None]:
+        model, adapter = where
         if blame is Blame.SHARED:
-            found = await self._attempts.wait_for_trial(model, suspect)
+            found = await self._attempts.wait_for_trial(model, suspect, adapter)
             if found is None:
-                raise self._attempts.nowhere(model)
+                raise self._attempts.nowhere(*where)
             return found[0], None, found[1]
-        probed = self._pool.to_probe(model) if first else None
+        probed = self._pool.to_probe(*where) if first else None
         if probed is not None:
             return probed, self._pool.outliers.begin_probe(probed.key), None
         until = time.monotonic() + (0.0 if first else self._config.failover_wait_seconds)
         while True:
-            backend = self._attempts.choose(model, hashes, lost_on)
+            if adapter and not first:
+                await self._attempts.adapters.bring(model, adapter, until - time.monotonic())
+            backend = self._attempts.choose(model, hashes, lost_on, adapter=adapter)
             left = until - time.monotonic()
             if backend is not None:
                 return backend, None, None
             if left <= 0 or not await self._pool.changed(left):
-                raise self._attempts.nowhere(model)
+                raise self._attempts.nowhere(*where)

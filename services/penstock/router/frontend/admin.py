@@ -1,41 +1,59 @@
 """Admin and model RPCs of the generation services, forwarded: in the default deployment only the router is in reach.
 
 The backend is named by the call's metadata `penstock-backend`: its address, as in the router's log and metrics, or the
-name of --backend that it came from. It need not be named when there is one. Who may call is for `--admin-token-file`:
-see `token_files`.
+name of --backend that it came from. It need not be named when there is one. Who may call is for `--admin-token-file`,
+and for calls that open the model for `--model-token-file`: see `token_files`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
 
 from penstock.common.config import is_loopback
 from penstock.common.credentials import TokenFile
-from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, from_rpc_error
+from penstock.common.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    Unavailable,
+    from_rpc_error,
+)
+from penstock.common.request_context import BACKEND_KEY
 from penstock.router.aio import is_cancelled
 from penstock.router.backends.backend import Backend, backend_lost, is_broken
 from penstock.router.backends.pool import BackendPool
-from penstock.router.config import BACKEND_KEY, RouterConfig
-from penstock.serving.transport import ServerCall
-from penstock.v1 import admin_pb2, admin_pb2_grpc, model_pb2, model_pb2_grpc
+from penstock.router.config import RouterConfig
+from penstock.serving.transport import Channel, ServerCall, StreamCall
+from penstock.v1 import admin_pb2, admin_pb2_grpc, graphs_pb2, model_pb2, model_pb2_grpc
 
 ADMIN_SERVICE, MODEL_SERVICE = "penstock.v1.GenerationAdminService", "penstock.v1.ModelService"
-_FLAG = "--admin-token-file"
+_FLAG, _MODEL_FLAG = "--admin-token-file", "--model-token-file"
+# Methods that open the model: all of ModelService but the one that tells facts.
+OPENING_METHODS = tuple(
+    f"/{MODEL_SERVICE}/{one.name}"
+    for one in model_pb2.DESCRIPTOR.services_by_name["ModelService"].methods
+    if one.name != "GetModelInfo"
+)
 # A serving.transport.ServerCall; generated code takes it for a grpc.aio.ServicerContext.
 Context = Any
 
 
 def token_files(config: RouterConfig) -> Mapping[str, TokenFile]:
     """Read the tokens that the forwarded services take in place of the usual ones. Raises StartupError."""
-    if config.admin_token_file is None:
-        return {}
-    tokens = TokenFile(config.admin_token_file, _FLAG)
-    return dict.fromkeys((ADMIN_SERVICE, MODEL_SERVICE), tokens)
+    files: dict[str, TokenFile] = {}
+    for names, path, flag in (
+        ((ADMIN_SERVICE, MODEL_SERVICE), config.admin_token_file, _FLAG),
+        (OPENING_METHODS, config.model_token_file, _MODEL_FLAG),
+    ):
+        if path is not None:
+            files |= dict.fromkeys(names, TokenFile(path, flag))
+    return files
 
 
 class Forwarding:
@@ -45,6 +63,16 @@ class Forwarding:
         self._pool = pool
         # Tokens for text must not do for a stop of the service where everybody can reach it.
         self._is_allowed = config.admin_token_file is not None or is_loopback(config.host)
+        self._may_open = config.model_token_file is not None or is_loopback(config.host)
+
+    def backend_to_open(self, context: ServerCall) -> Backend:
+        """Choose the backend of a call that opens the model. Raises FailedPrecondition, and as `backend_of`."""
+        if not self._may_open:
+            raise FailedPrecondition(
+                f"the router listens on a public address: calls that open the model need its {_MODEL_FLAG}",
+                reason="MODEL_ACCESS_OFF",
+            )
+        return self._choose(context)
 
     def backend_of(self, context: ServerCall) -> Backend:
         """Choose the backend. Raises FailedPrecondition, NotFound, InvalidArgument naming the metadata, Unavailable."""
@@ -53,6 +81,9 @@ class Forwarding:
                 f"the router listens on a public address: admin and model calls need its {_FLAG}",
                 reason="NO_ADMIN_TOKENS",
             )
+        return self._choose(context)
+
+    def _choose(self, context: ServerCall) -> Backend:
         known = {backend.key: backend for backend in self._pool.backends}
         named = dict(context.invocation_metadata() or ()).get(BACKEND_KEY)
         if isinstance(named, str) and named:
@@ -80,10 +111,35 @@ class Forwarding:
         self, make_stub: Callable[[grpc.aio.Channel], Any], method: str, request: Any, context: ServerCall
     ) -> Any:
         """Make the call with a single answer, with the caller's deadline. Raises the backend's error."""
-        backend = self.backend_of(context)
-        call: Callable[..., Awaitable[Any]] = getattr(make_stub(_channel(backend)), method)
-        with _errors():
-            return await call(request, timeout=context.time_remaining())
+        return await self.call_at(self.backend_of(context), make_stub, method, request, context)
+
+    async def open_call(self, method: str, request: Any, context: ServerCall) -> Any:
+        """Make a ModelService call that opens the model. Raises the backend's error."""
+        stub = model_pb2_grpc.ModelServiceStub
+        return await self.call_at(self.backend_to_open(context), stub, method, request, context)
+
+    @staticmethod
+    async def call_at(
+        backend: Backend,
+        make_stub: Callable[[grpc.aio.Channel], Any],
+        method: str,
+        request: Any,
+        context: ServerCall,
+    ) -> Any:
+        """Make the call at a backend that was chosen. Raises as `call`."""
+        return await _made(_channel(backend), make_stub, method, request, context)
+
+
+async def _made(
+    channel: grpc.aio.Channel,
+    make_stub: Callable[[grpc.aio.Channel], Any],
+    method: str,
+    request: Any,
+    context: ServerCall,
+) -> Any:
+    call: Callable[..., Awaitable[Any]] = getattr(make_stub(channel), method)
+    with _errors():
+        return await call(request, timeout=context.time_remaining())
 
 
 @contextlib.contextmanager
@@ -108,9 +164,13 @@ def _names(backends: Mapping[str, Backend]) -> str:
 
 
 def _channel(backend: Backend) -> grpc.aio.Channel:
+    return _connected(backend).for_stubs
+
+
+def _connected(backend: Backend) -> Channel:
     if backend.channel is None:
         raise Unavailable("the backend is not connected", reason="NO_BACKEND")
-    return backend.channel.for_stubs
+    return backend.channel
 
 
 class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
@@ -157,6 +217,16 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
         answer: admin_pb2.GetPoolStatsResponse = await self._call("GetPoolStats", request, context)
         return answer
 
+    async def CopyBlocks(self, request: admin_pb2.CopyBlocksRequest, context: Context) -> admin_pb2.CopyBlocksResponse:
+        """Copy blocks of the backend's KV pool."""
+        answer: admin_pb2.CopyBlocksResponse = await self._call("CopyBlocks", request, context)
+        return answer
+
+    async def SwapBlocks(self, request: admin_pb2.SwapBlocksRequest, context: Context) -> admin_pb2.SwapBlocksResponse:
+        """Copy blocks between the backend's KV pool and its host pool."""
+        answer: admin_pb2.SwapBlocksResponse = await self._call("SwapBlocks", request, context)
+        return answer
+
     async def DumpState(self, request: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
         """Return the state of the backend's engine."""
         answer: admin_pb2.DumpStateResponse = await self._call("DumpState", request, context)
@@ -170,6 +240,42 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeResponse:
         """Let the backend admit again."""
         answer: admin_pb2.ResumeResponse = await self._call("Resume", request, context)
+        return answer
+
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        """Make the backend load an adapter; requests that come after the answer are sent there."""
+        backend = self._forwarding.backend_of(context)
+        stub = admin_pb2_grpc.GenerationAdminServiceStub
+        answer: admin_pb2.LoadAdapterResponse = await self._forwarding.call_at(
+            backend, stub, "LoadAdapter", request, context
+        )
+        backend.note_adapter(answer)
+        return answer
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        """Make the backend forget an adapter; requests that come after the answer are not sent there."""
+        backend = self._forwarding.backend_of(context)
+        stub = admin_pb2_grpc.GenerationAdminServiceStub
+        answer: admin_pb2.UnloadAdapterResponse = await self._forwarding.call_at(
+            backend, stub, "UnloadAdapter", request, context
+        )
+        backend.note_no_adapter(request.name, answer.version)
+        return answer
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: Context
+    ) -> admin_pb2.ListAdaptersResponse:
+        """Return the backend's adapters."""
+        answer: admin_pb2.ListAdaptersResponse = await self._call("ListAdapters", request, context)
+        return answer
+
+    async def Reload(self, request: admin_pb2.ReloadRequest, context: Context) -> admin_pb2.ReloadResponse:
+        """Make the backend read its weights again; the router sends its requests elsewhere meanwhile."""
+        answer: admin_pb2.ReloadResponse = await self._call("Reload", request, context)
         return answer
 
 
@@ -186,3 +292,98 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
         stub = model_pb2_grpc.ModelServiceStub
         answer: model_pb2.GetModelInfoResponse = await self._forwarding.call(stub, "GetModelInfo", request, context)
         return answer
+
+    async def UnloadModel(
+        self, request: model_pb2.UnloadModelRequest, context: Context
+    ) -> model_pb2.UnloadModelResponse:
+        """End the backend's model; the router sends its requests elsewhere."""
+        backend = self._forwarding.backend_to_open(context)
+        # The router's own connection ends with the session, which ends with the model.
+        async with backend.open_channel() as channel:
+            stub = model_pb2_grpc.ModelServiceStub
+            answer: model_pb2.UnloadModelResponse = await _made(
+                channel.for_stubs, stub, "UnloadModel", request, context
+            )
+            return answer
+
+    async def LoadModel(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[model_pb2.LoadModelRequest], context: Context
+    ) -> None:
+        """Load a model at the backend, which joins once it serves a model of the router's tokenizer."""
+        await self._stream("LoadModel", model_pb2.LoadModelResponse.FromString, request_iterator, context)
+
+    async def Forward(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[graphs_pb2.ForwardRequest], context: Context
+    ) -> None:
+        """Run graphs of the backend's model."""
+        await self._stream("Forward", graphs_pb2.ForwardResponse.FromString, request_iterator, context)
+
+    async def _stream(
+        self, method: str, parse: Callable[[bytes], Any], requests: AsyncIterator[Any], context: ServerCall
+    ) -> None:
+        """Pass the messages of a call on, both ways."""
+        channel = _connected(self._forwarding.backend_to_open(context))
+        with _errors():
+            call: StreamCall[Any] = await channel.open_stream(f"/{MODEL_SERVICE}/{method}", parse)
+        sending = asyncio.create_task(_send_on(requests, call))
+        # A caller whose messages cannot be read ends the call, with that error.
+        sending.add_done_callback(lambda task: call.cancel() if _failure_of(task) is not None else None)
+        try:
+            with _errors():
+                while (message := await call.receive()) is not None:
+                    await context.write(message)
+        except PenstockError:
+            if (failure := _failure_of(sending)) is not None:
+                raise failure from None
+            raise
+        finally:
+            sending.cancel()
+            call.cancel()
+
+    async def AllocateTensors(
+        self, request: graphs_pb2.AllocateTensorsRequest, context: Context
+    ) -> graphs_pb2.AllocateTensorsResponse:
+        """Make tensors at the backend."""
+        answer: graphs_pb2.AllocateTensorsResponse = await self._forwarding.open_call(
+            "AllocateTensors", request, context
+        )
+        return answer
+
+    async def ReadTensor(
+        self, request: graphs_pb2.ReadTensorRequest, context: Context
+    ) -> graphs_pb2.ReadTensorResponse:
+        """Return elements of a tensor at the backend."""
+        answer: graphs_pb2.ReadTensorResponse = await self._forwarding.open_call("ReadTensor", request, context)
+        return answer
+
+    async def WriteTensor(
+        self, request: graphs_pb2.WriteTensorRequest, context: Context
+    ) -> graphs_pb2.WriteTensorResponse:
+        """Change elements of a tensor at the backend."""
+        answer: graphs_pb2.WriteTensorResponse = await self._forwarding.open_call("WriteTensor", request, context)
+        return answer
+
+    async def FreeTensors(
+        self, request: graphs_pb2.FreeTensorsRequest, context: Context
+    ) -> graphs_pb2.FreeTensorsResponse:
+        """Free tensors and sequences at the backend."""
+        answer: graphs_pb2.FreeTensorsResponse = await self._forwarding.open_call("FreeTensors", request, context)
+        return answer
+
+    async def Sample(self, request: graphs_pb2.SampleRequest, context: Context) -> graphs_pb2.SampleResponse:
+        """Draw tokens by the backend's sampler."""
+        answer: graphs_pb2.SampleResponse = await self._forwarding.open_call("Sample", request, context)
+        return answer
+
+
+async def _send_on(requests: AsyncIterator[Any], call: StreamCall[Any]) -> None:
+    """Send a caller's messages to the backend until the last one, or until the call is over."""
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        async for request in requests:
+            await call.write(request)
+        await call.done_writing()
+
+
+def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
+    """Return the exception that a task ended with."""
+    return task.exception() if task.done() and not task.cancelled() else None

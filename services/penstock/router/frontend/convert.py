@@ -136,7 +136,7 @@ def public_error(error: InvalidArgument, request: PublicRequest) -> InvalidArgum
 
 
 def to_template(
-    request: PublicRequest, prompt: Prompt, *, model: str, salt: str, key: str, fingerprint: str
+    request: PublicRequest, prompt: Prompt, *, model: str, adapter: str, salt: str, key: str, fingerprint: str
 ) -> generation_pb2.GenerateRequest:
     """Make the request for any backend, without the fields of an attempt. `seed` is always set."""
     template = generation_pb2.GenerateRequest(
@@ -146,7 +146,7 @@ def to_template(
         seed=request.config.seed if request.config.HasField("seed") else secrets.randbits(63),
         cache_salt=salt,
         fair_share_key=key,
-        adapter=request.adapter,
+        adapter=adapter,
         priority=request.priority,
         tokenizer_fingerprint=fingerprint,
         model=model,
@@ -240,6 +240,19 @@ def to_decode_options(
 def cache_salt(tenant: str, client_salt: str) -> str:
     """Salt within which prefix blocks are shared: the tenant's, narrowed by the client's own."""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{client_salt}".encode()).hexdigest()
+
+
+def routing_salt(salt: str, adapter: str) -> str:
+    """Salt of the hashes by which a backend is chosen: a prefix is computed anew for each adapter."""
+    return f"{adapter}:{salt}" if adapter else salt
+
+
+def session_key(tenant: str, session_id: str, adapter: str) -> str:
+    """Key under which the policy remembers a session's backend; with another adapter it may be another backend's.
+    Empty without a session."""
+    if not session_id:
+        return ""
+    return f"{tenant}:{session_id}" if not adapter else f"{tenant}:{adapter}:{session_id}"
 
 
 def text_delta(seq: int, delta: PendingDelta) -> text_pb2.GenerateTextResponse:

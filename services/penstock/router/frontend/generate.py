@@ -86,7 +86,7 @@ class _Call:
         self._kind = kind
         self._context = context
         self._parts = parts
-        self._model = ""
+        self._model = self._adapter = ""
         self._timings = Timings(time.monotonic())
         remaining = context.time_remaining()
         self._deadline = None if remaining is None else self._timings.received_at + remaining
@@ -104,8 +104,8 @@ class _Call:
         """Serve the stream after admission."""
         parts = self._parts
         # Chosen once: a stream must not be moved to another model.
-        self._model = parts.pool.choose_model(self._request.model)
-        parts.attempts.check_capacity(self._model)
+        self._model, self._adapter = parts.pool.choose_model(self._request.model, self._request.adapter)
+        parts.attempts.check_capacity(self._model, self._adapter)
         tenant = tenant_of(parts.config, self._context.invocation_metadata())
         demand = convert.to_demand(self._request, fair_share_key(tenant), self._info())
         # A stack: what is held is given back even where another's end fails.
@@ -115,7 +115,9 @@ class _Call:
             await parts.admission.enter(tenant, self._left(), parts.forecast.tokens(self._model, demand))
             place = _Place(partial(parts.admission.leave, tenant))
             held.callback(place.give_back)
-            room = _Place(parts.attempts.prepare(self._model))
+            if self._adapter:
+                await parts.attempts.adapters.require(self._model, self._adapter, self._left())
+            room = _Place(parts.attempts.prepare(self._model, self._adapter))
             held.callback(room.give_back)
             self._timings.route = time.monotonic() - self._timings.received_at
             prompt = await self._prompt()
@@ -141,6 +143,7 @@ class _Call:
         request, parts = self._request, self._parts
         info = self._info()
         salt = convert.cache_salt(tenant, request.cache_salt)
+        routing_salt = convert.routing_salt(salt, self._adapter)
         block_size = info.kv.block_size if info is not None else 0
         spec = RequestSpec(
             request_id=request_id,
@@ -148,6 +151,7 @@ class _Call:
                 request,
                 prompt,
                 model=self._model,
+                adapter=self._adapter,
                 salt=salt,
                 key=demand.tenant,
                 fingerprint=parts.link.fingerprint,
@@ -159,9 +163,12 @@ class _Call:
             wants_logprobs=request.output.HasField("top_logprobs"),
             wants_tensors=convert.wants_tensors(request.output),
             model=self._model,
+            adapter=self._adapter,
             demand=replace(demand, prompt_tokens=convert.num_prompt_tokens(prompt, request)),
-            session=f"{tenant}:{request.session_id}" if request.session_id else "",
-            prefix_hashes=convert.prefix_hashes(prompt, request, block_size, salt, parts.config.max_prefix_blocks)
+            session=convert.session_key(tenant, request.session_id, self._adapter),
+            prefix_hashes=convert.prefix_hashes(
+                prompt, request, block_size, routing_salt, parts.config.max_prefix_blocks
+            )
             if block_size
             else [],
             warnings=convert.warnings_of(request),

@@ -18,7 +18,7 @@ from penstock.router.backends.prefix_index import routing_hashes
 from penstock.router.backends.unary_attempts import UnaryAttempts
 from penstock.router.config import RouterConfig
 from penstock.router.frontend.admission import Admission, fair_share_key, tenant_of
-from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt
+from penstock.router.frontend.convert import BYTES_PER_TOKEN, MAX_RESPONSE_BYTES, cache_salt, routing_salt
 from penstock.router.frontend.drain import Drain
 from penstock.router.frontend.score_embed_text import ScoredIds, ScoreEmbedTexts
 from penstock.router.metrics import RouterMetrics
@@ -35,6 +35,7 @@ class _Call:
     """Facts of a call that every stage needs. `deadline` is a time of time.monotonic()."""
 
     model: str
+    adapter: str
     tenant: str
     deadline: float | None
 
@@ -82,6 +83,7 @@ class ScoreEmbedFlow:
                 normalize=request.normalize,
                 cache_salt=cache_salt(call.tenant, ""),
                 fair_share_key=fair_share_key(call.tenant),
+                adapter=call.adapter,
             )
             answer: generation_pb2.EmbedResponse = await self._ask(
                 lambda stub, left: stub.Embed(message, timeout=left), call, (), ""
@@ -123,14 +125,18 @@ class ScoreEmbedFlow:
         status = "INTERNAL"
         try:
             tenant = tenant_of(self.config, context.invocation_metadata())
-            call = _Call(self.pool.choose_model(request.model), tenant, deadline)
-            self.attempts.check_capacity(call.model)
+            # Whether a text is watermarked does not depend on an adapter.
+            adapter = "" if isinstance(request, text_pb2.DetectWatermarkTextRequest) else request.adapter
+            call = _Call(*self.pool.choose_model(request.model, adapter), tenant, deadline)
+            self.attempts.check_capacity(call.model, call.adapter)
             demand = Demand(fair_share_key(tenant), request.ByteSize() // BYTES_PER_TOKEN, 0)
             if remaining is not None:
                 self.forecast.check(call.model, demand, remaining)
             async with self.drain.attended():
                 await self.admission.enter(tenant, call.left, demand.prompt_tokens)
                 with self.admission.leaving(tenant):
+                    if call.adapter:
+                        await self.attempts.require_adapter(call.model, call.adapter, call.left)
                     yield call
             status = "OK"
             self.metrics.score_embed.observe(time.monotonic() - begin)
@@ -159,6 +165,7 @@ class ScoreEmbedFlow:
             ],
             cache_salt=cache_salt(call.tenant, ""),
             fair_share_key=fair_share_key(call.tenant),
+            adapter=call.adapter,
         )
         if request.HasField("top_logprobs"):
             message.top_logprobs = request.top_logprobs
@@ -169,9 +176,12 @@ class ScoreEmbedFlow:
         info = self.pool.models.get(call.model)
         hashes: list[int] = []
         if prompt and info is not None and info.kv.block_size:
-            hashes = routing_hashes(list(prompt), info.kv.block_size, salt, self.config.max_prefix_blocks)
+            keyed = routing_salt(salt, call.adapter)
+            hashes = routing_hashes(list(prompt), info.kv.block_size, keyed, self.config.max_prefix_blocks)
         try:
-            return await self.attempts.run(ask, model=call.model, hashes=hashes, deadline=call.deadline)
+            return await self.attempts.run(
+                ask, model=call.model, adapter=call.adapter, hashes=hashes, deadline=call.deadline
+            )
         except InvalidArgument as error:
             raise InvalidArgument(_public(error.field or ""), error.description, reason=error.reason) from error
 

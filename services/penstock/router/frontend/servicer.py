@@ -57,18 +57,16 @@ class TextServicer(text_pb2_grpc.TextServiceServicer):
     def _models(self) -> list[text_pb2.Model]:
         models = []
         for name, info in self._pool.models.items():
-            ready = len(self._pool.ready(name))
-            model = _model(info, ready_backends=ready, tokenizer_fingerprint=self._link.fingerprint)
-            models.append(model)
-            for adapter in info.adapters:
-                part = text_pb2.Model()
-                part.CopyFrom(model)
+            fingerprint = self._link.fingerprint
+            models.append(_model(info, len(self._pool.ready(name)), fingerprint))
+            for adapter in self._pool.adapters(name):
+                part = _model(info, len(self._pool.ready(name, adapter)), fingerprint)
                 part.name, part.parent = adapter, name
                 models.append(part)
         return models
 
 
-def _model(info: model_pb2.GetModelInfoResponse, *, ready_backends: int, tokenizer_fingerprint: str) -> text_pb2.Model:
+def _model(info: model_pb2.GetModelInfoResponse, ready_backends: int, tokenizer_fingerprint: str) -> text_pb2.Model:
     """A model as clients see it."""
     ready = ready_backends > 0
     return text_pb2.Model(

@@ -63,6 +63,8 @@ class RequestSpec:
     wants_logprobs: bool = False
     wants_tensors: bool = False
     model: str = ""
+    # Name of the adapter; empty: none.
+    adapter: str = ""
     # Its size, for forecasts.
     demand: Demand | None = None
     session: str = ""

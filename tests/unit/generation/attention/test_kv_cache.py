@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.common.errors import StartupError
 from penstock.generation.attention.kv_cache import KVCachePool, kv_bytes_per_block, quantise
-from penstock.generation.host.memory import AUTO_FRACTION, host_memory, kv_pool_blocks, parse_memory
+from penstock.generation.host.memory import AUTO_FRACTION, REST, host_memory, kv_pool_blocks, parse_memory
 
 
 def pool(num_blocks: int = 6, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> KVCachePool:
@@ -125,6 +125,7 @@ def test_a_pool_that_cannot_be_had_names_the_flag() -> None:
         ("4096", 4096),
         ("8 MiB", 2**23),
         ("auto", None),
+        ("-1", REST),
     ],
 )
 def test_memory_is_written_as_people_write_it(text: str, expected: int | None) -> None:
@@ -157,9 +158,26 @@ def test_too_little_memory_says_how_much_is_needed(memory: int | None, available
     assert caught.value.flag == "--kv-memory"
 
 
-def blocks(memory: int | None, available: int, max_blocks: int | None = None) -> int:
+def test_minus_one_takes_what_is_left_of_four_fifths_of_all() -> None:
+    assert blocks(memory=REST, available=10_000, total=10_000) == 80
+    assert blocks(memory=REST, available=7_000, total=10_000) == 50
+
+
+def test_minus_one_of_too_little_says_so_and_how_much_is_needed() -> None:
+    with pytest.raises(StartupError, match=r"--kv-memory -1.*80%.*holds no KV block: one block takes 100 B") as caught:
+        blocks(memory=REST, available=2_050, total=10_000)
+    assert caught.value.flag == "--kv-memory"
+
+
+def blocks(memory: int | None, available: int, max_blocks: int | None = None, total: int = 0) -> int:
     return kv_pool_blocks(
-        memory, bytes_per_block=100, block_size=16, available=available, max_context_tokens=1000, max_blocks=max_blocks
+        memory,
+        bytes_per_block=100,
+        block_size=16,
+        available=available,
+        max_context_tokens=1000,
+        max_blocks=max_blocks,
+        total=total,
     )
 
 

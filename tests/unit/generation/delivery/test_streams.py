@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from penstock.common.errors import (
     InvalidArgument,
     PenstockError,
     ResourceExhausted,
+    Unavailable,
 )
+from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.request import (
     Emission,
     FinishedOutput,
@@ -395,3 +398,38 @@ async def test_an_abort_that_comes_as_a_preparation_ends_is_kept() -> None:
         return "made"
 
     assert await hub.prepare("a", more()) == "made"
+
+
+class AdapterCounts:
+    """Requests of each adapter."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Adapter, int] = {}
+
+    def acquire(self, adapter: Adapter) -> None:
+        self.counts[adapter] = self.counts.get(adapter, 0) + 1
+
+    def release(self, adapter: Adapter) -> None:
+        self.counts[adapter] -= 1
+
+
+async def test_a_request_holds_its_adapter_until_its_last_word() -> None:
+    harness, counts = Harness(), AdapterCounts()
+    harness.hub = OutputHub(harness.engine, harness.metrics, lambda: 7, counts)
+    adapter = Adapter("a", Path(), "1", 8, (), 0, None)
+    makers = [maker_of(name) for name in ("ended", "stranded", "refused")]
+    for maker in makers:
+        maker.request.adapter = adapter
+    session = harness.session()
+    for maker in makers[:2]:
+        harness.hub.submit(maker.request, session)
+        session.add(maker)
+        harness.requests[maker.request.request_id] = maker.request
+    harness.engine.refusal = Unavailable("no", reason="DRAINING")
+    with pytest.raises(Unavailable):
+        harness.hub.submit(makers[2].request, session)
+    assert counts.counts == {adapter: 2}
+    harness.step(("ended", {"finished": finished()}))
+    assert counts.counts == {adapter: 1}
+    harness.hub.fail_all(Internal("broken", reason="ENGINE_FAILED"))
+    assert counts.counts == {adapter: 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from hypothesis import strategies as st
 from penstock.generation.core.modes import PLAIN, AssistantSchedule, DecodingMode
 from penstock.generation.core.request import FinishReason
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import SampledToken
+from penstock.generation.core.step import DraftKind, RunnerOutput, SampledToken, SchedulerOutput
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
 from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.ngram_memory import TenantMemory
 from penstock.text.token_bytes import TokenBytes
 
 # Few tokens, so that lookups are often right and stop conditions are met.
@@ -31,6 +33,8 @@ VOCABULARY = 4
 TEXT = TokenBytes({token: bytes([97 + token]) for token in range(VOCABULARY)}, special=[])
 LOOKUP = AssistanceOptions(prompt_lookup_num_tokens=6, max_matching_ngram_size=2)
 MODEL = AssistanceOptions(num_assistant_tokens=5, confidence_threshold=0.0)
+MEMORY = AssistanceOptions(ngram_memory_num_tokens=6, ngram_memory_match=2)
+LOOKAHEAD = AssistanceOptions(lookahead_window=5, lookahead_ngram_size=3)
 ROOMY = engine_config(num_blocks=400, max_batch_tokens=1000, max_draft_rows=200)
 
 
@@ -64,6 +68,19 @@ assistances = st.one_of(
         num_assistant_tokens=st.integers(1, 9),
         schedule=st.sampled_from(AssistantSchedule),
     ),
+    st.builds(
+        AssistanceOptions,
+        prompt_lookup_num_tokens=st.sampled_from([None, 4]),
+        ngram_memory_num_tokens=st.integers(1, 9),
+        ngram_memory_match=st.integers(2, 4),
+        lookahead_window=st.sampled_from([None, 3]),
+    ),
+    st.builds(
+        AssistanceOptions,
+        lookahead_window=st.integers(1, 9),
+        lookahead_ngram_size=st.integers(2, 5),
+        lookahead_guesses=st.integers(1, 4),
+    ),
 )
 configs = st.builds(
     engine_config,
@@ -73,6 +90,7 @@ configs = st.builds(
     max_batch_tokens=st.integers(9, 40),
     max_draft_rows=st.integers(0, 30),
     prefix_cache=st.booleans(),
+    ngram_memory_tokens=st.sampled_from([256, 65_536]),
     reserve_share=st.sampled_from([0.0, 0.1]),
 )
 drafters = st.builds(
@@ -280,11 +298,18 @@ class GrammaticalRunner(FakeRunner):
         return SampledToken(next(t for t in range(wanted, wanted + 2) if sequence.grammar.copy().advance(t)))
 
 
-@settings(max_examples=40, deadline=None)
-@given(length=st.integers(1, 30), quality=st.sampled_from([0.3, 1.0]), lookup=st.booleans(), n=st.integers(1, 2))
-def test_every_probe_draws_by_its_own_state_of_the_grammar(length: int, quality: float, lookup: bool, n: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 30),
+    quality=st.sampled_from([0.3, 1.0]),
+    assistance=st.sampled_from([LOOKUP, MODEL, MEMORY, LOOKAHEAD]),
+    n=st.integers(1, 2),
+)
+def test_every_probe_draws_by_its_own_state_of_the_grammar(
+    length: int, quality: float, assistance: AssistanceOptions, n: int
+) -> None:
     ids = []
-    for mode in (PLAIN, LOOKUP if lookup else MODEL):
+    for mode in (PLAIN, assistance):
         drafter = FakeDrafter(quality, vocab_size=VOCABULARY)
         engine = Engine(ROOMY, GrammaticalRunner(ROOMY, vocab_size=VOCABULARY), None, drafter=drafter)
         item = request([1, 0, 1, 0], max_new_tokens=40, mode=mode, do_sample=True, num_return_sequences=n)
@@ -304,3 +329,154 @@ def test_a_very_long_prompt_is_indexed_over_several_steps() -> None:
     assert answer.ids[0] == [7] * 12
     # 4096 prompt tokens a step: the third knows them all.
     assert [step.num_tokens for step in runner.steps][:4] == [9002, 1, 1, 4]
+
+
+def drafts_by_kind(engine: Engine) -> dict[DraftKind, tuple[int, int]]:
+    """Accepted and rejected drafts of the kinds that had some."""
+    return {kind: counts for kind, counts in engine.stats.draft_tokens.items() if any(counts)}
+
+
+def test_an_output_is_drafted_for_whoever_has_it_again() -> None:
+    engine, runner = make_engine()
+    first, again = (request([4, 5, 6], max_new_tokens=40, mode=MEMORY) for _ in range(2))
+    ids = run(engine, first)[first.request_id].ids
+    assert drafts_by_kind(engine) == {}
+    before = len(runner.steps)
+    answer = run(engine, again)[again.request_id]
+    assert answer.ids == ids
+    # The prompt's draw, then up to 7 tokens a step: the first match is of the prompt's 3 tokens and the draw.
+    assert len(runner.steps) - before <= 9
+    accepted, rejected = engine.stats.draft_tokens[DraftKind.NGRAM_MEMORY]
+    assert answer.finished is not None
+    assert (accepted, rejected) == (answer.finished.accepted_draft_tokens, 0)
+    assert accepted > 25
+    assert engine.stats.memory.tenants == 1
+    assert engine.stats.memory.tokens == 40 + 3 + 1 + 40 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    "other", [{"cache_salt": "b"}, {"fair_share_key": "b"}, {"cache_salt": "ab", "fair_share_key": ""}]
+)
+def test_no_tenant_gets_drafts_from_anothers_outputs(other: dict[str, str]) -> None:
+    engine, _ = make_engine()
+    own = {"cache_salt": "a", "fair_share_key": "a"}
+    run(engine, request([4, 5, 6], max_new_tokens=40, mode=MEMORY, **own))
+    run(engine, request([4, 5, 6], max_new_tokens=40, mode=MEMORY, **{**own, **other}))
+    assert drafts_by_kind(engine) == {}
+    run(engine, request([4, 5, 6], max_new_tokens=40, mode=MEMORY, **own))
+    assert drafts_by_kind(engine).keys() == {DraftKind.NGRAM_MEMORY}
+
+
+def test_only_requests_that_ask_for_it_are_remembered() -> None:
+    engine, _ = make_engine()
+    for mode in (PLAIN, LOOKUP, LOOKAHEAD):
+        run(engine, request([4, 5, 6], max_new_tokens=40, mode=mode))
+    assert engine.stats.memory.tenants == 0
+    run(engine, request([4, 5, 6], max_new_tokens=40, mode=MEMORY))
+    assert DraftKind.NGRAM_MEMORY not in drafts_by_kind(engine)
+
+
+def test_a_long_output_is_remembered_before_its_end_and_an_aborted_one_as_far_as_it_went() -> None:
+    engine, _ = make_engine(engine_config(num_blocks=200, max_context_tokens=2000))
+    item = request([4, 5, 6], max_new_tokens=600, mode=MEMORY)
+    engine.add(item)
+    for _ in range(300):
+        engine.step()
+    other = request([4, 5, 6], max_new_tokens=40, mode=MEMORY)
+    engine.add(other)
+    for _ in range(20):
+        engine.step()
+    assert engine.stats.draft_tokens[DraftKind.NGRAM_MEMORY][0] > 20
+    engine.abort(item.request_id)
+    engine.step()
+    assert engine.stats.memory.tokens > 300
+    engine.check_integrity()
+
+
+def test_lookahead_saves_steps_where_the_text_repeats_itself_and_is_counted() -> None:
+    engine, runner = make_engine(script=dict(enumerate([7, 8, 9, 10] * 12)))
+    item = request([1, 2], max_new_tokens=48, mode=LOOKAHEAD)
+    answer = run(engine, item)[item.request_id]
+    assert answer.ids[0] == [7, 8, 9, 10] * 12
+    assert len(runner.steps) < 30
+    assert drafts_by_kind(engine)[DraftKind.LOOKAHEAD][0] > 18
+
+
+@pytest.mark.parametrize("mode", [MEMORY, LOOKAHEAD])
+def test_drafting_pauses_while_nothing_is_accepted(mode: AssistanceOptions) -> None:
+    """Tokens that nothing before them tells: 50 ids at random."""
+    engine, runner = make_engine(engine_config(num_blocks=400, max_context_tokens=2000))
+    engine.add(item := request([3, 4], max_new_tokens=400, mode=mode, do_sample=True, seed=3))
+    wrong = TenantMemory(4096)
+    assert mode is LOOKAHEAD or item.past_outputs is not None
+    if mode is MEMORY:
+        # Whatever two tokens come, 49 is expected after them.
+        for first in range(50):
+            for second in range(50):
+                wrong.add([first, second, 49])
+        item.past_outputs = wrong
+        wrong.add = lambda token_ids: None  # type: ignore[method-assign]
+    run(engine)
+    drafted = [step for step in runner.steps if step.scheduled[0].probes]
+    # Without pauses all of them would be; the pauses are 8, 16, 32 … 128 tokens, with 4 attempts between.
+    assert 4 <= len(drafted) < 100
+
+
+@pytest.mark.parametrize(
+    ("modes", "kind"),
+    [
+        (
+            {"ngram_memory_num_tokens": 4, "ngram_memory_match": 2, "prompt_lookup_num_tokens": 4},
+            DraftKind.NGRAM_MEMORY,
+        ),
+        ({"prompt_lookup_num_tokens": 4, "lookahead_window": 4}, DraftKind.PROMPT_LOOKUP),
+        ({"lookahead_window": 4}, DraftKind.LOOKAHEAD),
+    ],
+)
+def test_the_first_kind_that_has_drafts_gives_them(modes: dict[str, int], kind: DraftKind) -> None:
+    engine, _ = make_engine(script=dict(enumerate([7, 8, 9] * 12)))
+    mode = AssistanceOptions(**modes)
+    # The second time there is a past output.
+    for _ in range(2):
+        before = drafts_by_kind(engine)
+        run(engine, request([1, 7, 8, 9, 7, 8, 9], max_new_tokens=36, mode=mode))
+    accepted = {one: right - before.get(one, (0, 0))[0] for one, (right, _) in drafts_by_kind(engine).items()}
+    assert accepted[kind] > 20
+    assert sum(accepted.values()) == accepted[kind]
+
+
+class FinicalRunner(FakeRunner):
+    """Runner that has no token after the id 3: as options that leave none, or as a model that gives no number."""
+
+    reason = "exhausted"
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        result = super().execute(output)
+        drawers = [one for entry in output.scheduled for one in (*entry.sample, *(probe for _, probe in entry.probes))]
+        lost = frozenset(one.seq_id for one in drawers if one.token_ids[-1] == 3)
+        sampled = {seq_id: token for seq_id, token in result.sampled.items() if seq_id not in lost}
+        return replace(result, sampled=sampled, **{self.reason: lost})
+
+
+@pytest.mark.parametrize("reason", ["exhausted", "failed"])
+def test_a_row_after_a_wrong_draft_may_have_no_token(reason: str) -> None:
+    """The text 7 8 3 in the prompt is drafted, and 7 8 9 is what comes."""
+    runner = FinicalRunner(ROOMY, script=dict(enumerate([7, 8, 9] * 8)))
+    runner.reason = reason
+    engine = Engine(ROOMY, runner, None)
+    item = request([7, 8, 3, 7, 8, 3, 1], max_new_tokens=24, mode=LOOKUP)
+    answer = run(engine, item)[item.request_id]
+    assert answer.finished is not None
+    assert answer.finished.error is None
+    assert answer.ids[0] == [7, 8, 9] * 8
+    assert answer.finished.rejected_draft_tokens > 0
+
+
+@pytest.mark.parametrize("reason", ["exhausted", "failed"])
+def test_a_row_after_a_right_draft_must_have_one(reason: str) -> None:
+    runner = FinicalRunner(ROOMY, script=dict(enumerate([7, 8, 3] * 8)))
+    runner.reason = reason
+    item = request([7, 8, 3, 7, 8, 3, 1], max_new_tokens=24, mode=LOOKUP)
+    answer = run(Engine(ROOMY, runner, None), item)[item.request_id]
+    assert answer.finished is not None
+    assert answer.finished.error is not None

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, request
@@ -269,6 +270,18 @@ async def test_a_broken_step_ends_every_stream_tells_who_was_in_it_and_reports_t
             assert (last.error.reason, "device" in last.error.message) == (reason, False)
         await bench.until(lambda: bool(bench.failures))
         assert [str(failure) for failure in bench.failures] == ["device lost"]
+
+
+async def test_an_exit_on_the_thread_is_a_failure_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = GatedRunner(engine_config())
+    monkeypatch.setattr(runner, "execute", Mock(side_effect=SystemExit(3)))
+    async with running(runner) as bench:
+        bench.loop.submit(item := request([1]))
+        last = (await bench.end_of(item)).finished
+        assert last is not None
+        assert last.error is not None
+        await bench.until(lambda: bool(bench.failures))
+        assert isinstance(bench.failures[0], SystemExit)
 
 
 async def test_a_request_that_turns_out_impossible_on_the_thread_still_gets_its_end() -> None:

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine.host_pools import AnyPolicy, configs_with_hosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.generation.core.request import Request
@@ -35,8 +36,7 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-configs = st.builds(
-    engine_config,
+configs = configs_with_hosts(
     num_blocks=st.integers(28, 60),
     block_size=st.integers(1, 6),
     max_running_sequences=st.integers(4, 9),
@@ -75,7 +75,9 @@ def test_same_ids_alone_and_together_whatever_the_pool_and_the_budget(
     drawn: list[dict[str, Any]], config: Any, data: st.DataObject
 ) -> None:
     engine, _ = make_engine(config)
-    engine.turns = AnyTurns(data.draw(st.randoms(use_true_random=False)))
+    random = data.draw(st.randoms(use_true_random=False))
+    engine.turns = AnyTurns(random)
+    engine.policy = AnyPolicy(config, random)
     answers: dict[str, Answer] = {}
     submitted = []
     for spec in drawn:

@@ -132,8 +132,39 @@ def test_a_draft_model_is_assistance() -> None:
     assert params.num_return_sequences == 2
 
 
+def test_memory_and_lookahead_are_assistance_beside_prompt_lookup() -> None:
+    params = params_of(ngram_memory_num_tokens=5, lookahead_window=6, prompt_lookup_num_tokens=3, assistant_model="a")
+    assert params.generation_mode is GenerationMode.ASSISTED_GENERATION
+    assert params.mode == AssistanceOptions(prompt_lookup_num_tokens=3, ngram_memory_num_tokens=5, lookahead_window=6)
+    sized = params_of(
+        ngram_memory_num_tokens=5, ngram_memory_match=4, lookahead_window=6, lookahead_ngram_size=3, lookahead_guesses=2
+    )
+    assert sized.mode == AssistanceOptions(
+        ngram_memory_num_tokens=5,
+        ngram_memory_match=4,
+        lookahead_window=6,
+        lookahead_ngram_size=3,
+        lookahead_guesses=2,
+    )
+
+
+def test_a_server_without_a_memory_says_so() -> None:
+    forgetful = RequestLimits(remembers_outputs=False)
+    request = GenerateOptions(prompt_token_ids=[1], options=RequestOptions(ngram_memory_num_tokens=5))
+    result = resolve(request, ModelDefaults(), MODEL, forgetful)
+    assert not isinstance(result.params.mode, AssistanceOptions)
+    assert [text for text in result.warnings if "ngram_memory_num_tokens has no effect: this server" in text]
+
+
 @pytest.mark.parametrize(
-    "options", [{"assistant_model": ""}, {"prompt_lookup_num_tokens": 0}, {"num_assistant_tokens": 3}]
+    "options",
+    [
+        {"assistant_model": ""},
+        {"prompt_lookup_num_tokens": 0},
+        {"num_assistant_tokens": 3},
+        {"ngram_memory_num_tokens": 0, "ngram_memory_match": 2},
+        {"lookahead_window": 0, "lookahead_guesses": 2},
+    ],
 )
 def test_nothing_is_drafted_unless_it_is_asked_for(options: dict[str, Any]) -> None:
     assert not isinstance(params_of(**options).mode, AssistanceOptions)

@@ -13,7 +13,7 @@ PLACE = "factories.engine.plugins"
 
 def test_all_are_loaded_by_their_names() -> None:
     found = load_plugins(FLAGS["logits_processor"], FLAGS["stopping_criteria"])
-    assert set(found.criteria) == {"multiple", "raising"}
+    assert set(found.criteria) == {"multiple", "raising", "exiting"}
     assert found.processors["favour"].__name__ == "Favour"
     assert found.make(RequestOptions()) is None
 

@@ -175,14 +175,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another tensor": (_edit(lambda header: header.update(more=header[NORM])), "unexpected tensor 'more'"),
     "tensors between two places": (_longer_header, "multiple of 64"),
     "another model": (lambda folder: _set_config(folder, intermediate_size=96), "config.json"),
-    # The kernels' products of these sizes fit in no 64-bit number.
-    "a vocabulary beyond numbers": (lambda folder: _set_config(folder, vocab_size=2**58), "too small"),
-    "widths beyond numbers": (lambda folder: _set_config(folder, intermediate_size=2**59), "too small"),
-    "widths beyond integers": (lambda folder: _set_config(folder, intermediate_size=2**80), "too small"),
-    "heads beyond numbers": (
-        lambda folder: _set_config(folder, num_attention_heads=2**57, num_key_value_heads=2**57),
-        "too small",
-    ),
+    "a vocabulary beyond the file": (lambda folder: _set_config(folder, vocab_size=2**31 - 1), "too small"),
+    "widths beyond the file": (lambda folder: _set_config(folder, intermediate_size=2**31 - 1), "too small"),
 }
 
 
@@ -193,6 +187,22 @@ def test_a_file_that_is_not_as_it_should_be_is_to_be_packed_again(folder: Path, 
     message = refused(lambda: load(folder), "MODEL")
     assert said in message
     assert message.endswith("run `penstock pack` again")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"vocab_size": 2**58},
+        {"intermediate_size": 2**59},
+        {"intermediate_size": 2**80},
+        {"num_attention_heads": 2**57, "num_key_value_heads": 2**57},
+    ],
+    ids=str,
+)
+def test_sizes_beyond_numbers_are_refused_by_name(folder: Path, sizes: dict[str, int]) -> None:
+    """The kernels' products of them fit in no 64-bit number."""
+    _set_config(folder, **sizes)
+    assert f"{next(iter(sizes))} must be at most" in refused(lambda: load(folder), "MODEL")
 
 
 def test_the_digest_finds_a_byte_that_changed(folder: Path) -> None:

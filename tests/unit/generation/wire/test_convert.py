@@ -123,6 +123,11 @@ EVERY_OPTION = RequestOptions(
     bos_token_id=5,
     logits_processor=(PluginChoice("one"), PluginChoice("two", '{"a": 1}')),
     stopping_criteria=(PluginChoice("three"),),
+    ngram_memory_num_tokens=6,
+    ngram_memory_match=4,
+    lookahead_window=5,
+    lookahead_ngram_size=3,
+    lookahead_guesses=2,
 )
 
 

@@ -1,4 +1,4 @@
-"""Assisted generation: drafts from the prompt or from a draft model, of which one forward pass verifies many.
+"""Assisted generation: drafts from texts, from guesses or from a draft model, of which one forward pass verifies many.
 
 Drafts and draws are coupled. Every position is drawn from the model itself, by the request's own options and with the
 uniform of (seed, position), and a draft is accepted iff it equals the drawn token. So the ids are exactly those of the
@@ -10,17 +10,18 @@ draws other ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.generation.core.modes import AssistantSchedule, DecodingMode, GenerationMode
 from penstock.generation.core.request import Emission
 from penstock.generation.core.sequence import Sequence
-from penstock.generation.core.step import DraftRequest
-from penstock.generation.engine.decoding.base import Decision, ModeSpec
+from penstock.generation.core.step import DraftKind, DraftRequest
+from penstock.generation.engine.decoding.base import Decision, ModeSpec, VerifiedDrafts
+from penstock.generation.engine.decoding.lookahead import Lookahead
 from penstock.generation.engine.decoding.parallel_sampling import ParallelSampling, blocks_needed, most_sequences
 from penstock.generation.engine.decoding.prompt_lookup import NgramIndex, prompt_lookup
-from penstock.generation.engine.drafts import goes_on, until_end
+from penstock.generation.engine.drafts import DraftThrottle, goes_on, until_end
 
 if TYPE_CHECKING:
     from penstock.generation.core.grammar import GrammarState
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 
 # Prompt tokens that are indexed in one step, about 2 ms: look-ups in a longer prompt begin some steps later.
 _INDEXED_AT_A_TIME = 4096
+# Output tokens that are remembered at a time, and tokens before them by which their beginning is found again.
+_REMEMBERED_AT_A_TIME, _REMEMBERED_BEFORE = 256, 8
 _LOOKUP = frozenset({"prompt_lookup_num_tokens", "max_matching_ngram_size"})
+_MEMORY = frozenset({"ngram_memory_num_tokens", "ngram_memory_match"})
+_LOOKAHEAD = frozenset({"lookahead_window", "lookahead_ngram_size", "lookahead_guesses"})
 _DRAFT_MODEL = frozenset(
     {"assistant_model", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 )
@@ -39,7 +44,11 @@ _DRAFT_MODEL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AssistanceOptions(DecodingMode):
-    """Options of assisted generation: prompt lookup when `prompt_lookup_num_tokens` is set, else the draft model."""
+    """Options of assisted generation.
+
+    Of memory, prompt lookup and lookahead, in this order, the first that is asked for and has drafts gives them: the
+    longer a match must be, the more it says. The draft model gives drafts where none of the three is asked for.
+    """
 
     num_assistant_tokens: int = 20
     schedule: AssistantSchedule = AssistantSchedule.CONSTANT
@@ -47,31 +56,62 @@ class AssistanceOptions(DecodingMode):
     confidence_threshold: float = 0.4
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
+    # Most tokens that are drafted from past outputs; None: neither drafted nor remembered.
+    ngram_memory_num_tokens: int | None = None
+    ngram_memory_match: int = 3
+    # Tokens that are guessed ahead; None: none.
+    lookahead_window: int | None = None
+    lookahead_ngram_size: int = 4
+    lookahead_guesses: int = 4
 
     may_be_guided = False
 
     @property
     def uses_draft_model(self) -> bool:
-        """True when drafts come from a model rather than from the prompt."""
-        return self.prompt_lookup_num_tokens is None
+        """True when drafts come from a model rather than from texts."""
+        return self.prompt_lookup_num_tokens is None and not self.recalls_outputs and self.lookahead_window is None
+
+    @property
+    def recalls_outputs(self) -> bool:
+        """See DecodingMode."""
+        return self.ngram_memory_num_tokens is not None
 
     @property
     def uses(self) -> frozenset[str]:
         """See DecodingMode."""
-        return _DRAFT_MODEL if self.uses_draft_model else _LOOKUP
-
-    @property
-    def no_drafts(self) -> str:
-        """See DecodingMode."""
-        return (
-            "it belongs to prompt lookup"
-            if self.uses_draft_model
-            else "config.prompt_lookup_num_tokens is set and wins"
-        )
+        if self.uses_draft_model:
+            return _DRAFT_MODEL
+        lookup = _LOOKUP if self.prompt_lookup_num_tokens is not None else frozenset()
+        memory = _MEMORY if self.recalls_outputs else frozenset()
+        return lookup | memory | (_LOOKAHEAD if self.lookahead_window is not None else frozenset())
 
     def generation_mode(self, *, do_sample: bool) -> GenerationMode:
         """See DecodingMode."""
         return GenerationMode.ASSISTED_GENERATION
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """State of one sequence's drafts."""
+
+    # Origin of the drafts that are being verified.
+    kind: DraftKind = DraftKind.DRAFT_MODEL
+    # Prompt lookup.
+    index: NgramIndex | None = None
+    # Number of its first tokens that are remembered, or were there before its output.
+    num_remembered: int = 0
+    memory_throttle: DraftThrottle = field(default_factory=DraftThrottle)
+    lookahead: Lookahead | None = None
+    lookahead_throttle: DraftThrottle = field(default_factory=DraftThrottle)
+    # Draft model: number of tokens that it asks for; None: as many as the options say.
+    num_drafts: int | None = None
+
+    @property
+    def throttle(self) -> DraftThrottle | None:
+        """Throttle of the drafts that are being verified; None: their kind has none."""
+        if self.kind is DraftKind.NGRAM_MEMORY:
+            return self.memory_throttle
+        return self.lookahead_throttle if self.kind is DraftKind.LOOKAHEAD else None
 
 
 class AssistedGeneration(ParallelSampling):
@@ -85,35 +125,45 @@ class AssistedGeneration(ParallelSampling):
         self._end_ids = frozenset() if params.ignore_eos else frozenset(params.eos_token_ids)
         # Sequences that have drawn and have no drafts yet.
         self._ready: list[Sequence] = []
-        # Prompt lookup: the index of the prompt, and one of every sequence.
+        # Prompt lookup: the index of the prompt.
         self._prompt_index: NgramIndex | None = None
-        self._indices: dict[Sequence, NgramIndex] = {}
-        # Draft model: number of tokens that each sequence asks for.
-        self._num_drafts: dict[Sequence, int] = {}
+        self._drafting: dict[Sequence, _Drafting] = {}
+
+    def start(self) -> tuple[list[Sequence], list[Emission]]:
+        """See ParallelSampling."""
+        started = super().start()
+        self._drafting = {sequence: self._new_drafting(sequence) for sequence in self._tracks}
+        return started
 
     def advance(self, sampled: Mapping[Sequence, SampledToken]) -> Decision:
         decision = Decision()
         drawn: dict[Sequence, list[SampledToken]] = {}
         for drawer, token in sampled.items():
-            drawn.setdefault(drawer.origin or drawer, []).append(token)
+            sequence = drawer.origin or drawer
+            tokens = drawn.setdefault(sequence, [])
+            # Past a wrong draft a row may have given no token.
+            if drawer.num_tokens == sequence.num_tokens - sequence.num_draft_tokens + len(tokens):
+                tokens.append(token)
         self._ready = []
         for sequence, tokens in drawn.items():
             self._verify(self._tracks[sequence], tokens, decision)
         if not self._options.uses_draft_model:
             for sequence in self._ready:
-                self._draft(sequence, self._look_up(sequence))
+                self._draft_from_texts(sequence)
         return decision
 
     def draft_requests(self) -> list[DraftRequest]:
         if not self._options.uses_draft_model:
             return []
         threshold = self._options.confidence_threshold
-        requests = [DraftRequest(one, min(self._wanted(one), self._room(one)), threshold) for one in self._ready]
+        requests = [
+            DraftRequest(one, min(self._wanted(self._drafting[one]), self._room(one)), threshold) for one in self._ready
+        ]
         return [request for request in requests if request.num_tokens > 0]
 
     def take_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
         for sequence, token_ids in drafts.items():
-            self._draft(sequence, until_end(token_ids, self._end_ids))
+            self._draft(sequence, until_end(token_ids, self._end_ids), DraftKind.DRAFT_MODEL)
 
     def restarted(self) -> list[Sequence] | None:
         """Drop the drafts: they are not worth room or computation of a preempted request."""
@@ -122,6 +172,8 @@ class AssistedGeneration(ParallelSampling):
 
     def end(self, reason: FinishReason) -> list[Emission]:
         self._drop_drafts()
+        for sequence in self._tracks:
+            self._remember(sequence)
         return super().end(reason)
 
     def _verify(self, track: Track, tokens: list[SampledToken], decision: Decision) -> None:
@@ -130,6 +182,7 @@ class AssistedGeneration(ParallelSampling):
         There are fewer draws than drafts when the step had no room for all: the other drafts wait for the next step.
         """
         sequence, probes = track.sequence, track.sequence.probes
+        drafting = self._drafting[sequence]
         drafts = sequence.take_back_drafts()
         accepted = 0
         taken: list[SampledToken] = []
@@ -142,51 +195,101 @@ class AssistedGeneration(ParallelSampling):
             accepted += is_draft
             if stop is not None or not is_draft:
                 break
-        decision.accepted_drafts += accepted
-        decision.rejected_drafts += min(len(tokens), len(drafts)) - accepted
+        if drafts:
+            decision.note_drafts(VerifiedDrafts(drafting.kind, accepted, min(len(tokens), len(drafts)) - accepted))
         self._emit(track, tuple(taken), stop, decision)
         if stop is not None:
+            self._remember(sequence)
+            del self._drafting[sequence]
             return
+        if drafting.lookahead is not None:
+            drafting.lookahead.learn(sequence.token_ids, len(taken), drafts, [token.token_id for token in tokens])
+        if sequence.num_tokens >= drafting.num_remembered + _REMEMBERED_AT_A_TIME:
+            self._remember(sequence)
         if is_draft and accepted < len(drafts):
             sequence.append_drafts(drafts[accepted:], probes[accepted:])
             return
-        self._adapt(sequence, len(drafts), accepted)
+        self._adapt(drafting, len(drafts), accepted)
         self._ready.append(sequence)
 
-    def _adapt(self, sequence: Sequence, num_drafts: int, accepted: int) -> None:
+    def _adapt(self, drafting: _Drafting, num_drafts: int, accepted: int) -> None:
         """Adapt the number of drafts (transformers' heuristic schedules): 2 more if all were accepted, else 1 less.
 
-        Each sequence of each request begins anew, with either schedule.
+        Each sequence of each request begins anew, with either schedule. Drafts of memory and lookahead have none of
+        them: they pause while nothing is accepted.
         """
-        if num_drafts and self._options.schedule is not AssistantSchedule.CONSTANT:
-            wanted = self._wanted(sequence)
-            self._num_drafts[sequence] = wanted + 2 if accepted == num_drafts else max(1, wanted - 1)
+        if not num_drafts:
+            return
+        throttle = drafting.throttle
+        if throttle is not None:
+            throttle.note(accepted)
+        elif self._options.schedule is not AssistantSchedule.CONSTANT:
+            wanted = self._wanted(drafting)
+            drafting.num_drafts = wanted + 2 if accepted == num_drafts else max(1, wanted - 1)
 
-    def _wanted(self, sequence: Sequence) -> int:
-        return self._num_drafts.get(sequence, self._options.num_assistant_tokens)
+    def _wanted(self, drafting: _Drafting) -> int:
+        return self._options.num_assistant_tokens if drafting.num_drafts is None else drafting.num_drafts
 
     def _room(self, sequence: Sequence) -> int:
         """Return the number of drafts that the sequence can still use: the row of the last one draws a token, too."""
         return self._criteria.max_output_tokens - sequence.num_output_tokens - 1
 
-    def _look_up(self, sequence: Sequence) -> list[int]:
+    def _new_drafting(self, sequence: Sequence) -> _Drafting:
+        drafting = _Drafting(num_remembered=sequence.num_prompt_tokens)
         options = self._options
-        room = min(options.prompt_lookup_num_tokens or 0, self._room(sequence))
+        if options.lookahead_window is not None:
+            # A prompt may have no ids; then any id will do, and an id that the prompt has not is as good as another.
+            fillers = self._request.known_prompt_ids or [0]
+            size, guesses = options.lookahead_ngram_size, options.lookahead_guesses
+            drafting.lookahead = Lookahead(options.lookahead_window, size, guesses, fillers)
+        return drafting
+
+    def _draft_from_texts(self, sequence: Sequence) -> None:
+        """Draft by the first of the kinds asked for that has drafts."""
+        options, drafting, room = self._options, self._drafting[sequence], self._room(sequence)
         if room <= 0:
-            return []
+            return
+        drafts: list[int] = []
+        past = self._request.past_outputs
+        if past is not None and options.ngram_memory_num_tokens is not None:
+            most = min(options.ngram_memory_num_tokens, room)
+            drafts = past.continuation(sequence.token_ids, fewest=options.ngram_memory_match, max_tokens=most)
+            drafts = until_end(drafts, self._end_ids)
+            kind = DraftKind.NGRAM_MEMORY
+            if drafts and not drafting.memory_throttle.allows():
+                drafts = []
+        if not drafts and options.prompt_lookup_num_tokens is not None:
+            drafts = self._look_up(sequence, min(options.prompt_lookup_num_tokens, room))
+            kind = DraftKind.PROMPT_LOOKUP
+        if not drafts and drafting.lookahead is not None and drafting.lookahead_throttle.allows():
+            drafts = until_end(drafting.lookahead.guess(sequence.token_ids[-1], room), self._end_ids)
+            kind = DraftKind.LOOKAHEAD
+        if drafts:
+            self._draft(sequence, drafts, kind)
+
+    def _look_up(self, sequence: Sequence, most: int) -> list[int]:
         if self._prompt_index is None:
-            self._prompt_index = NgramIndex(options.max_matching_ngram_size)
+            self._prompt_index = NgramIndex(self._options.max_matching_ngram_size)
         prompt = self._request.prompt_token_ids
         if self._prompt_index.num_tokens < len(prompt):
             self._prompt_index.extend(prompt[: self._prompt_index.num_tokens + _INDEXED_AT_A_TIME])
             if self._prompt_index.num_tokens < len(prompt):
                 return []
-        index = self._indices.get(sequence)
-        if index is None:
-            index = self._indices[sequence] = self._prompt_index.copy()
-        return prompt_lookup(index, sequence.token_ids, room, self._end_ids)
+        drafting = self._drafting[sequence]
+        if drafting.index is None:
+            drafting.index = self._prompt_index.copy()
+        return prompt_lookup(drafting.index, sequence.token_ids, most, self._end_ids)
 
-    def _draft(self, sequence: Sequence, drafts: list[int]) -> None:
+    def _remember(self, sequence: Sequence) -> None:
+        """Add the output that is not remembered yet to the tenant's past outputs."""
+        past, drafting = self._request.past_outputs, self._drafting[sequence]
+        if past is None or sequence.num_tokens == drafting.num_remembered:
+            return
+        first = max(drafting.num_remembered - _REMEMBERED_BEFORE, sequence.num_placeholders)
+        past.add(sequence.token_ids[first:])
+        drafting.num_remembered = sequence.num_tokens
+
+    def _draft(self, sequence: Sequence, drafts: list[int], kind: DraftKind) -> None:
         """Append drafts for verification, as far as the grammar allows them."""
         drafts = drafts[: max(self._room(sequence), 0)]
         states: list[GrammarState | None] = [None] * (len(drafts) + 1)
@@ -194,6 +297,7 @@ class AssistedGeneration(ParallelSampling):
             drafts, states = _allowed(sequence.grammar, drafts)
         if not drafts:
             return
+        self._drafting[sequence].kind = kind
         first = sequence.num_tokens
         sequence.append_drafts(drafts, [])
         sequence.probes = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.common.errors import InvalidArgument
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.request import Emission, FinishReason, Request
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.sequence import Sequence
-    from penstock.generation.core.step import DraftRequest, SampledToken
+    from penstock.generation.core.step import DraftKind, DraftRequest, SampledToken
     from penstock.generation.engine.config import EngineConfig
     from penstock.generation.engine.stopping import StopCriteria
 
@@ -23,6 +23,14 @@ def no_token_left() -> InvalidArgument:
     """Return the error of a request whose options leave no token to draw."""
     description = "leaves no token to draw here: what one of its options allows, others forbid"
     return InvalidArgument("config", description, reason="NO_TOKEN_LEFT")
+
+
+class VerifiedDrafts(NamedTuple):
+    """Drafts of one sequence that a step verified, or as many of them as it had room for."""
+
+    kind: DraftKind
+    accepted: int
+    rejected: int
 
 
 @dataclass(slots=True)
@@ -38,15 +46,20 @@ class Decision:
     emissions: list[Emission] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     dropped: list[Sequence] = field(default_factory=list)
-    # Draft tokens that were verified in this step.
-    accepted_drafts: int = 0
-    rejected_drafts: int = 0
+    # Drafts that were verified in this step; None: there were none.
+    drafts: list[VerifiedDrafts] | None = None
     embedding: bytes | None = None
     # New sequences with nothing computed, beside those of `forks`. The request is then as at its start: each family's
     # leader, which may be a fork, is computed to the end of the prompt before others fork from it.
     added: list[Sequence] = field(default_factory=list)
     # Token healing: the prompt's new last token, and its text beyond that of the token that was sent.
     healed: tuple[int, str] | None = None
+
+    def note_drafts(self, drafts: VerifiedDrafts) -> None:
+        """Add a sequence's drafts that were verified."""
+        if self.drafts is None:
+            self.drafts = []
+        self.drafts.append(drafts)
 
 
 class DecodingStrategy(ABC):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.lora import SiteAdapters
 
 # (ids) -> (ids, features) of the weight's rows.
 Rows = Callable[[Tensor], Tensor]
@@ -63,10 +64,28 @@ class Linear(ABC):
         """Return the same product in float32, unrounded where the method can."""
         return self(x_TI).float()
 
+    def adapted(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
+        """Return the same product with the parts of the rows' adapters added."""
+        return adapters.add_to(self(x_TI), x_TI)
+
+    def adapted_as_float(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
+        """Return `adapted` in float32, as `as_float`."""
+        return adapters.add_to(self.as_float(x_TI), x_TI)
+
     def rows(self) -> Rows | None:
         """Return a lookup in the dense weight, for an embedding that shares it; None when the weight is not kept as it
         was."""
         return None
+
+    @property
+    def quantised_as(self) -> str:
+        """Number format of a quantised weight, int8 or int4; empty: it is not quantised."""
+        return ""
+
+    @property
+    def mean_scale(self) -> float:
+        """Mean magnitude of the scales of a quantised weight; 1: it is not quantised."""
+        return 1.0
 
     @property
     @abstractmethod
@@ -104,6 +123,17 @@ class _Gated(Linear):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._kernels.silu_mul(self._linear(x_TI))
+
+    def adapted(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
+        return self._kernels.silu_mul(self._linear.adapted(x_TI, adapters))
+
+    @property
+    def quantised_as(self) -> str:
+        return self._linear.quantised_as
+
+    @property
+    def mean_scale(self) -> float:
+        return self._linear.mean_scale
 
     @property
     def num_bytes(self) -> int:

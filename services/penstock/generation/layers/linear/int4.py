@@ -56,6 +56,16 @@ class Int4Linear(Linear):
         return result if self._bias is None else result + self._bias
 
     @property
+    def quantised_as(self) -> str:
+        """See Linear."""
+        return "int4"
+
+    @property
+    def mean_scale(self) -> float:
+        """See Linear. Outputs that only fill up a block are left out."""
+        return float(self._scale_and_zero[:, : self.out_features, 0].float().abs().mean())
+
+    @property
     def num_bytes(self) -> int:
         """See Linear."""
         own: int = self._packed.nbytes + self._scale_and_zero.nbytes

@@ -78,6 +78,16 @@ class Int8Linear(Linear):
         return result
 
     @property
+    def quantised_as(self) -> str:
+        """See Linear."""
+        return "int8"
+
+    @property
+    def mean_scale(self) -> float:
+        """See Linear."""
+        return float(self._scale.mean())
+
+    @property
     def num_bytes(self) -> int:
         """See Linear; the blocked layout's padding is not counted."""
         bias = 0 if self._bias is None else self._bias.nbytes

@@ -19,6 +19,7 @@ from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFini
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
     from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.lora import SiteAdapters
 
 # Version of the meaning of a packed weight's bytes, for files that keep them. Raise it with every change of the layout
 # in csrc/linear/linear.h, of the quantisation in csrc/linear/pack.cpp, or of `part_sizes`. A test holds the two
@@ -140,6 +141,30 @@ class NativeLinear(Linear):
         result: Tensor = self._multiply_as_float(x_TI)
         return result
 
+    def adapted(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
+        """See Linear: the kernel adds them to its sums, before they are rounded."""
+        return self._adapted(x_TI, adapters, as_float=False)
+
+    def adapted_as_float(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
+        """See Linear."""
+        return self._adapted(x_TI, adapters, as_float=True)
+
+    def _adapted(self, x_TI: Tensor, adapters: SiteAdapters, *, as_float: bool) -> Tensor:
+        packed = self.packed
+        result: Tensor = adapters.batch.native.linear(
+            adapters.site,
+            x_TI,
+            packed.weight,
+            int(packed.format),
+            self.out_features,
+            packed.bias,
+            packed.scale,
+            packed.sum,
+            packed.gated,
+            as_float,
+        )
+        return result
+
     def rows(self) -> Rows | None:
         """See Linear: int8 and int4 do not keep the weight."""
         if self.format in (Format.INT8, Format.INT4):
@@ -153,6 +178,17 @@ class NativeLinear(Linear):
     def format(self) -> Format:
         """Number format of the weight."""
         return self.packed.format
+
+    @property
+    def quantised_as(self) -> str:
+        """See Linear."""
+        return self.format.name.lower() if self.format in (Format.INT8, Format.INT4) else ""
+
+    @property
+    def mean_scale(self) -> float:
+        """See Linear. Outputs that only fill up a panel have no scale."""
+        scale = self.packed.scale
+        return 1.0 if scale is None else float(scale[scale != 0].abs().mean())
 
     @property
     def num_bytes(self) -> int:

@@ -52,7 +52,7 @@ def _processed(plugins: RequestPlugins, ids_1T: torch.Tensor, scores_1V: torch.T
         try:
             answer = call(ids_1T.clone(), given_1V.clone())
             wrong = _fault(answer, scores_1V)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             plugins.error = plugin_failed(_FIELD, name, error)
             return scores_1V
         if wrong:

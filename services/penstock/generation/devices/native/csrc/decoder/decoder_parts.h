@@ -11,6 +11,7 @@
 
 #include "attention/attention_work.h"
 #include "decoder/rows.h"
+#include "linear/adapters.h"
 #include "linear/linear_work.h"
 #include "util/barrier.h"
 
@@ -100,12 +101,14 @@ struct Layer {
   int64_t window;
 };
 constexpr int64_t LINEARS = 4;
-// Stages of a layer: norms, rope, and the rows that linear layers quantise first, where one counter
-// shares them among all threads; and linear layers and attention, which have a share for each
-// thread.
-constexpr int64_t MOST_STAGES = 2 + 1 + LINEARS;
+// Stages of a layer: norms, rope, and the rows that linear layers quantise and that adapters shrink
+// first, where one counter shares them among all threads; and linear layers and attention, which
+// have a share for each thread.
+constexpr int64_t MOST_STAGES = 2 + 1 + 2 * LINEARS;
 constexpr int64_t SHARED_STAGES = LINEARS + 1;
-constexpr int64_t LAST_STAGES = 2;
+constexpr int64_t LAST_STAGES = 3;
+// Sites of a layer (adapters.h), and among them its linear layers.
+enum Site : int64_t { QKV, OUTPUT, GATED, DOWN };
 // Bytes of the next linear layer's weight that a waiting thread fetches.
 constexpr int64_t PREFETCH_BYTES = 64 << 10;
 // Lines of it that are fetched before a row of a norm or of a quantisation.
@@ -116,7 +119,7 @@ constexpr int64_t PREFETCH_DURING_ATTENTION = 256 << 10;
 // Memory that a forward pass writes on its way. Every thread may have its own `normed`, `residual`
 // and quantised rows.
 struct Buffers {
-  at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums;
+  at::Tensor normed, residual, qkv, q, attended, inner, added, bytes, scales, sums, shrunk;
 };
 
 // Rows of a linear layer's inputs.
@@ -139,6 +142,8 @@ struct Pass {
   const int64_t* wanted;
   int64_t num_wanted;
   bool draws;
+  // Null: no row has an adapter.
+  const AdapterBatch* adapters;
 };
 
 struct Step {
@@ -160,11 +165,16 @@ struct Step {
   // By thread, row and column of a panel, as LinearArgs has them; empty where ids are not asked
   // for.
   at::Tensor highest, highest_panel;
+  // Null: no row has an adapter. `wanted_adapters`: of the wanted rows alone.
+  const AdapterBatch* adapters;
+  std::optional<AdaptedRows> wanted_adapters;
 };
 
 // Place of a thread: all go through the same stages.
 struct Walk {
   int64_t thread, rows;
+  // Adapters of the rows.
+  const AdaptedRows* adapted;
   int64_t stage = 0, shared = 0;
   Prefetch prefetch;
 };

@@ -73,7 +73,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
       : Decoder(sizes_of(sizes), eps, layers, windows,
                 Named<at::Tensor>("the decoder's end", end)) {}
 
-  Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type) const {
+  Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type, int64_t ranks) const {
     const int64_t heads = num_heads * head_dim, widest = std::max({hidden, inner, heads});
     // The most inputs that any format pads to.
     const int64_t padded = granules_of(Format::INT4, widest) * granule_inputs(Format::INT4),
@@ -97,20 +97,23 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
         .bytes = empty({quantised * spread(padded)}, at::kChar),
         .scales = empty({quantised * groups}, at::kFloat),
         .sums = empty({quantised * groups}, at::kInt),
+        .shrunk = empty({ranks == 0 ? 0 : rows, shrunk_stride(ranks)}, type),
     };
   }
+
+  typedef std::optional<c10::intrusive_ptr<AdapterBatch>> OptionalAdapters;
 
   // (T, hidden) after the final norm. `hidden_rows` are overwritten; `cos` and `sin` are looked up
   // by `positions`. With `draws` also each row's id of the highest logit, the first of equals, -1
   // where that is none or infinite; else an empty tensor. `wanted` (R), ascending: results of these
-  // rows only, R instead of T.
+  // rows only, R instead of T. `adapters`: of the rows; none: no row has one.
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin,
                                              at::Tensor positions, at::Tensor slots,
                                              at::Tensor tables, at::Tensor query_start,
                                              at::Tensor context_lens,
                                              std::optional<at::Tensor> wanted, bool draws,
-                                             at::Tensor pool,
-                                             std::optional<at::Tensor> scales) const;
+                                             at::Tensor pool, std::optional<at::Tensor> scales,
+                                             OptionalAdapters adapters) const;
 
   // The ids that `forward` draws in a step of one token of each sequence: tokens `ids`, with which
   // they are `lengths` long. So few arguments since everything is cold when a step begins, and each
@@ -119,7 +122,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
                               at::Tensor cos, at::Tensor sin, at::Tensor pool,
-                              std::optional<at::Tensor> scales) const;
+                              std::optional<at::Tensor> scales, OptionalAdapters adapters) const;
 
  private:
   Decoder(const ModelSizes& sizes, double eps, const std::vector<Tensors>& named,
@@ -139,6 +142,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
 
   void check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin,
              const at::Tensor& pool, const std::optional<at::Tensor>& scales) const;
+  void check(const AdapterBatch& adapters, int64_t rows, bool bf16) const;
   std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
   at::Tensor embedded(const std::vector<int64_t>& ids,
                       const std::optional<at::Tensor>& embedding) const;
@@ -220,21 +224,42 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
   }
 
   // `then`: the next layer; this many bytes of its weight are prefetched. The caller waits.
-  void linear(Step& step, Walk& walk, const Linear& layer, Inputs x, at::Tensor& out,
+  void linear(Step& step, Walk& walk, const Linear& layer, int64_t site, Inputs x, at::Tensor& out,
               const Linear* then, int64_t bytes = PREFETCH_BYTES) const {
     LinearArgs args = linear_args(layer, x);
     args.out = out.data_ptr(), args.out_stride = out.stride(0), args.out_bf16 = is_bf16(out);
-    multiply(step, walk, layer, x, args);
+    multiply(step, walk, layer, site, x, args);
     walk.prefetch = then == nullptr
                         ? Prefetch{}
                         : beginning(*then, walk.rows, walk.thread, step.barrier.threads(), bytes);
   }
 
-  void multiply(Step& step, Walk& walk, const Linear& layer, Inputs x, LinearArgs& args) const {
+  void multiply(Step& step, Walk& walk, const Linear& layer, int64_t site, Inputs x,
+                LinearArgs& args) const {
+    AdapterRows adapted;
+    if (step.adapters != nullptr && step.adapters->ranks[site] > 0) {
+      adapted = shrink(step, walk, layer, site, x);
+      args.adapters = &adapted;
+    }
     if (layer.format >= Format::INT8) quantise(step, walk, layer, x, is_bf16(step.hidden), args);
     const int64_t threads = step.barrier.threads();
     multiply_share(args, LinearShare(args, walk.rows, layer.panels, threads),
                    &step.progress[walk.shared++ * threads], walk.thread);
+  }
+
+  // The rows that have an adapter, times its A: all threads have to meet before these are used.
+  AdapterRows shrink(Step& step, Walk& walk, const Linear& layer, int64_t site, Inputs x) const {
+    at::Tensor& to = step.buffers.shrunk;
+    shrink_share(*step.adapters, *walk.adapted, site, x.rows, x.stride, layer.inputs, to.data_ptr(),
+                 to.stride(0), step.counters[walk.stage++]);
+    step.barrier.wait(walk.prefetch);
+    return {
+        .adapter = walk.adapted->adapter.data(),
+        .matrices = step.adapters->matrices.data() + site * step.adapters->adapters.size(),
+        .is_bf16 = is_bf16(step.hidden),
+        .shrunk = to.const_data_ptr(),
+        .stride = to.stride(0) * int64_t(to.itemsize()) / 4,
+    };
   }
 
   // The beginning of a thread's share, `bytes` at most.
@@ -295,13 +320,27 @@ void Decoder::check(const at::Tensor& hidden_rows, const at::Tensor& cos, const 
   TORCH_CHECK(is_bf16(cos) == is_bf16(hidden_rows));
 }
 
-std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::Tensor cos,
-                                                    at::Tensor sin, at::Tensor positions,
-                                                    at::Tensor slots, at::Tensor tables,
-                                                    at::Tensor query_start, at::Tensor context_lens,
-                                                    std::optional<at::Tensor> wanted, bool draws,
-                                                    at::Tensor pool,
-                                                    std::optional<at::Tensor> scales) const {
+void Decoder::check(const AdapterBatch& adapters, int64_t rows, bool bf16) const {
+  TORCH_CHECK(int64_t(adapters.all.adapter.size()) == rows && adapters.is_bf16 == bf16 &&
+                  adapters.num_sites == int64_t(layers.size()) * LINEARS + 1,
+              "the adapters are not of this step's rows, or of another model");
+  const auto check_site = [&](int64_t site, const Linear& layer) {
+    adapters.check(site, layer.inputs, layer.panels);
+  };
+  for (size_t i = 0; i < layers.size(); ++i) {
+    check_site(i * LINEARS + QKV, layers[i].qkv),
+        check_site(i * LINEARS + OUTPUT, layers[i].output);
+    check_site(i * LINEARS + GATED, layers[i].gated),
+        check_site(i * LINEARS + DOWN, layers[i].down);
+  }
+  check_site(layers.size() * LINEARS, head);
+}
+
+std::tuple<at::Tensor, at::Tensor> Decoder::forward(
+    at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions, at::Tensor slots,
+    at::Tensor tables, at::Tensor query_start, at::Tensor context_lens,
+    std::optional<at::Tensor> wanted, bool draws, at::Tensor pool, std::optional<at::Tensor> scales,
+    OptionalAdapters adapters) const {
   check(hidden_rows, cos, sin, pool, scales);
   const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
   TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && positions.is_contiguous() &&
@@ -328,6 +367,7 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(at::Tensor hidden_rows, at::
       .wanted = rows,
       .num_wanted = R,
       .draws = draws,
+      .adapters = adapters ? adapters->get() : nullptr,
   });
   return {out, at::tensor(drawn, positions.options())};
 }
@@ -339,12 +379,14 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
                 "no such position");
   const at::Tensor& pool = pass.pool;
   const bool bf16 = is_bf16(pass.hidden);
+  if (pass.adapters != nullptr) check(*pass.adapters, T, bf16);
   const int64_t most_threads = at::get_num_threads(), drawing = pass.draws ? most_threads : 0;
   Step step{
       .barrier = {},
       .counters = std::vector<std::atomic<int64_t>>(layers.size() * MOST_STAGES + LAST_STAGES),
       .progress = std::vector<Progress>((layers.size() * SHARED_STAGES + 1) * most_threads),
-      .buffers = buffers(T, most_threads, pass.hidden.scalar_type()),
+      .buffers = buffers(T, most_threads, pass.hidden.scalar_type(),
+                         pass.adapters == nullptr ? 0 : pass.adapters->most_ranks()),
       .hidden = pass.hidden,
       .out = empty({R, hidden}, pass.hidden.scalar_type()),
       .rows = T,
@@ -355,7 +397,14 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
       .writes_alone = false,
       .highest = empty({drawing, R, PANEL}, at::kFloat),
       .highest_panel = empty({drawing, R, PANEL}, at::kInt),
+      .adapters = pass.adapters,
+      .wanted_adapters = {},
   };
+  if (pass.adapters != nullptr && pass.wanted != nullptr) {
+    std::vector<int32_t> numbers(R);
+    for (int64_t i = 0; i < R; ++i) numbers[i] = pass.adapters->all.adapter[pass.wanted[i]];
+    step.wanted_adapters.emplace(std::move(numbers), pass.adapters->adapters.size());
+  }
   Buffers& b = step.buffers;
   std::vector<AttentionArgs> attention;
   std::vector<RopeArgs> rope;
@@ -416,7 +465,7 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
   {
 #pragma omp single
     step.barrier.set_threads(omp_get_num_threads());
-    Walk walk{omp_get_thread_num(), T};
+    Walk walk{omp_get_thread_num(), T, pass.adapters == nullptr ? nullptr : &pass.adapters->all};
     if (void* own = residual_of(step, walk); own != pass.hidden.data_ptr())
       std::memcpy(own, pass.hidden.const_data_ptr(), pass.hidden.nbytes());
     for (size_t i = 0; i < layers.size(); ++i) run(step, walk, i, attention[i], rope[i]);
@@ -428,7 +477,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
 std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                                      at::Tensor tables, std::optional<at::Tensor> embedding,
                                      at::Tensor cos, at::Tensor sin, at::Tensor pool,
-                                     std::optional<at::Tensor> scales) const {
+                                     std::optional<at::Tensor> scales,
+                                     OptionalAdapters adapters) const {
   const int64_t S = ids.size(), block_size = pool.size(3);
   TORCH_CHECK(int64_t(lengths.size()) == S && tables.dim() == 2 && tables.size(0) == S &&
               tables.stride(1) == 1);
@@ -462,6 +512,7 @@ std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64
                      .wanted = nullptr,
                      .num_wanted = S,
                      .draws = true,
+                     .adapters = adapters ? adapters->get() : nullptr,
                  })
       .second;
 }
@@ -505,6 +556,7 @@ void Decoder::pick(Step& step, Walk& walk) const {
     move(residual_of(step, walk), hidden * size, share(hidden, walk.thread),
          share(hidden, walk.thread + 1));
   walk.rows = step.num_wanted;
+  if (step.adapters != nullptr) walk.adapted = &*step.wanted_adapters;
 }
 
 // The final norm, and the head where tokens are drawn.
@@ -523,7 +575,7 @@ void Decoder::finish(Step& step, Walk& walk) const {
   std::fill_n(panel, walk.rows * PANEL, INT32_MAX);
   LinearArgs args = linear_args(head, normed);
   args.highest = highest, args.highest_panel = panel;
-  multiply(step, walk, head, normed, args);
+  multiply(step, walk, head, layers.size() * LINEARS, normed, args);
 }
 
 // Joins the results of the threads.
@@ -549,12 +601,13 @@ std::vector<int64_t> Decoder::argmax_ids(const Step& step, int64_t threads) {
 void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attention,
                   const RopeArgs& rope) const {
   const Layer& layer = layers[i];
+  const int64_t site = i * LINEARS;
   Buffers& b = step.buffers;
   const bool picks = step.wanted != nullptr && i + 1 == layers.size(),
              writes_alone = step.writes_alone && !picks;
   const std::vector<AttentionTask>& tasks = picks ? step.last_tasks : step.tasks;
-  linear(step, walk, layer.qkv, norm(step, walk, layer.input_norm, i > 0), b.qkv, &layer.output,
-         PREFETCH_DURING_ATTENTION);
+  linear(step, walk, layer.qkv, site + QKV, norm(step, walk, layer.input_norm, i > 0), b.qkv,
+         &layer.output, PREFETCH_DURING_ATTENTION);
   const int64_t threads = step.barrier.threads();
   if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
   step.barrier.wait(walk.prefetch);
@@ -570,12 +623,12 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
     if (walk.rows == 0) return;
     step.barrier.wait(walk.prefetch);
   }
-  linear(step, walk, layer.output, inputs_of(b.attended), b.added, &layer.gated);
+  linear(step, walk, layer.output, site + OUTPUT, inputs_of(b.attended), b.added, &layer.gated);
   step.barrier.wait(walk.prefetch);
-  linear(step, walk, layer.gated, norm(step, walk, layer.post_attention_norm, true), b.inner,
-         &layer.down);
+  linear(step, walk, layer.gated, site + GATED, norm(step, walk, layer.post_attention_norm, true),
+         b.inner, &layer.down);
   step.barrier.wait(walk.prefetch);
-  linear(step, walk, layer.down, inputs_of(b.inner), b.added,
+  linear(step, walk, layer.down, site + DOWN, inputs_of(b.inner), b.added,
          i + 1 < layers.size()      ? &layers[i + 1].qkv
          : step.highest.numel() > 0 ? &head
                                     : nullptr);
@@ -585,6 +638,8 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
+  // Decoder's methods take them.
+  define_adapters(m);
   m.class_<Decoder>("Decoder")
       .def(torch::init<const Sizes&, double, const std::vector<Tensors>&,
                        const std::vector<int64_t>&, const Tensors&>())

@@ -290,6 +290,56 @@ static void update_argmax(const LinearArgs& a, const float (*block)[PANEL], int6
   }
 }
 
+// Adds an adapter's part of half a panel to the sums of M rows. A row's sum goes on in the order of
+// the ranks, whatever rows are beside it.
+template <class F, int M>
+static void expand(const char* b, int64_t count, const int32_t* shrunk, int64_t stride,
+                   float (*block)[PANEL], int column) {
+  constexpr int W = HALF / L;
+  vf sum[M][W];
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < W; ++v) sum[m][v] = load(&block[m][column + v * L]);
+  for (int64_t g = 0; g < count; ++g) {
+    vi w[W];
+    for (int v = 0; v < W; ++v) w[v] = load_bits(b + g * HALF * 4 + v * 4 * L);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < W; ++v) sum[m][v] = F::dot(sum[m][v], shrunk[m * stride + g], w[v]);
+  }
+  for (int m = 0; m < M; ++m)
+    for (int v = 0; v < W; ++v) store_all(&block[m][column + v * L], sum[m][v]);
+}
+
+typedef void (*Expand)(const char*, int64_t, const int32_t*, int64_t, float (*)[PANEL], int);
+
+template <class F, int M>
+static Expand pick_expand(int64_t rows) {
+  if constexpr (M == 0)
+    return nullptr;
+  else
+    return rows < M ? pick_expand<F, M - 1>(rows) : expand<F, M>;
+}
+
+// The adapters' part of a tile: runs of rows with the same adapter share what is read of it.
+static void add_adapters(const AdapterRows& a, int64_t row, int64_t rows, int64_t panel,
+                         float (*block)[PANEL]) {
+  for (int64_t first = 0, last; first < rows; first = last) {
+    const int32_t adapter = a.adapter[row + first];
+    for (last = first + 1; last < rows && a.adapter[row + last] == adapter; ++last) {}
+    if (adapter < 0 || a.matrices[adapter].ranks == 0) continue;
+    const AdapterMatrices& matrices = a.matrices[adapter];
+    const Expand add =
+        a.is_bf16 ? pick_expand<BF16, TILE>(last - first) : pick_expand<F32, TILE>(last - first);
+    const int32_t* shrunk = (const int32_t*)a.shrunk + (row + first) * a.stride;
+    for (int h = 0; h < PANEL / HALF; ++h) {
+      const AdapterHalf& half = matrices.halves[panel * (PANEL / HALF) + h];
+      if (half.count > 0)
+        add(matrices.b + half.offset, half.count, shrunk + half.first, a.stride, block + first,
+            h * HALF);
+    }
+  }
+}
+
 // Rows that a tile should have: with fewer its sums are too few to hide how long a product takes.
 constexpr int64_t ENOUGH_ROWS = 5;
 
@@ -324,6 +374,8 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
         const int64_t first = first_of(rows, t, tiles), last = first_of(rows, t + 1, tiles);
         pick(a.format, int(last - first))(a, task.first_row + first, panel, part, blocks + first);
         if (!part.is_last) continue;
+        if (a.adapters != nullptr)
+          add_adapters(*a.adapters, task.first_row + first, last - first, panel, blocks + first);
         const bool fetches = part.is_new && last - first >= FETCHING_ROWS;
         const Beyond beyond{fetches ? a.weight + (panel + 1) * a.granules * PANEL * 4 : nullptr};
         if (a.highest != nullptr) {

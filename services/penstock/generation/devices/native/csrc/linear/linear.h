@@ -14,6 +14,45 @@ constexpr int64_t ROW_BLOCK = 264;
 
 enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
 
+// Columns of an adapter's B that lie side by side: a granule of them is a cache line.
+constexpr int HALF = PANEL / 2;
+
+// Half a panel of an adapter's B: `count` granules of (HALF, 4 B) at byte `offset`, for those of
+// the shrunk row from `first` on.
+struct AdapterHalf {
+  int64_t offset;
+  int64_t first, count;
+};
+
+// A LoRA adapter's matrices of one linear layer: it adds B (A x * scale). Those of several modules
+// in one product are side by side, each with whole granules of ranks.
+struct AdapterMatrices {
+  int64_t ranks;       // 0: the adapter leaves this layer as it is
+  const void* a;       // (ranks, inputs), in the dtype of x
+  const float* scale;  // (ranks)
+  const char* b;
+  const AdapterHalf* halves;  // (panels * 2)
+};
+
+// The adapters of the rows of a product.
+struct AdapterRows {
+  const int32_t* adapter;  // (rows): a row's place in `matrices`, -1: it has none
+  const AdapterMatrices* matrices;
+  bool is_bf16;
+  const void* shrunk;  // (rows, stride) granules: A x * scale, in the dtype of x
+  int64_t stride;
+};
+
+struct ShrinkArgs {
+  const void* x;  // (any, x_stride) elements
+  int64_t x_stride, inputs;
+  bool is_bf16;
+  const AdapterMatrices* matrices;
+  const int32_t* rows;  // numbers of the rows of x, and of `out`
+  void* out;
+  int64_t out_stride;  // in elements
+};
+
 struct LinearArgs {
   Format format;
   const void* x;     // (rows, x_stride) granules; int8: unsigned, 128 is 0; int4: signed
@@ -34,6 +73,8 @@ struct LinearArgs {
   // the panels so far, NaN where there was one, and of the first panel that has it.
   float* highest = nullptr;
   int32_t* highest_panel = nullptr;
+  // Null: no row has an adapter.
+  const AdapterRows* adapters = nullptr;
 };
 
 // Rows times panels of one thread.
@@ -70,7 +111,10 @@ struct PackArgs {
   void quantize(const QuantizeArgs&, int64_t first, int64_t last);                                 \
   /* `count` dense rows to the columns from `column` on; false: int8 or int4, and a number is none \
    * or infinite. */                                                                               \
-  bool pack(const PackArgs&, const void* rows, int count, int64_t panel, int column);
+  bool pack(const PackArgs&, const void* rows, int count, int64_t panel, int column);              \
+  /* Of ShrinkArgs::rows those from `first` on, and ranks likewise. */                             \
+  void shrink(const ShrinkArgs&, int64_t first, int64_t last, int64_t first_rank,                  \
+              int64_t last_rank);
 namespace avx512 {
 PENSTOCK_LINEAR_KERNELS
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "linear/adapters.h"
 #include "linear/linear_work.h"
 #include "linear/packed_rows.h"
 
@@ -37,74 +38,19 @@ const T* pointer(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_number,
-                  int64_t width, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& column_scale,
-                  const std::optional<at::Tensor>& column_sum, bool gated, bool as_float) {
-  const Format format = Format(format_number);
-  const int64_t rows = x.size(0), inputs = x.size(1), granules = granules_of(format, inputs);
-  const int64_t panels = weight.numel() / (granules * PANEL * 4);
-  TORCH_CHECK(
-      x.dim() == 2 && weight.is_contiguous() && panels * granules * PANEL * 4 == weight.numel(),
-      "x is not the weight's input");
-  TORCH_CHECK(format >= Format::INT8 || is_bf16(x) == (format == Format::BF16),
-              "x is not of the weight's dtype");
-  TORCH_CHECK(width <= panels * (gated ? PANEL / 2 : PANEL) &&
-              (!bias || bias->numel() == panels * PANEL));
-  const bool out_bf16 = is_bf16(x) && !as_float;
-  auto out = at::empty({rows, width}, x.options().dtype(out_bf16 ? at::kBFloat16 : at::kFloat));
-  if (rows == 0) return out;
-  LinearArgs args{
-      .format = format,
-      .x = nullptr,
-      .x_stride = granules,
-      .weight = (const char*)weight.const_data_ptr<uint8_t>(),
-      .granules = granules,
-      .bias = pointer<float>(bias),
-      .row_scale = nullptr,
-      .column_scale = pointer<float>(column_scale),
-      .column_sum = pointer<int32_t>(column_sum),
-      .row_sum = nullptr,
-      .out = out.data_ptr(),
-      .width = width,
-      .out_stride = width,
-      .out_bf16 = out_bf16,
-      .gated = gated,
-  };
-  at::Tensor source, scale, sum;
-  if (format >= Format::INT8) {
-    const bool grouped = format == Format::INT4;
-    const int64_t padded = granules * granule_inputs(format), groups = grouped ? padded / GROUP : 1,
-                  stride = spread(padded);
-    source = at::empty({rows, stride}, x.options().dtype(at::kChar));
-    scale = at::empty({rows, groups}, x.options().dtype(at::kFloat));
-    sum = at::empty({grouped ? rows : 0, groups}, x.options().dtype(at::kInt));
-    const at::Tensor dense = x.contiguous();
-    const QuantizeArgs quantization{
-        .x = dense.const_data_ptr(),
-        .width = inputs,
-        .x_stride = inputs,
-        .is_bf16 = is_bf16(x),
-        .grouped = grouped,
-        .out = (int8_t*)source.data_ptr(),
-        .padded = padded,
-        .stride = stride,
-        .scale = scale.data_ptr<float>(),
-        .sum = sum.data_ptr<int32_t>(),
-    };
-    at::parallel_for(0, rows, grain(inputs), [&](int64_t first, int64_t last) {
-      KERNEL(quantize)(quantization, first, last);
-    });
-    args.x_stride = stride / 4;
-    args.row_scale = scale.const_data_ptr<float>();
-    args.row_sum = sum.const_data_ptr<int32_t>();
-  } else {
-    source = whole_granules(x, inputs, granules * granule_inputs(format));
-    args.x_stride = source.size(1) / granule_inputs(format);
-  }
-  args.x = source.const_data_ptr();
-  run(args, rows, panels);
-  return out;
+// The rows of x that have an adapter, times its A.
+at::Tensor shrink(const AdapterBatch& batch, int64_t site, const at::Tensor& x) {
+  TORCH_CHECK(x.size(0) == int64_t(batch.all.adapter.size()) && is_bf16(x) == batch.is_bf16,
+              "x is not of the batch's rows and dtype");
+  const at::Tensor dense = x.contiguous();
+  auto shrunk = at::empty({x.size(0), shrunk_stride(batch.ranks[site])}, x.options());
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t first, int64_t last) {
+    for (int64_t thread = first; thread < last; ++thread)
+      shrink_share(batch, batch.all, site, dense.const_data_ptr(), x.size(1), x.size(1),
+                   shrunk.data_ptr(), shrunk.stride(0), next);
+  });
+  return shrunk;
 }
 
 int64_t packed_size(int64_t outputs, int64_t inputs, int64_t format, bool gated) {
@@ -203,6 +149,92 @@ void advise_large_pages(const at::Tensor& memory) {
 
 }  // namespace
 
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_number,
+                  int64_t width, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& column_scale,
+                  const std::optional<at::Tensor>& column_sum, bool gated, bool as_float,
+                  const AdapterBatch* adapters, int64_t site) {
+  const Format format = Format(format_number);
+  TORCH_CHECK(adapters == nullptr || (site >= 0 && site < adapters->num_sites));
+  const int64_t rows = x.size(0), inputs = x.size(1), granules = granules_of(format, inputs);
+  const int64_t panels = weight.numel() / (granules * PANEL * 4);
+  TORCH_CHECK(
+      x.dim() == 2 && weight.is_contiguous() && panels * granules * PANEL * 4 == weight.numel(),
+      "x is not the weight's input");
+  TORCH_CHECK(format >= Format::INT8 || is_bf16(x) == (format == Format::BF16),
+              "x is not of the weight's dtype");
+  TORCH_CHECK(width <= panels * (gated ? PANEL / 2 : PANEL) &&
+              (!bias || bias->numel() == panels * PANEL));
+  const bool out_bf16 = is_bf16(x) && !as_float;
+  auto out = at::empty({rows, width}, x.options().dtype(out_bf16 ? at::kBFloat16 : at::kFloat));
+  if (rows == 0) return out;
+  LinearArgs args{
+      .format = format,
+      .x = nullptr,
+      .x_stride = granules,
+      .weight = (const char*)weight.const_data_ptr<uint8_t>(),
+      .granules = granules,
+      .bias = pointer<float>(bias),
+      .row_scale = nullptr,
+      .column_scale = pointer<float>(column_scale),
+      .column_sum = pointer<int32_t>(column_sum),
+      .row_sum = nullptr,
+      .out = out.data_ptr(),
+      .width = width,
+      .out_stride = width,
+      .out_bf16 = out_bf16,
+      .gated = gated,
+  };
+  at::Tensor source, scale, sum;
+  if (format >= Format::INT8) {
+    const bool grouped = format == Format::INT4;
+    const int64_t padded = granules * granule_inputs(format), groups = grouped ? padded / GROUP : 1,
+                  stride = spread(padded);
+    source = at::empty({rows, stride}, x.options().dtype(at::kChar));
+    scale = at::empty({rows, groups}, x.options().dtype(at::kFloat));
+    sum = at::empty({grouped ? rows : 0, groups}, x.options().dtype(at::kInt));
+    const at::Tensor dense = x.contiguous();
+    const QuantizeArgs quantization{
+        .x = dense.const_data_ptr(),
+        .width = inputs,
+        .x_stride = inputs,
+        .is_bf16 = is_bf16(x),
+        .grouped = grouped,
+        .out = (int8_t*)source.data_ptr(),
+        .padded = padded,
+        .stride = stride,
+        .scale = scale.data_ptr<float>(),
+        .sum = sum.data_ptr<int32_t>(),
+    };
+    at::parallel_for(0, rows, grain(inputs), [&](int64_t first, int64_t last) {
+      KERNEL(quantize)(quantization, first, last);
+    });
+    args.x_stride = stride / 4;
+    args.row_scale = scale.const_data_ptr<float>();
+    args.row_sum = sum.const_data_ptr<int32_t>();
+  } else {
+    source = whole_granules(x, inputs, granules * granule_inputs(format));
+    args.x_stride = source.size(1) / granule_inputs(format);
+  }
+  args.x = source.const_data_ptr();
+  at::Tensor shrunk;
+  AdapterRows adapted;
+  if (adapters != nullptr && adapters->ranks[site] > 0) {
+    adapters->check(site, inputs, panels);
+    shrunk = shrink(*adapters, site, x);
+    adapted = {
+        .adapter = adapters->all.adapter.data(),
+        .matrices = adapters->matrices.data() + site * adapters->adapters.size(),
+        .is_bf16 = is_bf16(x),
+        .shrunk = shrunk.const_data_ptr(),
+        .stride = shrunk.stride(0) * x.element_size() / 4,
+    };
+    args.adapters = &adapted;
+  }
+  run(args, rows, panels);
+  return out;
+}
+
 at::Tensor packed_rows(const at::Tensor& weight, const int64_t* id, int64_t count, int64_t inputs,
                        int64_t outputs, bool bf16) {
   const int64_t size = bf16 ? 2 : 4, per = 4 / size, granules = (inputs + per - 1) / per;
@@ -236,7 +268,13 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("advise_large_pages(Tensor memory) -> ()");
 }
 TORCH_LIBRARY_IMPL(penstock, CPU, m) {
-  m.impl("linear", linear);
+  m.impl("linear",
+         [](const at::Tensor& x, const at::Tensor& weight, int64_t format, int64_t width,
+            const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& column_scale,
+            const std::optional<at::Tensor>& column_sum, bool gated, bool as_float) {
+           return linear(x, weight, format, width, bias, column_scale, column_sum, gated, as_float,
+                         nullptr, 0);
+         });
   m.impl("pack_rows", pack_rows);
   m.impl("packed_rows", [](const at::Tensor& weight, const at::Tensor& ids, int64_t inputs,
                            int64_t outputs, bool bf16) {

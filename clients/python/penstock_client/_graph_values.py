@@ -1,0 +1,125 @@
+"""Element types, flags and numpy's view of tensors, for EngineLLM. numpy is imported when the first one is made."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.v1 import common_pb2
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+class Dtype(enum.Enum):
+    """Element type of a tensor, by SAIL's name. numpy has no bfloat16: its numbers are the upper halves of float32, as
+    uint16."""
+
+    BM_FLOAT32 = common_pb2.D_TYPE_FLOAT32
+    BM_FLOAT16 = common_pb2.D_TYPE_FLOAT16
+    BM_BFLOAT16 = common_pb2.D_TYPE_BFLOAT16
+    BM_INT8 = common_pb2.D_TYPE_INT8
+    BM_INT32 = common_pb2.D_TYPE_INT32
+
+
+class BmrtFlag(enum.IntFlag):
+    """Flags of loading, by SAIL's names. A service shares a model's memory among all callers, and checks none more."""
+
+    BM_RUNTIME_AUTO = 0
+    BM_RUNTIME_SHARE_MEM = 1
+    BM_RUNTIME_CHECK_MEM = 2
+
+
+# numpy's types, little-endian as the wire.
+_STORED = {
+    Dtype.BM_FLOAT32: "<f4",
+    Dtype.BM_FLOAT16: "<f2",
+    Dtype.BM_BFLOAT16: "<u2",
+    Dtype.BM_INT8: "i1",
+    Dtype.BM_INT32: "<i4",
+}
+_FLOATS = (Dtype.BM_FLOAT32, Dtype.BM_FLOAT16, Dtype.BM_BFLOAT16)
+
+
+def numpy() -> Any:
+    """Return numpy. Raises ImportError naming what to install."""
+    try:
+        import numpy
+    except ImportError:
+        raise ImportError("EngineLLM needs numpy: pip install numpy") from None
+    return numpy
+
+
+def zeros(shape: Sequence[int], dtype: Dtype) -> Array:
+    """Return an array of zeros as a tensor of `dtype` is stored."""
+    made: Array = numpy().zeros(tuple(shape), dtype=_STORED[dtype])
+    return made
+
+
+def stored(values: Any, dtype: Dtype) -> Array:
+    """Return values as a tensor of `dtype` is stored: contiguous, little-endian, converted where that loses no kind.
+
+    uint16 stands for the bits of a 16-bit float; other numbers are rounded to it. Raises TypeError for fractions where
+    whole numbers are wanted, ValueError for whole numbers that do not fit.
+    """
+    np = numpy()
+    array = np.asarray(values)
+    wanted = np.dtype(_STORED[dtype])
+    made: Array
+    if dtype in _FLOATS:
+        if array.dtype == np.uint16 and wanted.itemsize == 2:
+            made = np.ascontiguousarray(array).astype("<u2").view(wanted).reshape(array.shape)
+            return made
+        if array.dtype.kind not in "fiu":
+            raise TypeError(f"must hold numbers, not {array.dtype}")
+        made = _bfloat16(array) if dtype is Dtype.BM_BFLOAT16 else np.ascontiguousarray(array, dtype=wanted)
+        return made.reshape(array.shape)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"must hold whole numbers, not {array.dtype}")
+    limits = np.iinfo(wanted)
+    if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+        raise ValueError(f"must hold numbers from {limits.min} to {limits.max}")
+    made = np.ascontiguousarray(array, dtype=wanted)
+    return made.reshape(array.shape)
+
+
+def read_into(target: Array, data: Array, dtype: Dtype) -> None:
+    """Write a tensor's stored elements into an array of as many, converted to its type; bfloat16 as bits into uint16.
+
+    Raises ValueError for another number of elements.
+    """
+    np = numpy()
+    if target.size != data.size:
+        raise ValueError(f"the tensor has {data.size} elements, the array {target.size}")
+    if dtype is Dtype.BM_BFLOAT16 and target.dtype != np.uint16:
+        data = from_bfloat16(data)
+    elif dtype is Dtype.BM_FLOAT16 and target.dtype == np.uint16:
+        data = data.view(np.uint16)
+    np.copyto(target, data.reshape(target.shape), casting="unsafe")
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """Return bfloat16 numbers, as uint16, in float32."""
+    np = numpy()
+    found: Array = (bits.astype(np.uint32) << 16).view(np.float32)
+    return found
+
+
+def _bfloat16(values: Any) -> Array:
+    """Return numbers rounded to bfloat16, of two to the even one, as uint16."""
+    np = numpy()
+    numbers = np.ascontiguousarray(values, dtype=np.float32)
+    bits = numbers.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    # Rounded bits of a NaN may be those of a number.
+    found: Array = np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
+    return found
+
+
+def from_bytes(data: bytes, shape: Sequence[int], dtype: Dtype) -> Array:
+    """Return a tensor's bytes as an array of its own memory."""
+    found: Array = numpy().frombuffer(bytearray(data), dtype=_STORED[dtype]).reshape(tuple(shape))
+    return found

@@ -1,0 +1,152 @@
+"""Commands `penstock adapters list | load | unload`: LoRA adapters of a running generation service."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.client.connection import GROUP as CONNECTION
+from penstock.cli.client.connection import ConnectionConfig, about_own_flag, no_router, open_client
+from penstock.cli.console import console, say
+from penstock.common.options import option
+
+if TYPE_CHECKING:
+    from penstock_client import Client
+
+    from penstock.cli.flags import Overrides
+
+GROUP = "Adapters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptersConfig(ConnectionConfig):
+    """Configuration: a router or a generation service, and the backend that a router asks."""
+
+    # The plain name's variable is the router's own.
+    backend: str | None = option(
+        None,
+        "Backend that the router asks, where it has several: its address, or its name in the router's own --backend.",
+        group=CONNECTION,
+        env="PENSTOCK_ADAPTERS_BACKEND",
+        metavar="NAME_OR_ADDRESS",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListAdaptersConfig(AdaptersConfig):
+    """Configuration of the list."""
+
+    json: bool = option(False, "Write it as JSON.", group=GROUP, env="PENSTOCK_ADAPTERS_JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAdapterConfig(AdaptersConfig):
+    """Configuration of a load."""
+
+    replace: bool = option(
+        False,
+        "Give a name that is known the new adapter: requests that run end with the old one.",
+        group=GROUP,
+        env="PENSTOCK_ADAPTERS_REPLACE",
+    )
+    timeout_seconds: float = option(
+        300.0,
+        "Time that the service has to read it.",
+        group=GROUP,
+        flag="--timeout",
+        env="PENSTOCK_ADAPTERS_TIMEOUT",
+        minimum=0.1,
+    )
+
+
+def run_list(given: Overrides) -> None:
+    """Show the adapters. Raises PenstockError, StartupError."""
+    config: ListAdaptersConfig = _config(ListAdaptersConfig, given)
+    with _client(config) as client:
+        found = client.list_adapters(backend=config.backend or "")
+    if config.json:
+        import json
+
+        from google.protobuf import json_format
+
+        shown = [_with_numbers(json_format.MessageToDict(one, **_WHOLE)) for one in found]
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        return
+    if not found:
+        say("no adapters")
+        return
+    _show(found)
+
+
+# All fields, by their names in the protos.
+_WHOLE: Any = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
+
+
+def _with_numbers(adapter: dict[str, Any]) -> dict[str, Any]:
+    """Turn texts into numbers: JSON of protobuf has 64-bit integers as text."""
+    return {**adapter, "bytes": int(adapter["bytes"])}
+
+
+def _show(found: list[Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from penstock.common.units import format_size
+
+    table = Table("adapter", "folder", "rank", "modules", "memory", "loaded", "requests")
+    for one in found:
+        table.add_row(
+            escape(one.name),
+            escape(one.path),
+            str(one.rank),
+            " ".join(one.target_modules),
+            format_size(one.bytes),
+            "yes" if one.loaded else "when used",
+            str(one.live_requests),
+        )
+    console().print(table)
+
+
+def run_load(name: str, path: str, given: Overrides) -> None:
+    """Load an adapter. Raises PenstockError, StartupError."""
+    config: LoadAdapterConfig = _config(LoadAdapterConfig, given)
+    with _client(config) as client:
+        adapter = client.load_adapter(
+            name, path, replace=config.replace, backend=config.backend or "", timeout=config.timeout_seconds
+        )
+    say(f"{adapter.name}: loaded, rank {adapter.rank}, {' '.join(adapter.target_modules)}")
+
+
+def run_unload(name: str, given: Overrides) -> None:
+    """Unload an adapter. Raises PenstockError, StartupError."""
+    config: AdaptersConfig = _config(AdaptersConfig, given)
+    with _client(config) as client:
+        live = client.unload_adapter(name, backend=config.backend or "")
+    say(f"{name}: unloaded" + (f"; {live} requests go on with it" if live else ""))
+
+
+def _config(kind: Any, given: Overrides) -> Any:
+    from penstock.common.config import from_env_and_flags  # brings grpc, which --help must not wait for
+
+    return from_env_and_flags(kind, given)
+
+
+@contextmanager
+def _client(config: AdaptersConfig) -> Iterator[Client]:
+    """Open a client; an error about the backend's name is one about the flag."""
+    from penstock.common.errors import PenstockError, Unimplemented
+
+    with open_client(config) as client:
+        try:
+            if config.backend is not None:
+                # A generation service would answer for itself, whatever --backend says.
+                client.list_models()
+        except Unimplemented:
+            raise no_router(config) from None
+        try:
+            yield client
+        except PenstockError as error:
+            raise about_own_flag(error) from None

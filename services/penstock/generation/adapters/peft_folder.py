@@ -1,0 +1,301 @@
+"""A LoRA adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors, checked and read.
+
+Scales and patterns are those of peft 0.18 (peft/tuners/lora/layer.py:LoraLayer.update_layer,
+peft/utils/other.py:get_pattern_key).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.common.errors import InvalidArgument
+from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
+from penstock.generation.models.decoder import CausalLM
+from penstock.generation.weights.files import StoredTensor, read_header
+from penstock.generation.weights.tensor_names import layer_linears, layer_prefix
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Fields of adapter_config.json that change nothing of what is computed, or that are read here.
+_HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "lora_dropout", "loftq_config", "megatron_core", "modules_to_save",
+    "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "alpha_pattern", "lora_alpha", "use_rslora", "task_type", "init_lora_weights", "bias",
+    "fan_in_fan_out", "lora_ga_config",
+})  # fmt: skip
+# Ways to begin a training that change the base model's weights, too: without that change the adapter is wrong.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# A pattern with a repeated group, or many repetitions, can take exponential time on a name.
+_REPEATED_GROUP = re.compile(r"\)\s*[*+?{]")
+_MOST_REPETITIONS, _LONGEST_PATTERN, _MOST_PATTERNS = 4, 256, 4096
+_LONGEST_NAME = 256
+_MATRICES = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>[AB])(\.default)?\.weight")
+_EMBEDDING_MATRICES = re.compile(r"(?P<module>.+?)\.lora_embedding_(?P<kind>[AB])(\.default)?")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A module's place in the model: its site, first output and shape."""
+
+    site: int
+    first: int
+    outputs: int
+    inputs: int
+
+
+class PeftFolder:
+    """The files of one adapter, checked against a model. No weight is read before `read`."""
+
+    def __init__(self, path: Path, root: Path | None, model: CausalLM, limits: AdapterLimits) -> None:
+        """Check everything but the numbers. Raises InvalidArgument as AdapterStore.load."""
+        self._model = model
+        self._path = path
+        self._weights = _checked_file(path, WEIGHTS_FILE, root)
+        config = _read_config(_checked_file(path, CONFIG_FILE, root), limits)
+        self._scale = _scales(config)
+        try:
+            stored = read_header(self._weights)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _broken(f"{WEIGHTS_FILE} is no safetensors file") from error
+        self._check_size(stored)
+        places = _places(model)
+        # Module -> its A and B in the file.
+        self._modules: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+        for name, tensor in stored.items():
+            self._sort(name, tensor, places)
+        self._places = {module: places[module] for module in self._modules if module != _EMBEDDING}
+        if not self._modules:
+            raise _broken(f"{WEIGHTS_FILE} has no lora_A and lora_B")
+        ranks = [self._check_module(module, pair, limits) for module, pair in self._modules.items()]
+        self.rank = max(ranks)
+        self.targets = tuple(sorted({module.rpartition(".")[2] for module in self._modules}))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its matrices in the model's dtype; padding in memory adds a few."""
+        pairs = (tensor for pair in self._modules.values() for _, tensor in pair.values())
+        return sum(math.prod(tensor.shape) for tensor in pairs) * self._model.dtype.itemsize
+
+    def read(self) -> AdapterWeights:
+        """Read the matrices. Raises InvalidArgument (ADAPTER_BROKEN) when they are not finite or cannot be read."""
+        sites: dict[int, list[LoraPart]] = {}
+        embedding: EmbeddingPart | None = None
+        try:
+            with safe_open(self._weights, framework="pt") as file:
+                for module, pair in self._modules.items():
+                    a, b = (self._tensor(file, pair[kind][0]) for kind in "AB")
+                    rank = a.shape[0]
+                    if module == _EMBEDDING:
+                        embedding = EmbeddingPart(a.T.contiguous(), b, self._scale(module, rank))
+                        continue
+                    place = self._places[module]
+                    sites.setdefault(place.site, []).append(LoraPart(place.first, a, b, self._scale(module, rank)))
+        except (OSError, SafetensorError) as error:
+            raise _broken(f"{WEIGHTS_FILE} could not be read") from error
+        for parts in sites.values():
+            parts.sort(key=lambda part: part.first)
+        return self._model.adapter_weights(sites, embedding)
+
+    def _tensor(self, file: Any, name: str) -> Tensor:
+        tensor: Tensor = file.get_tensor(name)
+        if not tensor.isfinite().all():
+            raise _broken(f"{WEIGHTS_FILE}: {name} is not finite")
+        # A copy: the file may be written into later.
+        return tensor.to(self._model.device, self._model.dtype, copy=True).contiguous()
+
+    def _check_size(self, stored: Mapping[str, StoredTensor]) -> None:
+        size = self._weights.stat().st_size
+        for name, tensor in stored.items():
+            dtype = _DTYPES.get(tensor.dtype)
+            if dtype is None:
+                raise _broken(f"{WEIGHTS_FILE}: {name} is stored as {tensor.dtype}; supported are {', '.join(_DTYPES)}")
+            if tensor.end > size or tensor.end - tensor.begin != math.prod(tensor.shape) * dtype.itemsize:
+                raise _broken(f"{WEIGHTS_FILE} is cut off, or its header is wrong at {name}")
+
+    def _sort(self, name: str, tensor: StoredTensor, places: Mapping[str, _Place]) -> None:
+        """Note a tensor of the file. Raises for one that has no meaning here."""
+        if not name.startswith(_PREFIX) or len(name) > _LONGEST_NAME:
+            raise _broken(f"{WEIGHTS_FILE}: {name[:_LONGEST_NAME]} is no name of a tensor of an adapter")
+        short = name.removeprefix(_PREFIX)
+        # The base model's own, which PEFT saves beside an adapter of the embedding or the head; it is never trained.
+        if short in (f"{_EMBEDDING}.base_layer.weight", f"{_HEAD}.base_layer.weight"):
+            expected = (self._model.config.vocab_size, self._model.config.hidden_size)
+            if tensor.shape != expected:
+                raise _broken(f"{WEIGHTS_FILE}: {name} has shape {list(tensor.shape)}, the model's is {list(expected)}")
+            return
+        found = _MATRICES.fullmatch(short)
+        embedding = _EMBEDDING_MATRICES.fullmatch(short)
+        if found is None and embedding is None:
+            raise _unsupported(f"{WEIGHTS_FILE}: {name} is no lora_A or lora_B")
+        match = found or embedding
+        assert match is not None
+        module = match["module"]
+        known = module == _EMBEDDING if embedding is not None else module in places
+        if not known:
+            supported = ", ".join((*_short_names(places), _EMBEDDING.rpartition(".")[2]))
+            raise _unsupported(f"target module {module} cannot have an adapter here; supported are {supported}")
+        pair = self._modules.setdefault(module, {})
+        if match["kind"] in pair:
+            raise _broken(f"{WEIGHTS_FILE} has two lora_{match['kind']} of {module}")
+        pair[match["kind"]] = (name, tensor)
+
+    def _check_module(self, module: str, pair: Mapping[str, tuple[str, StoredTensor]], limits: AdapterLimits) -> int:
+        """Return the rank of a module, whose matrices fit it."""
+        if set(pair) != {"A", "B"}:
+            raise _broken(f"{WEIGHTS_FILE} has only one of lora_A and lora_B of {module}")
+        a, b = pair["A"][1].shape, pair["B"][1].shape
+        config = self._model.config
+        if module == _EMBEDDING:
+            outputs, inputs = config.hidden_size, config.vocab_size
+        else:
+            outputs, inputs = self._places[module].outputs, self._places[module].inputs
+        if len(a) != 2 or len(b) != 2 or a[1] != inputs or b[0] != outputs or a[0] != b[1]:
+            raise _broken(
+                f"{module} has lora_A {list(a)} and lora_B {list(b)}: this model needs [rank, {inputs}] and "
+                f"[{outputs}, rank]"
+            )
+        if not 1 <= a[0] <= limits.max_rank:
+            raise InvalidArgument(
+                "path", f"{module} has rank {a[0]}: --max-adapter-rank is {limits.max_rank}", reason="ADAPTER_RANK"
+            )
+        # Raises where config and weights disagree.
+        self._scale(module, a[0])
+        return a[0]
+
+
+def _places(model: CausalLM) -> dict[str, _Place]:
+    """Return the modules that an adapter may change, but for the embedding."""
+    config = model.config
+    places = {_HEAD: _Place(model.head_site, 0, config.vocab_size, config.hidden_size)}
+    for layer in range(config.num_layers):
+        for number, linear in enumerate(layer_linears(config)):
+            first = 0
+            for name, rows in zip(linear.parts, linear.rows, strict=True):
+                site = layer * SITES_A_LAYER + number
+                places[f"{layer_prefix(layer)}{name}"] = _Place(site, first, rows, linear.inputs)
+                first += rows
+    return places
+
+
+def _short_names(places: Mapping[str, _Place]) -> list[str]:
+    return list(dict.fromkeys(module.rpartition(".")[2] for module in places))
+
+
+def _checked_file(path: Path, name: str, root: Path | None) -> Path:
+    """Return a file of the folder, with links followed. Raises InvalidArgument (ADAPTER_PATH)."""
+    try:
+        file = (path / name).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):
+        # A path may be a caller's: it is not told what there is outside the root.
+        raise InvalidArgument("path", f"has no {name}", reason="ADAPTER_PATH") from None
+    if root is not None and not file.is_relative_to(root.resolve()):
+        raise InvalidArgument("path", f"has no {name}", reason="ADAPTER_PATH")
+    if not file.is_file():
+        raise InvalidArgument("path", f"has no {name}", reason="ADAPTER_PATH")
+    return file
+
+
+def _read_config(file: Path, limits: AdapterLimits) -> dict[str, Any]:
+    """Return adapter_config.json, checked for what is not supported, by name."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(limits.max_config_bytes + 1)
+        if len(text) > limits.max_config_bytes:
+            raise _broken(f"{CONFIG_FILE} is longer than {limits.max_config_bytes} bytes")
+        config = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(f"{CONFIG_FILE} is no JSON") from error
+    if not isinstance(config, dict):
+        raise _broken(f"{CONFIG_FILE} is no object")
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise _unsupported(f"{CONFIG_FILE}: peft_type is not LORA")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise _unsupported(f"{CONFIG_FILE}: task_type is not CAUSAL_LM")
+    if config.get("use_dora"):
+        raise _unsupported(f"{CONFIG_FILE}: use_dora, whose norms need the base weight in full: merge the adapter")
+    if config.get("bias", "none") != "none":
+        raise _unsupported(f"{CONFIG_FILE}: bias other than none")
+    if config.get("fan_in_fan_out"):
+        raise _unsupported(f"{CONFIG_FILE}: fan_in_fan_out")
+    if saved := config.get("modules_to_save"):
+        named = ", ".join(map(str, saved)) if isinstance(saved, list) else str(saved)
+        raise _unsupported(f"{CONFIG_FILE}: modules_to_save ({named[:200]}), which replace weights: merge the adapter")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+        raise _unsupported(
+            f"{CONFIG_FILE}: init_lora_weights {begun[:32]}, which changes the base model: save it as plain LoRA "
+            "(path_initial_model_for_weight_conversion)"
+        )
+    # Whatever a later PEFT adds may change what is computed.
+    for field, value in config.items():
+        if value and field not in _HARMLESS:
+            raise _unsupported(f"{CONFIG_FILE}: {str(field)[:64]}")
+    return config
+
+
+def _scales(config: Mapping[str, Any]) -> Callable[[str, int], float]:
+    """Return (module, rank of its matrices) -> scale. It raises where the configuration has another rank."""
+    rank, alpha = _number(config, "r"), _number(config, "lora_alpha")
+    ranks, alphas = _patterns(config, "rank_pattern"), _patterns(config, "alpha_pattern")
+    is_rs = bool(config.get("use_rslora"))
+
+    def scale(module: str, found: int) -> float:
+        expected = _matching(ranks, module, rank)
+        if expected != found:
+            raise _broken(f"{module} has rank {found}, and {CONFIG_FILE} says {expected:g}")
+        return _matching(alphas, module, alpha) / (math.sqrt(found) if is_rs else found)
+
+    return scale
+
+
+def _matching(patterns: list[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
+    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
+
+
+def _number(config: Mapping[str, Any], field: str, value: object = None) -> float:
+    found = config.get(field) if value is None else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise _broken(f"{CONFIG_FILE}: {field} is no number")
+    return float(found)
+
+
+def _patterns(config: Mapping[str, Any], field: str) -> list[tuple[re.Pattern[str], float]]:
+    """Return the compiled patterns, in order. Raises for ones that could take long."""
+    given = config.get(field) or {}
+    if not isinstance(given, dict) or len(given) > _MOST_PATTERNS:
+        raise _broken(f"{CONFIG_FILE}: {field} is no object, or has more than {_MOST_PATTERNS} entries")
+    patterns = []
+    for text, value in given.items():
+        repetitions = sum(text.count(mark) for mark in "*+?{")
+        if len(text) > _LONGEST_PATTERN or repetitions > _MOST_REPETITIONS or _REPEATED_GROUP.search(text):
+            raise _unsupported(f"{CONFIG_FILE}: a pattern of {field} is too complex: name the modules")
+        try:
+            pattern = re.compile(rf"(.*\.)?({text})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise _broken(f"{CONFIG_FILE}: a pattern of {field} is no regular expression") from error
+        patterns.append((pattern, _number(config, field, value)))
+    return patterns
+
+
+def _broken(message: str) -> InvalidArgument:
+    return InvalidArgument("path", message, reason="ADAPTER_BROKEN")
+
+
+def _unsupported(message: str) -> InvalidArgument:
+    return InvalidArgument("path", message, reason="ADAPTER_UNSUPPORTED")

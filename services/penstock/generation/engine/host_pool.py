@@ -1,0 +1,202 @@
+"""Accounting of the host pool: blocks of swapped groups, and prefixes that the device's pool had no room for.
+
+Another BlockPool counts its blocks, so they are shared, found by their hashes and evicted, least recently used first,
+as those of the device are. A swapped group holds each of its blocks once, whichever of its sequences share it. No
+tensors: copies are decided here and carried out by the runner, before the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.generation.core.step import CopyKind
+from penstock.generation.engine.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.generation.engine.block_copies import BlockCopies
+    from penstock.generation.engine.config import EngineConfig
+    from penstock.generation.engine.group import SequenceGroup
+
+
+class HostBlock(NamedTuple):
+    """A prefix hit in the host pool: `block` there holds what `block_hash` says."""
+
+    block: int
+    block_hash: bytes
+
+
+class HostPool:
+    """Host side of a device's block pool. Engine thread only."""
+
+    def __init__(self, config: EngineConfig, device: BlockPool, copies: BlockCopies) -> None:
+        """`config.num_host_blocks` is at least 1."""
+        self.pool = BlockPool(config.num_host_blocks, config.block_size)
+        # Groups that are swapped.
+        self.num_groups = 0
+        self._device = device
+        self._copies = copies
+        if config.host_prefix_cache:
+            device.on_evict = self._keep
+
+    def find(self, block_hash: bytes) -> HostBlock | None:
+        """Return the block that holds this prefix, without acquiring it; None when there is none."""
+        block = self.pool.lookup(block_hash)
+        return None if block is None else HostBlock(block, block_hash)
+
+    def hold(self, found: HostBlock) -> None:
+        """Keep a hit from being evicted until it is brought back."""
+        self.pool.acquire(found.block)
+
+    def bring(self, found: HostBlock) -> int:
+        """Return a device block with the content of a hit that is held, acquired for one holder; let go of the hit.
+
+        It takes a free block of the device unless another sequence has brought it meanwhile.
+        """
+        block = self._bring(found.block, found.block_hash)
+        self.pool.release(found.block)
+        return block
+
+    def blocks_to_save(self, group: SequenceGroup) -> tuple[int, int]:
+        """Return the number of blocks that `swap_out` copies, and of free host blocks that it takes."""
+        copied = taken = 0
+        for block in _computed_blocks(group, self.pool.block_size):
+            known = self._known(block)
+            copied += known is None
+            taken += known is None or self.pool.ref_count(known) == 0
+        return copied, taken
+
+    def swap_out(self, group: SequenceGroup) -> None:
+        """Copy all that is computed of a group to the host. Its block tables stay: they are given back next.
+
+        The blocks of `blocks_to_save` must be free.
+        """
+        self.num_groups += 1
+        places: dict[int, int] = {}
+        for block in _computed_blocks(group, self.pool.block_size):
+            places[block] = self._save(block)
+        size = self.pool.block_size
+        for sequence in group.sequences:
+            if sequence.block_table:
+                computed = sequence.block_table[: -(-sequence.num_computed_tokens // size)]
+                group.host_tables[sequence] = [places[block] for block in computed]
+
+    def blocks_to_return(self, group: SequenceGroup) -> int:
+        """Return the number of free device blocks that a swapped group takes, for all tokens that it lacks as well."""
+        size = self.pool.block_size
+        needed = 0
+        for block in self._blocks(group):
+            known = self._on_device(block)
+            needed += known is None or self._device.ref_count(known) == 0
+        writers: Counter[int] = Counter()
+        for sequence, table in group.host_tables.items():
+            tokens = sequence.num_tokens - sequence.num_draft_tokens
+            needed += max(-(-tokens // size) - len(table), 0)
+            index, offset = divmod(sequence.num_computed_tokens, size)
+            if offset:
+                writers[table[index]] += 1
+        # Of those that write into one block all but the last copy it first.
+        return needed + sum(count - 1 for count in writers.values())
+
+    def swap_in(self, group: SequenceGroup) -> None:
+        """Give a swapped group blocks of the device with what it had computed. `blocks_to_return` must be free."""
+        held = list(self._blocks(group))
+        known = {block: found for block in held if (found := self._on_device(block)) is not None}
+        # Before any block is taken: that may evict one of these.
+        for found in known.values():
+            self._device.acquire(found)
+        places = known | {block: self._bring(block, self.pool.hash_of(block)) for block in held if block not in known}
+        taken: set[int] = set()
+        for sequence, table in group.host_tables.items():
+            for block in table:
+                if block in taken:
+                    self._device.acquire(places[block])
+                taken.add(block)
+                sequence.block_table.append(places[block])
+        self.forget(group)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """Let go of a swapped group's blocks."""
+        self.num_groups -= 1
+        for block in reversed(list(self._blocks(group))):
+            self.pool.release(block)
+        group.host_tables.clear()
+
+    def disown(self, blocks: Iterable[int]) -> None:
+        """Let nobody find what device `blocks` hold: it cannot be trusted, nor a copy of it."""
+        for block in blocks:
+            block_hash = self._device.hash_of(block)
+            if block_hash is not None:
+                self.pool.discard(block_hash)
+
+    def check_integrity(self, groups: Iterable[SequenceGroup]) -> None:
+        """Raise AssertionError when the accounting and the swapped groups disagree. O(blocks), for tests."""
+        self.pool.check_integrity()
+        swapped = [group for group in groups if group.is_swapped]
+        assert len(swapped) == self.num_groups, "a swapped group is lost"
+        held = Counter(block for group in swapped for block in self._blocks(group))
+        for block in range(self.pool.num_blocks):
+            assert held[block] == self.pool.ref_count(block), "reference count differs from the swapped groups"
+
+    @staticmethod
+    def _blocks(group: SequenceGroup) -> dict[int, None]:
+        """Return a swapped group's blocks, each once, in order."""
+        return {block: None for table in group.host_tables.values() for block in table}
+
+    def _known(self, block: int) -> int | None:
+        """Return the host block with the content of a device block, if it is there by its hash."""
+        block_hash = self._device.hash_of(block)
+        return None if block_hash is None else self.pool.lookup(block_hash)
+
+    def _on_device(self, block: int) -> int | None:
+        """Return the device block with the content of a host block, if it is there by its hash."""
+        block_hash = self.pool.hash_of(block)
+        return None if block_hash is None else self._device.lookup(block_hash)
+
+    def _save(self, block: int) -> int:
+        """Return a host block with the content of a device block, acquired."""
+        known = self._known(block)
+        if known is not None:
+            self.pool.acquire(known)
+            return known
+        saved = self.pool.allocate()
+        self._copies.add(block, saved, CopyKind.OUT)
+        block_hash = self._device.hash_of(block)
+        if block_hash is not None:
+            self.pool.register(saved, block_hash)
+        return saved
+
+    def _bring(self, block: int, block_hash: bytes | None) -> int:
+        """Return a device block with the content of a host block that is held, acquired for one holder."""
+        known = None if block_hash is None else self._device.lookup(block_hash)
+        if known is not None:
+            self._device.acquire(known)
+            return known
+        brought = self._device.allocate()
+        self._copies.add(block, brought, CopyKind.IN)
+        if block_hash is not None:
+            self._device.register(brought, block_hash)
+        return brought
+
+    def _keep(self, block: int, block_hash: bytes) -> None:
+        """Keep a prefix that the device's pool evicts, in place of the one that was used the longest ago."""
+        known = self.pool.lookup(block_hash)
+        if known is None:
+            if not self.pool.num_free:
+                return
+            known = self.pool.allocate()
+            self.pool.register(known, block_hash)
+            self._copies.add(block, known, CopyKind.OUT)
+        else:
+            self.pool.acquire(known)
+        self.pool.release(known)
+
+
+def _computed_blocks(group: SequenceGroup, size: int) -> dict[int, None]:
+    """Return the device blocks that hold what is computed of a group, each once, in order."""
+    found: dict[int, None] = {}
+    for sequence in group.sequences:
+        found.update(dict.fromkeys(sequence.block_table[: -(-sequence.num_computed_tokens // size)]))
+    return found

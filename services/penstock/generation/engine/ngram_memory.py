@@ -1,0 +1,155 @@
+"""Memory of past outputs, tenant by tenant, in which later requests find drafts.
+
+A tenant's outputs are a ring of tokens with hash chains over its 2-grams, as zlib searches its window: the last place
+of every 2-gram, and for every place the one before it of the same 2-gram. So the memory is of a fixed size, a token
+takes in constant time, and a search looks at a bounded number of places, the newest first. Hashes only lead to places;
+the tokens themselves are compared.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from penstock.generation.engine.config import EngineConfig
+
+# Stands between two runs. No vocabulary is so large.
+_SEPARATOR = (1 << 32) - 1
+_MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+# Places that a search looks at, and tokens of a match beyond which a longer one is no better.
+_MOST_PLACES, _LONGEST_MATCH = 16, 16
+
+
+class TenantMemory:
+    """Past outputs of one tenant (core.request.PastOutputs). Used by the engine's thread only."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: tokens that are kept. Each takes 20 to 28 bytes."""
+        self._capacity = capacity
+        self._tokens = array("I", bytes(4 * capacity))
+        # Place % capacity -> 1 + the place before it whose 2-gram has the same hash; 0: none.
+        self._earlier = array("Q", bytes(8 * capacity))
+        bits = max(capacity - 1, 1).bit_length()
+        self._shift = 64 - bits
+        # Hash of a 2-gram -> 1 + its last place, which is that of its second token; 0: none.
+        self._last = array("Q", bytes(8 << bits))
+        # Tokens that were ever added: the next place.
+        self._end = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are kept, those between runs included."""
+        return min(self._end, self._capacity)
+
+    def add(self, token_ids: Seq[int]) -> None:
+        """See PastOutputs. Of a run that is longer than the memory the end is kept."""
+        if len(token_ids) < 2:
+            return
+        tokens, capacity, earlier, last, shift = self._tokens, self._capacity, self._earlier, self._last, self._shift
+        place, before = self._end, _SEPARATOR
+        tokens[place % capacity] = _SEPARATOR
+        earlier[place % capacity] = 0
+        for token_id in token_ids[-(capacity - 1) :]:
+            place += 1
+            tokens[place % capacity] = token_id
+            slot = _slot(before, token_id, shift)
+            earlier[place % capacity] = last[slot]
+            last[slot] = place + 1
+            before = token_id
+        self._end = place + 1
+
+    def continuation(self, token_ids: Seq[int], *, fewest: int, max_tokens: int) -> list[int]:
+        """See PastOutputs: what followed the longest match, and of matches of one length the newest.
+
+        At most twice as many tokens as match are returned: a short match says little about what is far away.
+        """
+        if len(token_ids) < max(fewest, 2):
+            return []
+        capacity, tokens = self._capacity, self._tokens
+        oldest = max(self._end - capacity, 0)
+        longest, found = max(fewest, 2) - 1, -1
+        place = self._last[_slot(token_ids[-2], token_ids[-1], self._shift)] - 1
+        for _ in range(_MOST_PLACES):
+            if place <= oldest:
+                break
+            length = self._match(place, token_ids, oldest)
+            # Nothing that could be drafted follows a run's last token.
+            if length > longest and place + 1 < self._end and tokens[(place + 1) % capacity] != _SEPARATOR:
+                longest, found = length, place
+                if length >= _LONGEST_MATCH:
+                    break
+            place = self._earlier[place % capacity] - 1
+        if found < 0:
+            return []
+        drafts: list[int] = []
+        for follower in range(found + 1, min(found + 1 + min(max_tokens, 2 * longest), self._end)):
+            token_id = tokens[follower % capacity]
+            if token_id == _SEPARATOR:
+                break
+            drafts.append(token_id)
+        return drafts
+
+    def _match(self, place: int, token_ids: Seq[int], oldest: int) -> int:
+        """Return the number of tokens up to `place` that are the last ones of `token_ids`, too."""
+        capacity, tokens, most = self._capacity, self._tokens, min(len(token_ids), _LONGEST_MATCH, place - oldest + 1)
+        for length in range(most):
+            if tokens[(place - length) % capacity] != token_ids[-1 - length]:
+                return length
+        return most
+
+
+class NgramMemory:
+    """Memories of tenants, of which the least recently used leave. Used by the engine's thread only."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self._capacity = config.ngram_memory_tokens
+        self._most_tenants = config.ngram_memory_tenants
+        self._seconds = config.ngram_memory_seconds
+        self._clock = clock
+        # Tenant -> its memory and the time of its last use, the least recent first.
+        self._tenants: OrderedDict[Hashable, tuple[TenantMemory, float]] = OrderedDict()
+
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants whose outputs are kept."""
+        return len(self._tenants)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are kept of all tenants. O(tenants)."""
+        return sum(memory.num_tokens for memory, _ in self._tenants.values())
+
+    def of(self, tenant: Hashable) -> TenantMemory | None:
+        """Return the memory of a tenant, new if there is none. None: nothing is remembered here.
+
+        Whoever has one may go on with it after it has left.
+        """
+        if not self._most_tenants:
+            return None
+        now = self._clock()
+        self._forget_until(now - self._seconds)
+        memory, _ = self._tenants.pop(tenant, (None, now))
+        if memory is None:
+            memory = TenantMemory(self._capacity)
+            while len(self._tenants) >= self._most_tenants:
+                self._tenants.popitem(last=False)
+        self._tenants[tenant] = memory, now
+        return memory
+
+    def clear(self) -> None:
+        """Forget all tenants."""
+        self._tenants.clear()
+
+    def _forget_until(self, time: float) -> None:
+        """Forget tenants whose last use is older than `time`."""
+        while self._tenants and next(iter(self._tenants.values()))[1] < time:
+            self._tenants.popitem(last=False)
+
+
+def _slot(first: int, second: int, shift: int) -> int:
+    return ((((first << 32) | second) * _MIX) & _MASK) >> shift

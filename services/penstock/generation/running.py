@@ -1,0 +1,229 @@
+"""A loaded model that runs: the one way to make an engine. The service and penstock.Generator stand on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from penstock.common.errors import FailedPrecondition, StartupError
+from penstock.common.logging import get_logger
+from penstock.common.progress import StartCancelled
+from penstock.generation.adapters.access import AdapterAccess
+from penstock.generation.adapters.figures import AdapterFigures
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generation.core.request import RequestOutput
+from penstock.generation.core.step import Runner
+from penstock.generation.delivery.hub import OutputHub
+from penstock.generation.delivery.watchdog import Watchdog
+from penstock.generation.engine.engine import Engine
+from penstock.generation.engine.failpoints import FailingRunner
+from penstock.generation.engine.loop import EngineLoop
+from penstock.generation.engine.status_log import StatusLog
+from penstock.generation.engine.trace_file import TraceFile
+from penstock.generation.grammar.compiler import GrammarCompiler
+from penstock.generation.graphs.access import ModelAccess
+from penstock.generation.graphs.limits import GraphLimits
+from penstock.generation.host.mapped import MappedFile, weights_written
+from penstock.generation.host.memory import trim_heap
+from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures
+from penstock.generation.service import GenerationCore, WatermarkCalls
+from penstock.generation.startup.load import LoadedModel, adapter_opener, load_again
+from penstock.generation.wire.embeds_intake import EmbedsIntake
+
+_log = get_logger("penstock.generation")
+T = TypeVar("T")
+
+
+class RunningEngine:
+    """Engine with its thread, hub, watchdog and compiler of constraints. Belongs to the event loop that made it."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: GenerationServiceConfig,
+        metrics: GenerationMetrics,
+        *,
+        on_failure: Callable[[BaseException], None],
+        set_hung: Callable[[bool], Awaitable[None]],
+        check_reload: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread. `on_failure` is called when a step has raised, or the watchdog has: nothing runs any more.
+
+        `set_hung` is called with True when a step hangs, and with False when it ended after all; `check_reload` while
+        weights are read again: it may raise StartCancelled.
+        """
+        self._on_failure = on_failure
+        self._check_reload = check_reload
+        self._config = config
+        self._metrics = metrics
+        drafter = None if loaded.draft is None else loaded.draft.drafter
+        path = config.trace_steps
+        self._trace = TraceFile(path, config.trace_bytes) if path else None
+        runner = self._runner(loaded)
+        engine = Engine(loaded.engine_config, runner, loaded.token_bytes, drafter=drafter, trace=self._trace)
+        # The first steps of a slow model must not seem to hang.
+        for rows, seconds in loaded.batch.measured:
+            engine.watch.note(rows, seconds)
+            engine.policy.stepped(rows, seconds)
+        stats = engine.stats
+
+        def deliver(step: int, outputs: list[RequestOutput]) -> None:
+            for sample in stats.drain_steps():
+                metrics.step(sample)
+            hub.deliver(step, outputs)
+
+        nice = config.compute_nice
+        loop = EngineLoop(engine, asyncio.get_running_loop(), deliver, self._engine_failed, nice=nice)
+        hub = OutputHub(loop, metrics, lambda: stats.steps, loaded.adapters)
+        metrics.read_adapters(loaded.adapters.figures, loaded.adapters.infos)
+        block_bytes = loaded.kv.bytes_per_block
+        metrics.read_engine(lambda: EngineFigures(loop.load, stats, loop.step_in_progress), block_bytes)
+        loop.start()
+        self._loop = loop
+        watchdog = Watchdog(loop, hub, loaded.engine_config.heartbeat_seconds, set_hung)
+        self._watchdog = asyncio.create_task(watchdog.run())
+        self._watchdog.add_done_callback(self._watchdog_ended)
+        self.status = StatusLog(loop, stats, config.status_seconds)
+        self.status.start()
+        self._watch: asyncio.Task[None] | None = None
+        self._watch_mapped(loaded)
+        self._compiler = _compiler(loaded, config)
+        retry_seconds = loaded.engine_config.queue_full_retry_seconds
+        self.core = GenerationCore(
+            loaded,
+            self._compiler,
+            config.request_limits(),
+            loop,
+            hub,
+            stats,
+            config.max_pending_messages,
+            config.max_items_in_flight,
+            WatermarkCalls(config.max_watermark_calls, retry_seconds),
+            EmbedsIntake(
+                str(loaded.model.dtype).removeprefix("torch."),
+                loaded.engine_config.block_size,
+                config.max_live_embeds_bytes,
+                retry_seconds,
+            ),
+            AdapterAccess(
+                loaded.adapters,
+                config.adapter_folder(),
+                on_change=hub.notify,
+                on_failure=metrics.adapter_failed,
+            ),
+            self.reload,
+            config.max_warm_up_steps,
+            self._open_access(loaded, loop, hub),
+        )
+
+    async def reload(self) -> None:
+        """Put weights that are read again in place of the core's, while no request is live.
+
+        Raises FailedPrecondition (RELOAD_FAILED; BUSY while Forward streams or leases hold the model): the old ones
+        stay then.
+        """
+        core = self.core
+        if core.access is not None and core.access.is_in_use:
+            raise FailedPrecondition("Forward streams or leases hold the model: end them first", reason="BUSY")
+        try:
+            fresh = await asyncio.to_thread(load_again, self._config, core.loaded, lambda *_: self._check_reload())
+        except (StartupError, StartCancelled, OSError) as error:
+            message = error.message if isinstance(error, StartupError) else "the process stops, or its files are gone"
+            _log.error("the model was not reloaded", cause=str(error))
+            raise FailedPrecondition(f"the model was not reloaded: {message}", reason="RELOAD_FAILED") from error
+        runner = self._runner(fresh)
+        await asyncio.wrap_future(core.loop.run_on_engine(lambda engine: engine.reinitialise(runner, fresh.warm_up)))
+        core.loaded = fresh
+        # Nothing may keep the old weights in memory.
+        fresh.adapters.open_by(adapter_opener(self._config, fresh.model))
+        core.access = self._open_access(fresh, core.loop, core.hub)
+        self._watch_mapped(fresh)
+        core.hub.notify()
+        await asyncio.to_thread(trim_heap)
+        _log.info("reloaded", weights_bytes=fresh.model.num_bytes)
+
+    def dump_soon(self) -> None:
+        """Log the engine's state soon."""
+        self.status.dump_soon()
+
+    async def stop(self) -> bool:
+        """End the watches, the compiler and the engine's thread; requests that are still live end.
+
+        False: the thread hangs, and nothing of the model can be freed.
+        """
+        self.stop_watching()
+        access = self.core.access
+        if access is not None:
+            access.close()
+        await self._compiler.close()
+        has_stopped = await _beside(partial(self._loop.stop, self._config.hung_step_seconds))
+        if self._trace is not None:
+            await _beside(self._trace.close)
+        # All of these would hold the model: metrics, and Forward streams that are open without a call.
+        self._metrics.read_engine(EngineFigures)
+        self._metrics.read_adapters(AdapterFigures, tuple)
+        if access is not None:
+            self._metrics.graphs.read(GraphFigures)
+            access.release()
+        return has_stopped
+
+    def stop_watching(self) -> None:
+        """End the watches and the log lines: the engine is about to be ended, or has failed."""
+        for task in (self._watch, self._watchdog):
+            if task is not None:
+                task.cancel()
+        self.status.stop()
+
+    def _watch_mapped(self, loaded: LoadedModel) -> None:
+        """Watch the files that the weights of `loaded` are mapped from, and no others any more."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if loaded.device.mapped_files and self._config.weights_check_seconds:
+            self._watch = asyncio.create_task(self._watch_weights(loaded.device.mapped_files))
+
+    async def _watch_weights(self, files: Sequence[MappedFile]) -> None:
+        error = await weights_written(files, self._config.weights_check_seconds)
+        _log.error("weights were written to", cause=str(error))
+        self._on_failure(error)
+
+    def _runner(self, loaded: LoadedModel) -> Runner:
+        orders = self._config.failpoint_orders()
+        if not orders:
+            return loaded.runner
+        _log.warning("this process fails on purpose", failpoints=self._config.failpoints)
+        return FailingRunner(loaded.runner, orders)
+
+    def _open_access(self, loaded: LoadedModel, loop: EngineLoop, hub: OutputHub) -> ModelAccess | None:
+        config = self._config
+        if not config.is_model_open:
+            return None
+        limits = GraphLimits.of(config, loaded.served.max_context_tokens, loaded.engine_config.queue_full_retry_seconds)
+        access = ModelAccess(loaded, config.request_limits(), limits, loop, hub.wait_idle, self._metrics.graphs)
+        self._metrics.graphs.read(access.figures)
+        return access
+
+    def _watchdog_ended(self, watchdog: asyncio.Task[None]) -> None:
+        """Fail when the watchdog broke: without heartbeats routers would take the process for dead."""
+        if not watchdog.cancelled() and (error := watchdog.exception()) is not None:
+            _log.error("the watchdog has failed", exc_info=error)
+            self._on_failure(error)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        _log.error("the engine has failed", exc_info=error)
+        self._on_failure(error)
+
+
+async def _beside(call: Callable[[], T]) -> T:
+    """Run a blocking call on another thread; here where the interpreter ends, which lends no threads any more."""
+    try:
+        return await asyncio.to_thread(call)
+    except RuntimeError:
+        return call()
+
+
+def _compiler(loaded: LoadedModel, config: GenerationServiceConfig) -> GrammarCompiler:
+    folder = loaded.tokenizer_folder or loaded.folder
+    return GrammarCompiler(folder, loaded.served.vocab_size, config.grammar_limits(), loaded.token_bytes)

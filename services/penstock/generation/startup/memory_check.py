@@ -1,0 +1,60 @@
+"""Estimate of the memory that a model takes, before any of it is read. No torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from penstock.common.errors import DoesNotFit
+from penstock.common.units import format_size
+from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.weights.files import PACKED_FILE, is_packed
+from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
+
+# Bytes per weight of a linear layer, with its part of the scales.
+_QUANTISED_BYTES = {"int8": 1.0, "int4": 0.625}
+
+
+def stored_weight_bytes(folder: Path) -> int:
+    """Return the bytes of the folder's weights on disk."""
+    # A link whose file is gone, as a cleaned-up hub cache leaves it, is reported by the loader.
+    files = folder.glob(PACKED_FILE if is_packed(folder) else "*.safetensors")
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def check_weights(stored: int, model: ModelConfig | None, quantization: str, available: int) -> None:
+    """Refuse `stored` bytes of weights that do not fit into `available` bytes.
+
+    `model`: the weights' configuration; None where they are used as they are stored. Raises DoesNotFit naming MODEL.
+    """
+    weights = stored if model is None else _loaded_bytes(stored, model, quantization)
+    if weights > available:
+        raise DoesNotFit(
+            f"the weights take {format_size(weights)} and {format_size(available)} of memory is free: "
+            "choose a smaller MODEL",
+            flag="MODEL",
+        )
+
+
+def check_kv_memory(least: int, kv_memory: int, available: int) -> None:
+    """Refuse a KV pool that has no room beside weights of `least` bytes or more.
+
+    All in bytes. Raises DoesNotFit naming --kv-memory.
+    """
+    if least + kv_memory > available:
+        raise DoesNotFit(
+            f"--kv-memory {format_size(kv_memory)} is more than the {format_size(max(available - least, 0))} that the "
+            f"weights leave ({format_size(least)} of the {format_size(available)} of memory that is free)",
+            flag="--kv-memory",
+        )
+
+
+def _loaded_bytes(stored: int, model: ModelConfig, quantization: str) -> int:
+    """Estimate the bytes that `stored` bytes of weights take once they are quantised."""
+    if quantization not in _QUANTISED_BYTES:
+        return stored
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
+    table, total = sizes[EMBEDDING], sum(sizes.values())
+    layers = total - table - sizes.get(LM_HEAD, 0)
+    # The embedding's table stays as it is. The head is int8 with either quantization, also where the two are tied.
+    return int(stored * table / total + table * _QUANTISED_BYTES["int8"] + layers * _QUANTISED_BYTES[quantization])

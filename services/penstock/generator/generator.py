@@ -1,0 +1,541 @@
+"""`penstock.Generator`: Hugging Face's generate(), continuously batched, in the caller's process, without a server."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+
+from penstock_client._options import GenerationOptions, check_options
+from penstock_client._types import Completion, Embeddings, Scores
+
+from penstock.common.config import ServerConfig, options_of
+from penstock.common.environment import current_environment, prepare_environment
+from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.common.logging import configure_quiet_logging, get_logger
+from penstock.common.options import load as load_options
+from penstock.common.progress import ShowProgress, show_nothing
+from penstock.generation.config import GenerationServiceConfig
+from penstock.generator.batch import BatchFailed, OrderedBatch
+from penstock.generator.lora import LoraStatus, load_lora, unload_lora
+from penstock.generator.model_settings import ModelSettings
+from penstock.generator.progress_bar import BatchReport, ShowBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.generation.adapters.store import AdapterStore
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.step import SampledToken
+    from penstock.generator.by_hand import ModelInput, SamplingMetadata
+    from penstock.generator.local_engine import LocalEngine
+    from penstock.generator.requests import ChatExtras, LocalRequest, PromptInput
+    from penstock.generator.stream import TextStream
+    from penstock.generator.text import LocalTokenizer
+
+_log = get_logger("penstock.generator")
+# Keywords of structured output.
+_CONSTRAINT_NAMES = ("json_schema", "json_object", "regex", "grammar", "choice")
+
+
+class Generator:
+    """A model, its tokenizer and its engine in this process. Thread-safe; close it, or use it as a context.
+
+    Requests of all threads are batched together. Results are those of the Python client, ids those of the service:
+    it stands on the same engine, options and checks. Every method blocks its caller alone, also where an event loop
+    runs, as in a notebook; the engine has threads of its own. Errors are PenstockErrors that name the option.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Mapping[str, Any] | None = None,
+        *,
+        max_in_flight: int | None = None,
+        allow_control_tokens_in_text: bool = False,
+        show: ShowProgress = show_nothing,
+        **options: Any,
+    ) -> None:
+        """Load `model`: a folder or hub id, None for the embedded one, or MindIE's dictionary `model_config`.
+
+        `options` are those of `penstock serve generation` by their fields' names (kv_memory="2GiB", threads=4), which
+        PENSTOCK_* variables set, too. `max_in_flight`: most requests in the engine at once, others wait (default: twice
+        max_running_sequences). `allow_control_tokens_in_text`: prompts may spell control tokens, as in transformers.
+        `show` gets the progress of loading.
+
+        Raises ModelConfigError, a ValueError naming the dictionary's field; TypeError for an unknown option;
+        StartupError naming what to change.
+        """
+        prepare_environment()
+        configure_quiet_logging()
+        self._settings = ModelSettings.read(model) if isinstance(model, Mapping) else None
+        config = _config(model, self._settings, options)
+        # Imports torch.
+        from penstock.common.checkpoint import model_name
+        from penstock.generator.by_hand import ForwardPass, HandSampler
+        from penstock.generator.local_engine import LocalEngine
+        from penstock.generator.requests import RequestMaker
+        from penstock.generator.text import LocalTokenizer
+
+        self.name = config.served_model_name or model_name(config.model)
+        self._engine: LocalEngine = LocalEngine(config, self.name, max_in_flight, show)
+        # Also at the interpreter's end, and where nobody closed it.
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        try:
+            bundle = self._engine.load_tokenizer()
+            self._tokenizer: LocalTokenizer | None = (
+                None if bundle is None else LocalTokenizer(bundle, allow_control_tokens=allow_control_tokens_in_text)
+            )
+        except BaseException:
+            self.close()
+            raise
+        loaded = self._engine.loaded
+        self._requests = RequestMaker(self._tokenizer, loaded.defaults.bos_token_id)
+        self._forward, self._sampler = ForwardPass(loaded), HandSampler(loaded)
+
+    # Text.
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        generation_config: Any = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | ShowBatch | None = None,
+        return_errors: Literal[False] = False,
+        **options: Unpack[GenerationOptions],
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Iterable[str] | Iterable[Sequence[int]] | Iterable[Sequence[Mapping[str, Any]]],
+        generation_config: Any = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | ShowBatch | None = None,
+        return_errors: bool = False,
+        **options: Unpack[GenerationOptions],
+    ) -> list[Any]: ...
+
+    def generate(
+        self,
+        prompt: Any = "",
+        generation_config: Any = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | ShowBatch | None = None,
+        return_errors: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Answer a prompt (a text, ids, or a list of messages), or a list of any of these: a Completion each, in order.
+
+        `generation_config` is transformers' GenerationConfig or a mapping; `options` are keywords by the same names and
+        go before it. Tools, documents and template variables are for messages. Several prompts: all of them run to
+        their ends, whatever becomes of others, under a bar (`progress`: True, False, a function, or None: a bar on a
+        terminal); then BatchFailed tells those that failed, and has the results of the others. With `return_errors` the
+        list has their exceptions in place instead.
+        """
+        from penstock.generator.requests import is_batch
+
+        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs))
+        if not is_batch(prompt):
+            return self._begin_stream(self._local(prompt, asked)).result()
+        prompts = list(prompt)
+        if asked.request.get("request_id") or asked.request.get("inputs_embeds") is not None:
+            raise ValueError("request_id and inputs_embeds are for one prompt")
+        answers = list(self._many(prompts, asked, progress, len(prompts)))
+        errors = {index: one for index, one in enumerate(answers) if isinstance(one, Exception)}
+        if errors and not return_errors:
+            raise BatchFailed([None if index in errors else one for index, one in enumerate(answers)], errors)
+        return answers
+
+    def generate_many(
+        self,
+        prompts: Iterable[Any],
+        generation_config: Any = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | ShowBatch | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[Completion | Exception]:
+        """Yield the answer to each prompt, in order: a Completion, or the exception that it ended with.
+
+        `prompts` may be an iterator of any length: it is read as the engine has room, and memory stays bounded. Leaving
+        the loop aborts what is in the engine.
+        """
+        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs))
+        total = len(prompts) if isinstance(prompts, Sequence) else None
+        return self._many(prompts, asked, progress, total)
+
+    def stream(
+        self,
+        prompt: Any = "",
+        generation_config: Any = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] = (),
+        documents: Iterable[Mapping[str, str]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> TextStream:
+        """Answer one prompt as `generate` does, delta by delta. Closing the stream aborts the request."""
+        asked = self._options(generation_config, options, (tools, documents, chat_template_kwargs))
+        return self._begin_stream(self._local(prompt, asked))
+
+    def score(
+        self,
+        items: Iterable[tuple[str | Sequence[int], str | Sequence[int]]],
+        *,
+        top_logprobs: int | None = None,
+        progress: bool | ShowBatch | None = False,
+    ) -> Scores:
+        """Return log-probabilities of continuations: `items` are (prompt, continuation), texts or ids each.
+
+        Raises InvalidArgument naming `items[i]`.
+        """
+        from penstock.generation.options.score_embed import ScoreCommand, ScoreItem
+        from penstock.generator.answers import scores_of_items
+
+        made = []
+        for index, (prompt, continuation) in enumerate(items):
+            with _naming(f"items[{index}]"):
+                made.append(ScoreItem(*self._divided(prompt, continuation)))
+        core = self._engine.core
+        limits = core.limits
+        most = max(1, limits.max_prompt_logprob_entries // ((top_logprobs or 0) + 1))
+        results: list[Any] = []
+        with BatchReport(progress, len(made)) as report:
+            for begin, part in _parts(made, limits.max_score_items, most, lambda item: len(item.continuation)):
+                command = ScoreCommand(list(part), top_logprobs=top_logprobs)
+                with _shifted("items", begin):
+                    results += self._engine.call(core.score(command, None))
+                for item in part:
+                    report.ended(len(item.continuation), failed=False)
+        return scores_of_items(results, self._tokenizer)
+
+    def embed(self, texts: str | Iterable[str | Sequence[int]], *, normalize: bool = False) -> Embeddings:
+        """Return the mean of the final hidden states of each text or ids; of length 1 when `normalize`.
+
+        Raises InvalidArgument naming `inputs[i]`.
+        """
+        from penstock.generation.options.score_embed import MAX_EMBEDDING_BYTES, EmbedCommand
+        from penstock.generator.answers import embeddings_of_items
+
+        given = [texts] if isinstance(texts, str) else list(texts)
+        inputs = [self._tokens(one) if isinstance(one, str) else list(one) for one in given]
+        core = self._engine.core
+        fitting = MAX_EMBEDDING_BYTES // (4 * core.loaded.model.config.hidden_size)
+        results: list[Any] = []
+        for begin, part in _parts(inputs, min(core.limits.max_embed_inputs, fitting), None, len):
+            with _shifted("inputs", begin):
+                results += self._engine.call(core.embed(EmbedCommand(list(part), normalize=normalize), None))
+        return embeddings_of_items(results, normalize=normalize)
+
+    # MindIE's attributes and operations.
+
+    @property
+    def tokenizer(self) -> LocalTokenizer | None:
+        """Tokenizer and chat template; None where it is not loaded."""
+        return self._tokenizer
+
+    @property
+    def cache_pool(self) -> KVCachePool:
+        """Keys and values of all blocks: (layers, 2, blocks, block_size, kv_heads, head_dim) in `tensors`."""
+        return self._engine.loaded.kv
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's tensors."""
+        return self._engine.loaded.device.torch_device
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return 0 if self._settings is None else self._settings.rank
+
+    @property
+    def model_config(self) -> ModelSettings | None:
+        """The dictionary that it was made of; None where it was made of a model's name."""
+        return self._settings
+
+    @property
+    def adapter_manager(self) -> AdapterStore:
+        """Store of LoRA adapters."""
+        return self._engine.loaded.adapters
+
+    def forward(self, model_input: ModelInput) -> torch.Tensor:
+        """Compute rows by hand; keys and values go into the blocks that the caller names. Returns logits
+        (N, vocabulary) in float32.
+
+        New blocks are claimed while no request is live, and stay the caller's until `release_blocks`; it takes its turn
+        between two steps of the engine. Raises InvalidArgument naming a field of the input, FailedPrecondition: BUSY,
+        BLOCK_IN_USE.
+        """
+        return self._engine.on_engine(lambda engine: self._forward.run(engine, model_input))
+
+    def sample(self, logits: Any, metadata: SamplingMetadata) -> list[SampledToken]:
+        """Draw the next token of each row of logits (N, vocabulary), by the very sampler of the engine.
+
+        Options are those of `generate` in modes that draw one token a step: greedy and sampling. Raises
+        InvalidArgument, and TypeError or ValueError naming an option.
+        """
+        rows = self._sampler.check(logits, metadata)
+        given = metadata.options
+        each: list[Mapping[str, Any]] = [given] * len(rows) if isinstance(given, Mapping) else [*given]
+        if len(each) != len(rows):
+            raise InvalidArgument("options", f"must be one mapping, or {len(rows)}")
+        params = [self._draw_params(prompt, one) for prompt, one in zip(metadata.prompt_token_ids, each, strict=True)]
+        seeded = [one.get("seed") is not None for one in each]
+        return self._engine.on_engine(lambda _: self._sampler.draw(rows, metadata, params, seeded))
+
+    def warm_up(
+        self,
+        max_prefill_tokens: int = 4096,
+        max_seq_len: int = 2560,
+        max_input_len: int | None = None,
+        max_iter_times: int | None = None,
+    ) -> int:
+        """Run the model once at such sizes, cut to what a step computes and the pool holds. Returns the pool's bytes.
+
+        The prefix cache is empty afterwards. Raises InvalidArgument for a size below 1, FailedPrecondition BUSY while
+        requests are live.
+        """
+        from penstock.generation.service import WarmUpSize
+
+        core = self._engine.core
+        self._engine.call(core.warm_up(WarmUpSize(max_prefill_tokens, max_seq_len, max_input_len, max_iter_times)))
+        return core.loaded.kv.num_bytes
+
+    def clear_cache(self, sequence_ids: Iterable[str | int] | None = None) -> int:
+        """Forget what was computed, and return the number of blocks or sequences that are forgotten.
+
+        None: every reusable prefix that no running request holds. Texts are ids of live requests: they keep their
+        tokens and compute them again. Numbers are the caller's sequences of `sample`. Raises NotFound for a request
+        that is not live.
+        """
+        if sequence_ids is None:
+            return self._engine.call(self._engine.core.clear_cache())
+        ids = list(sequence_ids)
+        requests = [one for one in ids if isinstance(one, str)]
+        numbers = [one for one in ids if not isinstance(one, str)]
+        cleared = self._engine.call(self._engine.core.clear_cache(requests)) if requests else 0
+        return cleared + (self._engine.on_engine(lambda _: self._sampler.clear(numbers)) if numbers else 0)
+
+    def copy_blocks(self, pairs: Any) -> int:
+        """Copy (source, destination) blocks in every layer; returns the number of pairs. Blocks as in `forward`."""
+        from penstock.generator.by_hand import copy_blocks
+
+        return self._engine.on_engine(lambda engine: copy_blocks(engine, self._engine.loaded, pairs))
+
+    def swap_cache(self, swaps: Any) -> int:
+        """Swap blocks [[kind, source, destination]]; kind 0: host to device, 1: device to host. Returns their number.
+
+        Blocks of the device are as in `forward`. Those of the host pool stay as they are until the engine preempts a
+        request or keeps a prefix there. Raises InvalidArgument, and FailedPrecondition: NO_HOST_POOL (see
+        host_kv_memory), BUSY, BLOCK_IN_USE.
+        """
+        from penstock.generator.by_hand import swap_blocks
+
+        return self._engine.on_engine(lambda engine: swap_blocks(engine, swaps))
+
+    def claim_blocks(self, blocks: Iterable[int]) -> None:
+        """Hold blocks of the pool ahead, so that later calls of `forward` find them also while requests are live.
+
+        Raises InvalidArgument, FailedPrecondition: BUSY, BLOCK_IN_USE.
+        """
+        wanted = list(blocks)
+        self._engine.on_engine(lambda engine: engine.claim_blocks(wanted))
+
+    def release_blocks(self, blocks: Iterable[int] | None = None) -> int:
+        """Give blocks of `forward` and `copy_blocks` back to the engine, None: all. Returns their number."""
+        given = None if blocks is None else list(blocks)
+        return self._engine.on_engine(lambda engine: engine.release_blocks(given))
+
+    def load_lora(self, lora_id: str, path: str | Path) -> LoraStatus:
+        """Load a PEFT folder as adapter `lora_id`, for requests with adapter=`lora_id`."""
+        return load_lora(self.adapter_manager, lora_id, path)
+
+    def unload_lora(self, lora_id: str) -> LoraStatus:
+        """Forget an adapter; requests that have it go on to their end."""
+        return unload_lora(self.adapter_manager, lora_id)
+
+    # Life.
+
+    def close(self) -> None:
+        """End live requests, and the engine with its threads. Calling it again is harmless."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<penstock.Generator of {self.name}{'' if self._finalizer.alive else ', closed'}>"
+
+    def _options(self, config: Any, options: Mapping[str, Any], extras: tuple[Any, Any, Any]) -> _Asked:
+        from penstock.generator.requests import ChatExtras, keyword_options
+
+        request = keyword_options(config, options)
+        # Wrong ones are told before anything runs, and not once a prompt.
+        check_options(**request)
+        tools, documents, variables = extras
+        return _Asked(request, ChatExtras(list(tools), list(documents), variables))
+
+    def _local(self, prompt: PromptInput, asked: _Asked) -> LocalRequest:
+        return self._requests.make(prompt, asked.request, asked.extras)
+
+    def _begin_stream(self, local: LocalRequest) -> TextStream:
+        from penstock.generator.answers import AnswerReader
+        from penstock.generator.stream import TextStream
+
+        return TextStream(self._engine, local, AnswerReader(local, self._tokenizer, self.name))
+
+    def _begin(self, prompt: PromptInput, asked: _Asked) -> tuple[Future[None], Callable[[], Completion]]:
+        """Begin a prompt; return its future, and what reads its events when it is done."""
+        from penstock.generator.answers import AnswerReader
+
+        local = self._local(prompt, asked)
+        events: list[tuple[Any, Any]] = []
+
+        def finish() -> Completion:
+            reader = AnswerReader(local, self._tokenizer, self.name)
+            for request, event in events:
+                reader.read(request, event)
+            return reader.completion()
+
+        return self._engine.begin(self._engine.run(local, lambda *event: events.append(event))), finish
+
+    def _many(
+        self, prompts: Iterable[Any], asked: _Asked, progress: bool | ShowBatch | None, total: int | None
+    ) -> Iterator[Completion | Exception]:
+        with BatchReport(progress, total) as report:
+
+            def count(answer: Completion | Exception) -> None:
+                failed = isinstance(answer, Exception)
+                tokens = 0 if isinstance(answer, Exception) else answer.finished.usage.completion_tokens
+                report.ended(tokens, failed=failed)
+
+            batch = OrderedBatch(prompts, lambda prompt: self._begin(prompt, asked), self._engine.max_in_flight, count)
+            try:
+                yield from batch
+            finally:
+                batch.close()
+
+    def _draw_params(self, prompt: Sequence[int], options: Mapping[str, Any]) -> Any:
+        """Return what the sampler makes of keyword options. Raises InvalidArgument for a mode of several sequences."""
+        from penstock.generation.core.modes import PLAIN
+        from penstock.generation.wire.convert import to_generate_options
+
+        core = self._engine.core
+        if any(options.get(name) is not None for name in _CONSTRAINT_NAMES):
+            raise InvalidArgument("options", "structured output is for generate: the caller's logits can be masked")
+        made = to_generate_options(self._requests.make(list(prompt), options).message, core.limits)
+        params = core.prepare(made, None).request.params
+        if params.mode is not PLAIN or params.guidance.is_on:
+            raise InvalidArgument("options", "must be those of greedy decoding or sampling: one token a step")
+        return params
+
+    def _divided(self, prompt: Any, continuation: Any) -> tuple[list[int], list[int]]:
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            loaded = self._engine.loaded
+            bos, ends = loaded.defaults.bos_token_id, loaded.defaults.eos_token_ids
+            return self._needed().divide(prompt, continuation, beginning=(bos,) if bos is not None else ends[:1])
+        before = self._tokens(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
+        after = continuation
+        if isinstance(after, str):
+            return before, self._needed().encode(after, add_special_tokens=False)
+        return before, [int(one) for one in after]
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._needed().encode(text)
+
+    def _needed(self) -> LocalTokenizer:
+        if self._tokenizer is None:
+            raise FailedPrecondition("a text needs the tokenizer, which is not loaded: send ids", reason="NO_TOKENIZER")
+        return self._tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Keyword options of a call, and what goes with messages."""
+
+    request: dict[str, Any]
+    extras: ChatExtras
+
+
+def _config(
+    model: str | Path | Mapping[str, Any] | None, settings: ModelSettings | None, options: Mapping[str, Any]
+) -> GenerationServiceConfig:
+    """Return the service's configuration, as far as it is not about a server.
+
+    Raises TypeError for an option that is unknown or a server's, StartupError for a wrong value, ModelConfigError.
+    """
+    servers = {bound.name: bound.env for bound in options_of(ServerConfig)}
+    known = {bound.name for bound in options_of(GenerationServiceConfig)} - servers.keys() - {"model_config"}
+    for name in options:
+        if name not in known:
+            what = "is an option of a server" if name in servers else "is unknown"
+            raise TypeError(f"option {name!r} {what}; those of Generator: docs/reference/configuration.md, generation")
+    if settings is None:
+        given: dict[str, Any] = {} if model is None else {"model": str(model)}
+    else:
+        given = settings.service_options()
+        for warning in settings.warnings:
+            _log.warning(warning)
+    # A server's own variables, such as an address to listen on, must not make this fail.
+    environment = {name: value for name, value in current_environment().items() if name not in servers.values()}
+    # Nobody calls from outside, so nothing of the pool is set aside for named sequences.
+    config = load_options(GenerationServiceConfig, {"model_access": "off", **given, **options}, environment)
+    config.validate()
+    return config
+
+
+def _parts(
+    items: Sequence[Any], most_items: int, most_tokens: int | None, size: Callable[[Any], int]
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Yield (place of the first, items) of parts that a call may have. A single item is never cut."""
+    begin = tokens = 0
+    for index, item in enumerate(items):
+        more = size(item)
+        is_full = index - begin >= most_items or (most_tokens is not None and tokens + more > most_tokens)
+        if index > begin and is_full:
+            yield begin, items[begin:index]
+            begin, tokens = index, 0
+        tokens += more
+    if not items or begin < len(items):
+        yield begin, items[begin:]
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Put an item's place before the field of an error inside."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{place}.{error.field}", error.description, reason=error.reason) from error
+
+
+@contextmanager
+def _shifted(name: str, first: int) -> Iterator[None]:
+    """Count the items of an error inside from the caller's first one."""
+    try:
+        yield
+    except InvalidArgument as error:
+        field = re.sub(rf"^{name}\[(\d+)\]", lambda match: f"{name}[{int(match[1]) + first}]", error.field or name)
+        raise InvalidArgument(field, error.description, reason=error.reason) from error

@@ -1,0 +1,254 @@
+"""MindIE-LLM's dictionary `model_config`: the rows of its table, their reader, and what they mean to this engine.
+
+`Generator(model_config)` and `penstock serve generation --model-config FILE` read it here. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.common.environment import current_environment
+from penstock.common.errors import StartupError
+
+FLAG = "--model-config"
+# Words of a text that is true, as there, and of one that is not.
+_TRUE, _FALSE = ("true", "1"), ("false", "0")
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,254}[A-Za-z0-9])?")
+_VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+_MOST_RANKS = 1_048_576
+# Theirs, and that of another engine: this process runs none of them.
+_OTHER_BACKENDS = ("atb", "ms", "vllm")
+_REQUIRED = object()
+
+
+class ModelConfigError(ValueError):
+    """A field of `model_config` that is missing or wrong; the text names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"model_config[{field!r}] {problem}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row of the table: a field with its type, its default and one line for people."""
+
+    name: str
+    kind: type
+    doc: str
+    default: object = _REQUIRED
+    minimum: int | None = None
+    maximum: int | None = None
+    # Takes a value of the kind; returns what is wrong with it, in words that go on from the field's name.
+    check: Callable[[Any], str | None] = lambda _: None
+
+    @property
+    def is_required(self) -> bool:
+        """True when a dictionary without the field is refused."""
+        return self.default is _REQUIRED
+
+    def read(self, values: Mapping[str, Any]) -> Any:
+        """Return the field's value, coerced. Raises ModelConfigError."""
+        given = values.get(self.name)
+        if given is None:
+            if self.is_required:
+                raise ModelConfigError(self.name, "is missing")
+            return self.default
+        value = _coerced(self.name, self.kind, given)
+        low, high = self.minimum, self.maximum
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise ModelConfigError(self.name, f"must be {_interval(low, high)}, found {given!r}")
+        if (problem := self.check(value)) is not None:
+            raise ModelConfigError(self.name, f"{problem}, found {given!r}")
+        return value
+
+
+def _interval(low: int | None, high: int | None) -> str:
+    if high is None:
+        return f"at least {low}"
+    return f"in [{low}, {high}]"
+
+
+def _coerced(name: str, kind: type, value: Any) -> Any:
+    """Return `value` as `kind`: texts of numbers and truths are read, a float that is whole is an int."""
+    if kind is bool:
+        return _truth(name, value)
+    if kind is int:
+        return _whole_number(name, value)
+    if not isinstance(value, str):
+        raise ModelConfigError(name, f"must be a text, found {value!r}")
+    return value
+
+
+def _truth(name: str, value: Any) -> bool:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if isinstance(word, bool):
+        return word
+    if word in _TRUE or word == 1:
+        return True
+    if word in _FALSE or word == 0:
+        return False
+    raise ModelConfigError(name, f"must be true or false, found {value!r}")
+
+
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        number = float(value) if isinstance(value, float) or (isinstance(value, str) and "." in value) else int(value)
+        if isinstance(value, bool) or number != int(number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ModelConfigError(name, f"must be a whole number, found {value!r}") from None
+    return int(number)
+
+
+def _check_backend(value: str) -> str | None:
+    if value == "torch":
+        return None
+    if value in _OTHER_BACKENDS:
+        return "must be torch: this engine is no other"
+    return "must be torch"
+
+
+def _check_model_name(value: str) -> str | None:
+    if _NAME.fullmatch(value):
+        return None
+    return (
+        "must be at most 256 letters, digits, dots, hyphens and underscores, and begin and end with a letter or digit"
+    )
+
+
+def _check_text(value: str) -> str | None:
+    return None if value.strip() else "must not be empty"
+
+
+ROWS: tuple[Row, ...] = (
+    Row("backend_type", str, "Engine that runs the model: torch.", check=_check_backend),
+    Row("world_size", int, "Number of tensor-parallel ranks; this release runs 1.", minimum=1, maximum=_MOST_RANKS),
+    Row("rank", int, "This process's rank, below world_size.", minimum=0),
+    Row("npu_device_id", int, "Number of the device, among those that are visible.", minimum=0),
+    Row("local_rank", int, "This process's rank on its machine, among the visible devices.", minimum=0),
+    Row("num_threads", int, "Threads of post-processing, which compute token masks: --mask-threads.", 8, minimum=1),
+    Row("trust_remote_code", bool, "Trust code in the model's folder; none is ever run here.", False),
+    Row("model_name", str, "Name of the model: --served-model-name.", None, check=_check_model_name),
+    Row("inference_mode", str, "Name of a plugin's mode; here each request says it.", None, check=_check_text),
+    Row("max_position_embeddings", int, "Longest prompt and output together: --max-context.", None, minimum=1),
+    Row("load_tokenizer", bool, "Load the tokenizer; False refuses texts and stop strings.", True),
+    Row("tokenizer_path", str, "Folder or hub id of the tokenizer; the weights' own.", None, check=_check_text),
+    # Not in their table, which takes the path of the weights for given.
+    Row("model_id", str, "Folder or hub id of the weights: MODEL.", None, check=_check_text),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """A `model_config`, read and checked. The fields are those of `ROWS`."""
+
+    backend_type: str
+    world_size: int
+    rank: int
+    npu_device_id: int
+    local_rank: int
+    num_threads: int
+    trust_remote_code: bool
+    model_name: str | None
+    inference_mode: str | None
+    max_position_embeddings: int | None
+    load_tokenizer: bool
+    tokenizer_path: str | None
+    model_id: str | None
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], *, num_devices: int | None = None) -> ModelSettings:
+        """Read and check the dictionary. `num_devices` are visible; None: those of this machine.
+
+        Raises ModelConfigError, a ValueError that names the field.
+        """
+        unknown = sorted(values.keys() - {row.name for row in ROWS}, key=str)
+        if unknown:
+            raise ModelConfigError(
+                unknown[0], "is not known; options of Penstock itself are keyword arguments of Generator, or flags"
+            )
+        settings = cls(**{row.name: row.read(values) for row in ROWS})
+        if settings.rank >= settings.world_size:
+            raise ModelConfigError(
+                "rank", f"must be less than world_size ({settings.world_size}), found {settings.rank}"
+            )
+        devices = visible_devices() if num_devices is None else num_devices
+        for name in ("npu_device_id", "local_rank"):
+            value = getattr(settings, name)
+            if value >= devices:
+                raise ModelConfigError(name, f"must be less than the {devices} visible devices, found {value}")
+        return settings
+
+    @classmethod
+    def from_file(cls, path: str) -> ModelSettings:
+        """Read a JSON file. Raises StartupError naming --model-config."""
+        try:
+            values = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise StartupError(f"{FLAG} {path} cannot be read as JSON: {error}", flag=FLAG) from error
+        if not isinstance(values, dict):
+            raise StartupError(f"{FLAG} {path} holds no JSON object", flag=FLAG)
+        try:
+            return cls.read(values)
+        except ModelConfigError as error:
+            raise StartupError(f"{FLAG} {path}: {error}", flag=FLAG) from error
+
+    def service_options(self) -> dict[str, object]:
+        """Return what the dictionary sets of GenerationServiceConfig, by field. Raises ModelConfigError for more than
+        one rank."""
+        if self.world_size > 1:
+            raise ModelConfigError(
+                "world_size", f"must be 1: this release runs a model in one process, found {self.world_size}"
+            )
+        given = {
+            "model": self.model_id,
+            "served_model_name": self.model_name,
+            "max_context": self.max_position_embeddings,
+            "mask_threads": self.num_threads,
+            "load_tokenizer": self.load_tokenizer,
+            "tokenizer_path": self.tokenizer_path,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Fields that are set and change nothing here."""
+        found = []
+        if self.trust_remote_code:
+            found.append("trust_remote_code has no effect: code in a model's folder is never run")
+        if self.inference_mode is not None:
+            found.append("inference_mode has no effect: each request says how it is decoded")
+        return tuple(found)
+
+
+def visible_devices() -> int:
+    """Return the number of devices that this process may use: those that ASCEND_RT_VISIBLE_DEVICES lists, else all.
+
+    The only device that this release computes on is the CPU, which counts as one.
+    """
+    listed = current_environment().get(_VISIBLE_DEVICES)
+    if listed is None:
+        return 1
+    return len([part for part in listed.split(",") if part.strip()])
+
+
+def with_model_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation service's flags with what --model-config sets, by flag or variable; flags go before it.
+
+    Raises StartupError naming --model-config.
+    """
+    path = given.get("model_config") or current_environment().get("PENSTOCK_MODEL_CONFIG")
+    if not path:
+        return dict(given)
+    settings = ModelSettings.from_file(str(path))
+    try:
+        read = settings.service_options()
+    except ModelConfigError as error:
+        raise StartupError(f"{FLAG} {path}: {error}", flag=FLAG) from error
+    return {**read, **{name: value for name, value in given.items() if value is not None}}

@@ -1,0 +1,176 @@
+"""A caller's prompt and options as the request that the generation service gets, and what its text depends on.
+
+Options travel as messages here, though nothing is sent: names, forms and errors are those of `penstock_client` and of
+the service, by the very code of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from penstock_client._options import chat_request, generate_request
+
+from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.generation.options.hf_json import IRRELEVANT_FIELDS
+from penstock.generator.text import LocalTokenizer
+from penstock.router.chat.chat_output import ChatParser, prompt_opens_reasoning
+from penstock.router.frontend.convert import begin_prompt, skips_special_tokens, to_template
+from penstock.router.tokenizer.pipeline import Prompt
+from penstock.tokenizer.convert import conversation
+from penstock.v1 import common_pb2, generation_pb2, model_pb2, text_pb2, tokenizer_pb2
+
+# One prompt: a text, ids, or a conversation of {"role", "content"} mappings.
+PromptInput: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatExtras:
+    """Tools, documents and template variables of a conversation."""
+
+    tools: Iterable[Mapping[str, Any]] = ()
+    documents: Iterable[Mapping[str, str]] = ()
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+
+NO_EXTRAS = ChatExtras()
+
+
+@dataclass(slots=True)
+class LocalRequest:
+    """A request for the engine in this process, and facts for its answer."""
+
+    message: generation_pb2.GenerateRequest
+    # Prompt that the text goes on with; None: it begins anew, as in a chat.
+    context: list[int] | None
+    # Text that every answer begins with.
+    echo: str = ""
+    skip_special: bool = True
+    # Set in a chat.
+    parses_tools: bool = False
+    opens_reasoning: bool = False
+    is_chat: bool = False
+    stop_strings: list[str] = field(default_factory=list)
+    include_stop: bool = False
+
+    def parser(self) -> ChatParser | None:
+        """Return a parser of one answer's reasoning and tool calls; None where it is no chat."""
+        if not self.is_chat:
+            return None
+        return ChatParser(parse_tools=self.parses_tools, in_reasoning=self.opens_reasoning)
+
+
+def is_conversation(prompt: Any) -> bool:
+    """True for a list of messages."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def is_batch(prompt: Any) -> bool:
+    """True for several prompts, False for one: a text, ids, or a conversation."""
+    if isinstance(prompt, str | Mapping):
+        return False
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__getitem__"):
+        # An iterator or a generator.
+        return True
+    return len(prompt) == 0 or isinstance(prompt[0], str | Sequence) or _has_rows(prompt)
+
+
+def _has_rows(prompt: Any) -> bool:
+    """True for an array of more than one dimension."""
+    return len(getattr(prompt, "shape", ())) > 1
+
+
+def keyword_options(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` over those of `config`: transformers' GenerationConfig, a mapping, or None.
+
+    Fields of it that are unset, or of no effect anywhere, are left out.
+    """
+    if config is None:
+        return dict(options)
+    fields = dict(config) if isinstance(config, Mapping) else config.to_diff_dict()
+    known = {name: value for name, value in fields.items() if value is not None and name not in IRRELEVANT_FIELDS}
+    # transformers' own words for nothing at all.
+    asked = {name: value for name, value in known.items() if value not in (False, [], {}) or name == "do_sample"}
+    return {**asked, **options}
+
+
+class RequestMaker:
+    """Maker of requests for one model. Thread-safe as its tokenizer is."""
+
+    def __init__(self, tokenizer: LocalTokenizer | None, bos_token_id: int | None) -> None:
+        """`tokenizer` None: prompts are ids. `bos_token_id`: an empty prompt begins with it."""
+        self._tokenizer = tokenizer
+        self._info = model_pb2.GetModelInfoResponse(bos_token_id=bos_token_id)
+
+    def make(self, prompt: PromptInput, options: Mapping[str, Any], extras: ChatExtras = NO_EXTRAS) -> LocalRequest:
+        """Return the request for one prompt. Raises TypeError and ValueError naming an option, and PenstockError."""
+        if is_conversation(prompt):
+            return self._chat(prompt, options, extras)
+        ids = prompt if isinstance(prompt, str) else [int(token_id) for token_id in prompt]  # type: ignore[arg-type]
+        request = generate_request(ids, options)
+        made = Prompt(list(request.token_ids.ids))
+        if request.WhichOneof("prompt") == "text":
+            add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            made = Prompt(self._encode(request.text, add_special=add_special), text=request.text)
+        begin_prompt(made, request, self._info)
+        context = None if self._tokenizer is None else made.token_ids
+        local = self._local(request, made, context)
+        if request.output.echo and self._tokenizer is not None:
+            text = self._tokenizer.decode(made.token_ids, skip_special_tokens=local.skip_special)
+            local.echo = text if made.text is None else made.text
+        return local
+
+    def _chat(self, messages: Any, options: Mapping[str, Any], extras: ChatExtras) -> LocalRequest:
+        request = chat_request(messages, extras.tools, extras.documents, extras.chat_template_kwargs, options)
+        if request.output.echo:
+            raise InvalidArgument("output.echo", "is available for texts and ids only")
+        ask = tokenizer_pb2.ApplyChatTemplateRequest(
+            messages=request.messages,
+            tools=request.tools,
+            documents=request.documents,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if request.HasField(name):
+                setattr(ask, name, getattr(request, name))
+        text, ids = self._needed("a conversation").encode_chat(conversation(ask))
+        local = self._local(request, Prompt(ids), None)
+        local.is_chat, local.parses_tools = True, bool(request.tools)
+        local.opens_reasoning = prompt_opens_reasoning(text)
+        return local
+
+    def _local(
+        self, request: text_pb2.GenerateTextRequest | text_pb2.ChatRequest, prompt: Prompt, context: list[int] | None
+    ) -> LocalRequest:
+        config = request.config
+        if config.WhichOneof("negative_prompt") == "negative_prompt_text":
+            ids = self._encode(config.negative_prompt_text, add_special=True)
+            config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
+        message = to_template(
+            request,
+            prompt,
+            model=request.model,
+            adapter=request.adapter,
+            salt=request.cache_salt,
+            key="",
+            fingerprint="",
+        )
+        message.request_id = request.request_id
+        return LocalRequest(
+            message,
+            context,
+            skip_special=skips_special_tokens(request),
+            stop_strings=list(request.stop.stop_strings),
+            include_stop=request.stop.include_stop_string_in_output,
+        )
+
+    def _encode(self, text: str, *, add_special: bool) -> list[int]:
+        return self._needed("a text").encode(text, add_special_tokens=add_special)
+
+    def _needed(self, what: str) -> LocalTokenizer:
+        if self._tokenizer is None:
+            raise FailedPrecondition(
+                f"{what} needs the tokenizer, which is not loaded: send ids", reason="NO_TOKENIZER"
+            )
+        return self._tokenizer

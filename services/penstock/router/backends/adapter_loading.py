@@ -1,0 +1,117 @@
+"""Loading of adapters at backends because requests ask for them, where the operator allows it (--adapter-loading)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from operator import attrgetter
+
+import grpc
+
+from penstock.common.errors import NotFound, PenstockError, ResourceExhausted, Unavailable
+from penstock.common.logging import get_logger
+from penstock.router.backends.pool import BackendPool
+from penstock.router.config import RouterConfig
+from penstock.router.metrics import RouterMetrics
+
+_log = get_logger("penstock.router")
+
+
+class AdapterLoading:
+    """Finds out whether a request's adapter is there, and else has a backend load it. Belongs to one event loop."""
+
+    def __init__(self, pool: BackendPool, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._pool = pool
+        self._config = config
+        self._metrics = metrics
+        # Model and adapter -> the load that is under way, which all requests for it wait for.
+        self._loads: dict[tuple[str, str], asyncio.Task[PenstockError | None]] = {}
+
+    async def close(self) -> None:
+        """End the loads that are under way."""
+        tasks = list(self._loads.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self, model: str, adapter: str) -> None:
+        """Check that a ready backend has the adapter, or could be asked to load it. Raises NotFound, Unavailable."""
+        if not self._pool.ready(model, adapter) and not (self._config.adapter_loading and self._pool.ready(model)):
+            raise self.missing(model, adapter)
+
+    def is_hopeless(self, model: str, adapter: str) -> bool:
+        """True when no backend has the adapter, whatever its state, and none may be asked to load it."""
+        return not self._config.adapter_loading and adapter not in self._pool.adapters(model)
+
+    def missing(self, model: str, adapter: str) -> PenstockError:
+        """Make the error for an adapter that no ready backend has."""
+        if self._pool.ready(model) and adapter not in self._pool.adapters(model):
+            return _not_found()
+        return Unavailable(
+            "no generation backend that has the adapter is ready",
+            reason="NO_BACKEND",
+            retry_after_seconds=self._config.retry_after_seconds,
+        )
+
+    async def require(self, model: str, adapter: str, left: float | None) -> None:
+        """Return once a ready backend has the adapter. `left`: seconds to the deadline; None: there is none.
+
+        Raises NotFound when no backend has it and none could load it, ResourceExhausted when there is no room for it,
+        Unavailable when no answer came in time.
+        """
+        error = await self.bring(model, adapter, left)
+        if error is not None:
+            raise error
+
+    async def bring(self, model: str, adapter: str, left: float | None) -> PenstockError | None:
+        """Do what `require` does, and return the error."""
+        if self._pool.ready(model, adapter):
+            return None
+        if not (self._config.adapter_loading and self._pool.ready(model)):
+            return self.missing(model, adapter)
+        load = self._loads.get((model, adapter))
+        if load is None:
+            load = self._loads[model, adapter] = asyncio.ensure_future(self._load(model, adapter))
+            load.add_done_callback(lambda _: self._loads.pop((model, adapter), None))
+        # Others may wait for it, too: a request that leaves does not end it.
+        done, _ = await asyncio.wait({load}, timeout=None if left is None else max(left, 0.0))
+        if not done or load.cancelled():
+            return self.missing(model, adapter)
+        return load.result()
+
+    async def _load(self, model: str, adapter: str) -> PenstockError | None:
+        """Ask one backend after the other, the idlest first. Return the last one's error, as clients may see it."""
+        until = time.monotonic() + self._config.adapter_load_seconds
+        path, failure = self._pool.adapter_path(model, adapter), None
+        for backend in sorted(self._pool.usable(model), key=attrgetter("load"))[: self._config.max_attempts]:
+            try:
+                await backend.load_adapter(adapter, path, max(until - time.monotonic(), 0.001))
+            except PenstockError as error:
+                _log.warning("backend did not load an adapter", backend=backend.key, reason=error.reason)
+                self._metrics.adapter_loads("failed").inc()
+                failure = error
+            else:
+                _log.info("backend loaded an adapter", backend=backend.key)
+                self._metrics.adapter_loads("ok").inc()
+                return None
+        return self._public(failure, model, adapter)
+
+    def _public(self, failure: PenstockError | None, model: str, adapter: str) -> PenstockError:
+        """Return a backend's refusal as clients see it: its paths and flags are for operators."""
+        if isinstance(failure, ResourceExhausted):
+            return ResourceExhausted(
+                "the backends have no room for another adapter now",
+                reason=failure.reason,
+                retry_after_seconds=self._config.retry_after_seconds,
+            )
+        if failure is None or failure.code in _WAITING:
+            return self.missing(model, adapter)
+        return _not_found()
+
+
+# Statuses of a load that another one may not get.
+_WAITING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def _not_found() -> NotFound:
+    return NotFound("adapter: no backend has an adapter of this name", reason="ADAPTER_NOT_FOUND", field="adapter")

@@ -1,0 +1,49 @@
+"""Host pools for tests: sizes and ways of preemption, and a judge that swaps at random."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from factories.engine.fake_engine import engine_config
+from hypothesis import strategies as st
+from penstock.generation.engine.config import AUTO, RECOMPUTE, SWAP, EngineConfig
+from penstock.generation.engine.group import SequenceGroup
+from penstock.generation.engine.preemption import PreemptionPolicy
+
+# (blocks, way, whether evicted prefixes are kept): none, too small for a group, and roomy ones.
+HOSTS: tuple[tuple[int, str, bool], ...] = (
+    (0, AUTO, True),
+    (3, SWAP, True),
+    (12, AUTO, True),
+    (60, SWAP, False),
+    (400, SWAP, True),
+    (400, AUTO, True),
+    (400, RECOMPUTE, True),
+)
+
+
+def configs_with_hosts(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[EngineConfig]:
+    """Configurations of any of HOSTS; `fields` are those of `engine_config`."""
+    return st.builds(
+        lambda host, **other: engine_config(**host_fields(*host), **other), st.sampled_from(HOSTS), **fields
+    )
+
+
+def host_fields(blocks: int, way: str, keeps_prefixes: bool = True) -> dict[str, Any]:
+    """Fields of EngineConfig."""
+    return {"num_host_blocks": blocks, "preemption": way, "host_prefix_cache": keeps_prefixes}
+
+
+class AnyPolicy(PreemptionPolicy):
+    """Judge for whom swapping is the cheaper way now and then: what it costs depends on time, and must change no id."""
+
+    def __init__(self, config: EngineConfig, draw: Random) -> None:
+        super().__init__(config.preemption, config.block_bytes)
+        self._draw = draw
+
+    def swaps(self, group: SequenceGroup, blocks: int, tokens: int) -> bool:
+        """See PreemptionPolicy."""
+        assert blocks >= 0
+        assert tokens > 0
+        return self._draw.random() < 0.5 if self._way == AUTO else super().swaps(group, blocks, tokens)

@@ -1,0 +1,26 @@
+"""penstock.Generator on tiny random models, with settings that every test of it shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from factories.models.run_kernels import KERNELS
+from penstock import Generator
+
+SETTINGS: dict[str, Any] = {
+    "kv_memory": "8MiB",
+    "threads": 1,
+    "tune_seconds": 0.0,
+    "dtype": "float32",
+    "kernels": KERNELS,
+    # A request that a busy machine makes slow must not be refused.
+    "constraint_compile_seconds": 60.0,
+}
+
+
+def local_generator(folder: Path, **options: Any) -> Generator:
+    """Make a Generator of a folder, in float32, on one thread."""
+    torch.set_num_threads(1)
+    return Generator(folder, **{**SETTINGS, **options})

@@ -1,0 +1,52 @@
+"""The router's idea of a request's length against the generation service's own: a difference makes a liar of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.common.errors import InvalidArgument
+from penstock.generation.options.limits import RequestLimits
+from penstock.generation.options.request_options import GenerateOptions, ModelDefaults, ModelFacts
+from penstock.generation.options.resolve import resolve
+from penstock.generation.options.validate import validate
+from penstock.generation.wire.options import from_options, to_options
+from penstock.router.backends.expectations import expectations_of
+from penstock.router.requests.request_state import RequestSpec
+from penstock.v1 import common_pb2, config_pb2, generation_pb2, model_pb2, tokenizer_pb2
+
+CONTEXT = 64
+MODEL = ModelFacts("tiny", vocab_size=100, max_context_tokens=CONTEXT)
+LENGTHS = st.none() | st.sampled_from([1, 2, 9, 30, 63, 64, 65, 1000])
+SCALES = st.none() | st.sampled_from([0.0, 0.5, 1.0, 1.5])
+CONFIGS = st.fixed_dictionaries({"max_new_tokens": LENGTHS, "max_length": LENGTHS, "guidance_scale": SCALES})
+
+
+def config_of(values: dict[str, Any]) -> config_pb2.GenerationConfig:
+    return config_pb2.GenerationConfig(**{name: value for name, value in values.items() if value is not None})
+
+
+@given(CONFIGS, CONFIGS, st.integers(1, CONTEXT - 1), st.none() | st.integers(1, CONTEXT + 9))
+@settings(max_examples=500, deadline=None)
+def test_no_honest_answer_is_longer_than_expected(
+    asked: dict[str, Any], default: dict[str, Any], prompt: int, negative: int | None
+) -> None:
+    defaults = ModelDefaults(options=to_options(config_of(default)))
+    request = generation_pb2.GenerateRequest(prompt_token_ids=[1] * prompt, config=config_of(asked))
+    if negative is not None:
+        request.config.negative_prompt_ids.CopyFrom(common_pb2.TokenIds(ids=[1] * negative))
+    options = GenerateOptions(prompt_token_ids=[1] * prompt, options=to_options(request.config))
+    try:
+        validate(options, MODEL, RequestLimits())
+        longest = resolve(options, defaults, MODEL, RequestLimits()).params.max_new_tokens
+    except InvalidArgument:
+        return
+    info = model_pb2.GetModelInfoResponse(
+        vocab_size=100,
+        limits=model_pb2.Limits(max_context_tokens=CONTEXT),
+        default_config=from_options(defaults.options),
+    )
+    spec = RequestSpec("a", request, num_sequences=1, decode_options=tokenizer_pb2.DecodeStreamOpen())
+    expected = expectations_of(spec, request, info, now=0.0)
+    assert longest == expected.budget if expected.is_exact else longest <= expected.budget
