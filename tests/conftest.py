@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -29,7 +31,9 @@ _ON_DEFAULT_PORTS = {"test_readme.py", "test_app.py"}
 # Before xdist's own, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests of the kernels, give them more time, and keep a file's tests, which share servers, on one worker."""
+    """Mark tests of the kernels, give them more time, and keep a file's tests, which share servers, on one worker.
+    Of a test marked `thinned(n)` leave every n-th set of parameters to the ordinary run; the others are slow."""
+    thinned: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         module = getattr(item, "module", None)
         if any(hasattr(module, name) for name in ("use_native", "use_instruction_set", "use_packing")):
@@ -37,3 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
         group = "default-ports" if item.path.name in _ON_DEFAULT_PORTS else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("thinned"):
+            thinned[item.path, getattr(item, "originalname", item.name)].append(item)
+    for sets in thinned.values():
+        # In an order of chance, that of the names' sums: neighbours differ in their last parameter only.
+        for number, item in enumerate(sorted(sets, key=lambda one: crc32(one.name.encode()))):
+            if number % item.get_closest_marker("thinned").args[0]:  # type: ignore[union-attr]
+                item.add_marker(pytest.mark.slow)

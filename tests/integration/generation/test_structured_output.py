@@ -80,6 +80,7 @@ def texts(outcome: Outcome) -> list[str]:
     ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_complete_output_obeys(client: Client, kind: str, mode: str) -> None:

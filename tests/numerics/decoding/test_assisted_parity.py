@@ -105,6 +105,7 @@ def test_a_draft_model_gives_what_transformers_gives(
     assert rejected > 0
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     "options",
     [

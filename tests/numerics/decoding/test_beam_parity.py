@@ -77,6 +77,7 @@ SIZES = ((2, 1, 12), (4, 3, 20), (5, 5, 9), (4, 4, 1), (3, 2, 40), (6, 6, 16), (
 SETTINGS = list(itertools.product([0, 1, 3], EARLY, [-1.0, 0.0, 1.0, 2.0]))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("turn", range(len(SETTINGS)))
 def test_sequences_and_scores_are_those_of_generate(model: CausalLM, reference: PreTrainedModel, turn: int) -> None:
     num_eos, early, penalty = SETTINGS[turn]

@@ -81,6 +81,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Both:
     return load_both(tmp_path_factory.mktemp("model"), "qwen2")
 
 
+@pytest.mark.thinned(3)
 @EITHER_WAY
 @pytest.mark.parametrize(
     "arguments",
@@ -104,6 +105,7 @@ def test_every_family_reads_its_own_rows_as_it_reads_their_ids(family: Both) -> 
     assert generate(family.ours, IDS[3:], first).ids == expected
 
 
+@pytest.mark.thinned(4)
 @EITHER_WAY
 @pytest.mark.parametrize("arguments", [*PROCESSORS, *SYNTHID, *ENDS], ids=str)
 def test_greedy_search_gives_the_ids_of_transformers(qwen2: Both, ids: list[int], arguments: dict[str, Any]) -> None:
@@ -118,6 +120,7 @@ def test_a_total_length_counts_the_rows(qwen2: Both, ids: list[int], length: dic
     assert answer.answer.finished.prompt_tokens == len(qwen2.rows)
 
 
+@pytest.mark.thinned(4)
 @EITHER_WAY
 @pytest.mark.parametrize("arguments", PROCESSORS[:12], ids=str)
 def test_beam_search_gives_the_ids_and_scores_of_transformers(
@@ -167,6 +170,7 @@ def test_guidance_gives_the_ids_of_transformers(
     qwen2.check(ids, {"guidance_scale": 1.8, "max_new_tokens": 12, **more, **arguments})
 
 
+@pytest.mark.thinned(4)
 @EITHER_WAY
 @pytest.mark.parametrize("arguments", [*WARPERS[:8:3], *PROCESSORS[::2]], ids=str)
 @pytest.mark.parametrize("base", [{}, {"num_beams": 3}], ids=["sample", "beam-sample"])

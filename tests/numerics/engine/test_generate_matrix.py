@@ -134,6 +134,7 @@ def test_without_an_input_it_begins_as_transformers_does(models: Models) -> None
     assert generate(models.ours("golden-qwen2"), [], arguments).ids == [expected[0, 1:].tolist()]
 
 
+@pytest.mark.thinned(3)
 @matrix(mode_cases.beam)
 def test_beam_search_gives_the_ids_and_scores_of_transformers(models: Models, case: Case) -> None:
     check_ids(models, case)
@@ -159,11 +160,13 @@ def test_guided_sampling_draws_from_the_scores_of_transformers(models: Models, c
     check_scores(models, case)
 
 
+@pytest.mark.thinned(3)
 @matrix(mode_cases.beam_sample)
 def test_beam_sampling_draws_from_the_scores_of_transformers(models: Models, case: Case) -> None:
     check_scores(models, case)
 
 
+@pytest.mark.thinned(3)
 @matrix(mode_cases.sample)
 def test_sampling_draws_from_the_scores_of_transformers_and_stops_where_it_does(models: Models, case: Case) -> None:
     check_scores(models, case)
@@ -231,11 +234,13 @@ def test_contrastive_search_gives_the_golden_ids(models: Models, golden: dict[st
     check_golden(models, golden)
 
 
+@pytest.mark.thinned(2)
 @golden_cases("group_beam")
 def test_group_beam_search_gives_the_golden_ids_and_scores(models: Models, golden: dict[str, Any]) -> None:
     check_golden(models, golden)
 
 
+@pytest.mark.thinned(3)
 @golden_cases("constrained_beam")
 def test_constrained_beam_search_gives_the_golden_ids_and_scores(models: Models, golden: dict[str, Any]) -> None:
     check_golden(models, golden)

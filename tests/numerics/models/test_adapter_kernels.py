@@ -84,6 +84,7 @@ def logits(
     return [torch.stack(sequence.logits) for sequence in sequences]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rank", [4, 8, 16, 33, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_the_merged_model_in_float32(tmp_path: Path, family: str, rank: int) -> None:

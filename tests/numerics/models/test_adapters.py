@@ -39,6 +39,7 @@ def merged(tmp_path: Path, checkpoint: Path, folder: Path) -> Tensor:
     return result
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rank", [4, 8, 16, 33, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_the_merged_model(tmp_path: Path, family: str, rank: int) -> None:

@@ -72,6 +72,7 @@ def logits(
     return [torch.stack(sequence.logits) for sequence in sequences]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(("family", "config"), CASES, ids=[family for family, _ in CASES])
 @pytest.mark.parametrize("block_size", [8, 16])
@@ -242,6 +243,7 @@ def highest(model: CausalLM, ids: list[int]) -> tuple[list[int], torch.Tensor]:
     return chosen.tolist(), model.compute_logits(expected)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 8, 40])

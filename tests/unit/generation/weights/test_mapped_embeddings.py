@@ -66,6 +66,7 @@ def shift_header(path: Path, odd: int) -> None:
     path.write_bytes((size + odd).to_bytes(8, "little") + content[8 : 8 + size] + b" " * odd + content[8 + size :])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
