@@ -167,8 +167,7 @@ def _wrong_files(folder: Path, repo: str, show: ShowProgress) -> list[Path]:
     wrong, before = [], 0
     with Stage(show, CHECK, repo, total=total) as stage:
         for path in files:
-            done = before
-            if _digest(path, sums[path], lambda count, done=done: stage.count(done + count, total)) != sums[path]:
+            if _digest(path, sums[path], modelscope.counter(stage, before, total)) != sums[path]:
                 wrong.append(path)
             before += path.stat().st_size
     return wrong

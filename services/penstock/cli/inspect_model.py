@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -353,9 +354,9 @@ def _advice(values: Mapping[str, Any]) -> list[str]:
 def _known_types() -> tuple[frozenset[str], str]:
     """Return the model types of the installed transformers, and its release."""
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return frozenset(CONFIG_MAPPING_NAMES), transformers.__version__
+    types = import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    return frozenset(types), transformers.__version__
 
 
 def _speed(

@@ -64,12 +64,16 @@ def download(
         with Stage(show, DOWNLOAD, repo, total=sum(file.size for file in lacking)) as stage:
             before, total = 0, sum(file.size for file in lacking)
             for file in lacking:
-                done = before
-                _fetch(hub, repo, revision, file, folder, lambda count, done=done: stage.count(done + count, total))
+                _fetch(hub, repo, revision, file, folder, counter(stage, before, total))
                 before += file.size
     sums = json.dumps({file.path: file.sha256 for file in wanted}, indent=1)
     (folder / CHECKSUMS).write_text(sums, encoding="utf-8")
     return folder
+
+
+def counter(stage: Stage, before: int, total: int) -> Callable[[int], None]:
+    """Return what counts the bytes of one file for `stage`, after the `before` bytes of others."""
+    return lambda count: stage.count(before + count, total)
 
 
 def list_files(hub: str, repo: str, revision: str) -> list[RemoteFile]:

@@ -62,10 +62,9 @@ class Batch:
 
     def _base_seed(self) -> int | None:
         """Return the seed that those of the lines are made of: --seed, that of an interrupted run, or a new one."""
-        if not self._options.get("do_sample"):
-            return self._config.seed
-        if self._config.seed is not None:
-            return int(self._config.seed)
+        given: int | None = self._config.seed
+        if given is not None or not self._options.get("do_sample"):
+            return given
         left = Journal.settings_in(self._path) if self._config.resume else {}
         return int(left["seed"]) if left.get("seed") is not None else secrets.randbelow(_SEEDS)
 

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from penstock.cli.client.connection import ConnectionConfig
+from penstock.cli.console import complain
 from penstock.cli.flags import ENV_NOTE, Overrides, command
 from penstock.cli.infer.batch import Batch
 from penstock.cli.infer.config import (
@@ -54,7 +55,11 @@ def run_infer(given: Overrides) -> int:
     dialled = {bound.name: given.pop(bound.name) for bound in connection_options() if bound.name in given}
     config = from_env_and_flags(InferConfig, given)
     config.check(engine)
-    config, engine = _with_one_adapter(config, engine)
+    config = _with_one_adapter(config, engine)
+    if config.use_flash_attention_2:
+        complain("--use-flash-attention-2 changes nothing: the engine has its own attention over the paged pool")
+    if config.gpus and not config.use_vllm:
+        complain(f"--gpus {config.gpus} changes nothing: the engine runs where --device says")
     if config.use_vllm:
         check_vllm()
         with VllmTarget(config, engine) as vllm:
@@ -70,12 +75,12 @@ def run_infer(given: Overrides) -> int:
         return converse(config, local) if config.interactive else Batch(config, local).run()
 
 
-def _with_one_adapter(config: InferConfig, engine: dict[str, Any]) -> tuple[InferConfig, dict[str, Any]]:
-    """Return both with the only adapter of --lora as the one that requests use, unless --adapter names one."""
+def _with_one_adapter(config: InferConfig, engine: dict[str, Any]) -> InferConfig:
+    """Return `config` with the only adapter of --lora as the one that requests use, unless --adapter names one."""
     loras = engine.get("lora")
     if isinstance(loras, list) and len(loras) == 1 and config.adapter is None:
-        return replace(config, adapter=str(loras[0]).partition("=")[0]), engine
-    return config, engine
+        return replace(config, adapter=str(loras[0]).partition("=")[0])
+    return config
 
 
 def _run(given: Overrides) -> None:

@@ -317,7 +317,8 @@ class VllmTarget:
         check_vllm()
         vllm: Any = import_module("vllm")
         folder = resolve_model(config.base_model)
-        self.name, self.context = model_name(config.base_model), None
+        self.name = model_name(config.base_model)
+        self.context: int | None = None
         self.tokenizer = _tokenizer(replace(config, base_model=str(folder)))
         self.facts: dict[str, Any] = {"checkpoint": _checkpoint(folder), "engine": "vllm"}
         self._params = vllm.SamplingParams
