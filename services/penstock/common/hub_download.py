@@ -20,6 +20,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import logging as hub_logging
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from penstock.common.environment import hub_cache_folder
@@ -68,6 +69,8 @@ def download(
                 raise ConnectionLost(str(error)) from error
             raise
 
+    # Its warnings name addresses that may hold a signature; what lasts is an error here.
+    hub_logging.set_verbosity_error()
     if is_hub_off:
         return snapshot(local_files_only=True)
     try:
