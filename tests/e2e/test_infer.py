@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from factories.servers.stack import Stack
-from penstock.cli.infer.batch import SOME_FAILED, Batch
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.config import InferConfig
+from penstock.cli.infer.line_batch import SOME_FAILED, Batch
 from penstock.cli.infer.targets import LocalTarget
 from penstock.common.checkpoint import demo_folder
 from penstock.common.config import from_env_and_flags
@@ -34,7 +34,7 @@ def local() -> Any:
         {"do_sample": "false"},
         {"seed": "5", "temperature": "1.0"},
         {"seed": "5", "with_prompt": "true", "others": ["num_return_sequences=2"]},
-        {"do_sample": "false", "guidance_scale": "1.5", "negative_prompt_text": "A sad poem:"},
+        {"do_sample": "false", "guidance_scale": "1.5", "negative_prompt": "A sad poem:"},
     ],
     ids=["greedy", "sampled", "with prompt", "guidance"],
 )

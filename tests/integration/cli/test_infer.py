@@ -16,10 +16,10 @@ import pytest
 import torch
 from factories.engine.local_generators import SETTINGS
 from factories.models.checkpoints import reference_model, tiny_checkpoint
-from penstock.cli.infer.batch import SOME_FAILED, Batch
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.config import SYSTEM_PROMPT, InferConfig
 from penstock.cli.infer.conversation import Conversation
+from penstock.cli.infer.line_batch import SOME_FAILED, Batch
 from penstock.cli.infer.targets import LocalTarget, vllm_options
 from penstock.common.checkpoint import demo_folder
 from penstock.common.config import from_env_and_flags
@@ -121,7 +121,7 @@ def answered(target: LocalTarget, folder: Path, tmp_path: Path, lines: list[str]
 
 
 def scripted(folder: Path, model: PreTrainedModel, text: str, tokens: int) -> str:
-    """What the script writes of the text it gives the model, but that it takes the likeliest tokens."""
+    """Text that the script decodes for a prompt, but with the likeliest tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     terminators = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")]
     ids = tokenizer(text, return_tensors="pt")

@@ -10,7 +10,6 @@ import typer
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.console import complain
 from penstock.cli.flags import ENV_NOTE, Overrides, command
-from penstock.cli.infer.batch import Batch
 from penstock.cli.infer.config import (
     ENDPOINT,
     MODEL,
@@ -21,6 +20,7 @@ from penstock.cli.infer.config import (
     engine_options,
 )
 from penstock.cli.infer.conversation import converse
+from penstock.cli.infer.line_batch import Batch
 from penstock.cli.infer.targets import LocalTarget, RemoteTarget, VllmTarget, check_vllm
 from penstock.common.config import from_env_and_flags
 from penstock.common.errors import StartupError
