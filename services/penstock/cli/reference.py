@@ -36,9 +36,9 @@ under one name (other than MODEL and `--served-model-name`) and those that conne
 These concern the router only, since the other processes listen on free loopback ports:
 {front}. Variables reach every process of the tree.
 """
-INFER = """`penstock infer`; [the page](../guide/infer.md) explains them. It takes the options of `penstock complete` and of the
-connection above, and flags of the [generation service](#generation) for its own model, too; where one of `complete` is
-listed here, its default is this command's.
+INFER = """`penstock infer`; [the page](../guide/infer.md) explains them. It takes the options of `penstock complete`
+and of the connection above, and flags of the [generation service](#generation) for its own model, too; where one of
+`complete` is listed here, its default is this command's.
 """
 
 

@@ -10,11 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from factories.engine.local_generators import SETTINGS
+from factories.models.adapters import lora_folder
 from factories.models.checkpoints import reference_model, tiny_checkpoint
 from penstock.cli.infer.command import run_infer
 from penstock.cli.infer.config import SYSTEM_PROMPT, InferConfig
@@ -427,6 +429,61 @@ def test_alpha_scales_the_rotary_base(folder: Path, tmp_path: Path) -> None:
     made = type(reference)(reference.config).eval()
     made.load_state_dict(reference.state_dict())
     assert [one["Output"] for one in found] == [scripted(folder, made, line, 8) for line in LINES[:20]]
+
+
+def test_a_draft_model_changes_nothing_and_an_adapter_does(
+    target: LocalTarget, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"do_sample": "false", "max_new_tokens": "8"}
+    plain = answered(target, folder, tmp_path, LINES[:10], **given)
+    adapter = lora_folder(tmp_path / "adapter", folder, seed=1)
+    found: list[list[Any]] = []
+    shared = {name: str(SETTINGS[name]) for name in ("kv_memory", "threads", "tune_seconds", "dtype", "kernels")}
+    lines = data_file(tmp_path / "data.txt", LINES[:10])
+    file = tmp_path / "b.json"
+    asked = {**shared, **given, "base_model": str(folder), "data_file": lines, "predictions_file": str(file)}
+    assert run_infer({**asked, "assistant_model": str(folder)}) == 0
+    found.append(json.loads(file.read_text("utf-8")))
+    # The only adapter is the one that is meant.
+    assert run_infer({**asked, "lora": [f"odd={adapter}"]}) == 0
+    found.append(json.loads(file.read_text("utf-8")))
+    assert found[0] == plain
+    assert found[1] != plain
+
+
+class Vllm:
+    """Module vllm as far as the command calls it: it answers with the number of ids."""
+
+    class SamplingParams(dict[str, Any]):
+        pass
+
+    class LLM:
+        def __init__(self, **settings: Any) -> None:
+            Vllm.settings = settings
+
+        def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+            def output(prompt: Any, param: Any) -> Any:
+                text = f" {len(prompt['prompt_token_ids'])} {param['max_tokens']} {param['seed']}"
+                return SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason="stop", token_ids=[1])])
+
+            return [output(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+
+    settings: dict[str, Any]
+
+
+def test_vllm_gets_prompts_options_and_gpus(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", Vllm)  # type: ignore[arg-type]
+    monkeypatch.setattr("penstock.cli.infer.targets.util.find_spec", lambda _: True)
+    file = tmp_path / "a.json"
+    lines = data_file(tmp_path / "data.txt", LINES[:3])
+    asked = {"base_model": str(folder), "data_file": lines, "predictions_file": str(file), "seed": "1"}
+    assert run_infer({**asked, "use_vllm": "true", "gpus": "0,1", "dtype": "float16"}) == 0
+    assert (Vllm.settings["tensor_parallel_size"], Vllm.settings["dtype"]) == (2, "float16")
+    outputs = [one["Output"] for one in json.loads(file.read_text("utf-8"))]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for line, output in zip(LINES[:3], outputs, strict=True):
+        assert output.startswith(f"{line} {len(tokenizer(line).input_ids)} 400 ")
+    assert len({output.rpartition(" ")[2] for output in outputs}) == 3
 
 
 def test_both_spellings_of_flags_and_the_exit_code(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from factories.models.checkpoints import tiny_checkpoint
+from factories.servers.hub import running_hub
 from penstock.cli import inspect_model as inspecting
 from penstock.cli.inspect_model import inspect_model, measured_bandwidth, run_inspect
 from penstock.common.checkpoint import demo_folder
@@ -119,6 +123,20 @@ def test_too_large_a_model_is_told_to_be_quantised(tmp_path: Path, monkeypatch: 
     assert (facts["starts"], facts["advice"]) == (False, ["--quantization int8"])
     monkeypatch.setattr(inspecting, "host_memory", lambda: (10, 10))
     assert "more memory" in facts_of(folder)["advice"][0]
+
+
+def test_of_a_hubs_model_only_headers_come(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with running_hub(files, tmp_path / "cache") as hub:
+        command = [sys.executable, "-m", "penstock.cli.main", "inspect", hub.repo, "--json", "--no-measure"]
+        environment = {**os.environ, **hub.environment}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert not list(hub.cache.rglob("*.safetensors"))
+    facts, here = json.loads(done.stdout), facts_of(folder)
+    for name in ("parameters", "kv_bytes_per_token", "stored", "starts"):
+        assert facts[name] == here[name]
 
 
 def test_pickles_and_folders_without_a_model(tmp_path: Path) -> None:
