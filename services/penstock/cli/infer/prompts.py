@@ -147,10 +147,12 @@ def _has_llama3_tokens(tokenizer: LocalTokenizer) -> bool:
 
 
 def terminators(tokenizer: LocalTokenizer) -> list[int]:
-    """Return the ids that end an answer, each once: the tokenizer's end of sequence and <|eot_id|>, as far as it has
-    them."""
-    found = (tokenizer.special_id("eos_token"), tokenizer.special_id(END_OF_TURN))
-    return list(dict.fromkeys(one for one in found if one is not None))
+    """Return the ids that end an answer, each once: the tokenizer's end of sequence and <|eot_id|>, as the script has
+    them; of a tokenizer without <|eot_id|> its end of sequence and those of the model's generation_config.json."""
+    end, turn = tokenizer.special_id("eos_token"), tokenizer.special_id(END_OF_TURN)
+    if turn is None:
+        return tokenizer.eos_token_ids
+    return list(dict.fromkeys(one for one in (end, turn) if one is not None))
 
 
 def with_terminators(options: dict[str, Any], tokenizer: LocalTokenizer | None) -> dict[str, Any]:
