@@ -53,6 +53,8 @@ _WIDTH = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "n_ctx")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "experts_per_token")
+# Parts of the names of types all of whose layers have a state in place of keys and values.
+_STATES = ("mamba", "rwkv", "xlstm")
 _MEASURED_BYTES, _ROUNDS = 256 << 20, 4
 
 
@@ -252,7 +254,8 @@ def _serving_item(values: Mapping[str, Any]) -> float:
 
 def _kv_bytes(values: Mapping[str, Any]) -> int | None:
     """Bytes of a token's keys and values over all layers; None where the configuration does not tell."""
-    layers, heads, width = (_first(values, names) for names in (_LAYERS, _HEADS, _WIDTH))
+    heads, width = (_first(values, names) for names in (_HEADS, _WIDTH))
+    layers = _attention_layers(values)
     if not layers or not heads or not width:
         return None
     latent = _first(values, ("kv_lora_rank",))
@@ -265,6 +268,16 @@ def _kv_bytes(values: Mapping[str, Any]) -> int | None:
         own = 1
     dim = _first(values, ("head_dim", "attention_head_dim", "kv_channels")) or width // heads
     return int(layers * 2 * own * dim * _serving_item(values))
+
+
+def _attention_layers(values: Mapping[str, Any]) -> int | None:
+    """Number of layers with keys and values; None where the configuration does not tell, 0 for a model of states."""
+    if any(part in str(values.get("model_type")) for part in _STATES):
+        return 0
+    kinds = values.get("layer_types") or values.get("layers_block_type")
+    if isinstance(kinds, list):
+        return sum(("attention" in str(kind) and "linear" not in str(kind)) or kind == "hybrid" for kind in kinds)
+    return _first(values, _LAYERS)
 
 
 def _quantization(values: Mapping[str, Any], *, packed: bool) -> dict[str, Any] | None:

@@ -83,8 +83,8 @@ def _sections() -> Iterator[str]:
     yield _table(_models_options(connection))
     yield "## A file of prompts, and models\n"
     yield INFER
-    own = {bound.name: bound.default for bound in options_of(SamplingConfig)}
-    yield _table(bound for bound in options_of(InferConfig) if own.get(bound.name, _NO_DEFAULT) != bound.default)
+    theirs = {bound.name: bound.default for bound in options_of(SamplingConfig)}
+    yield _table(bound for bound in options_of(InferConfig) if theirs.get(bound.name, _NO_DEFAULT) != bound.default)
     yield "`penstock download MODEL`:\n"
     yield _table(options_of(DownloadConfig))
     yield "`penstock inspect MODEL`:\n"

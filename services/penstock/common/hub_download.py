@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import logging
 import os
 import threading
 import time
@@ -70,7 +71,7 @@ def download(
             raise
 
     # Its warnings name addresses that may hold a signature; what lasts is an error here.
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     if is_hub_off:
         return snapshot(local_files_only=True)
     try:

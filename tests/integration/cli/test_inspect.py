@@ -115,6 +115,29 @@ def test_what_does_not_start_is_told_with_what_helps(
     assert "starts here:   no: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("config", "bytes_per_token"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"] * 2, "num_key_value_heads": 2}, 2 * 2 * 2 * 16 * 2),
+        ({"layers_block_type": ["mamba", "hybrid", "attention"]}, 2 * 2 * 4 * 16 * 2),
+        ({"model_type": "mamba2"}, None),
+        ({"text_config": {"num_key_value_heads": 1, "head_dim": 8}}, 3 * 2 * 1 * 8 * 2),
+        ({"kv_lora_rank": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}, 3 * 4 * 20 * 2),
+    ],
+    ids=["linear attention", "hybrid", "states", "text of several parts", "latent"],
+)
+def test_kv_bytes_of_layers_that_have_them(tmp_path: Path, config: dict[str, Any], bytes_per_token: int | None) -> None:
+    shape = {
+        "model_type": "x",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "dtype": "bfloat16",
+    }
+    folder = written(tmp_path, {**shape, **config}, {"model.layers.0.x.weight": (8, 8)})
+    assert facts_of(folder)["kv_bytes_per_token"] == bytes_per_token
+
+
 def test_too_large_a_model_is_told_to_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(tmp_path, "llama")
     weights = facts_of(folder)["memory"]["weights_bytes"]
