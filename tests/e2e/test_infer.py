@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,18 @@ def test_an_endpoint_gives_the_answers_of_this_process(
 def test_a_model_that_the_endpoint_does_not_have(stack: Stack, tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         run_infer({"endpoint": stack.address, "model": "another", "predictions_file": str(tmp_path / "a.json")})
+
+
+def test_a_conversation_with_an_endpoint(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Without a tokenizer here the endpoint's answers tell the turns' tokens, and old turns leave by these."""
+    saved = tmp_path / "turns.json"
+    typed = ["What is Penstock?", "Does it need a GPU?", "And a CPU?", "!status", f"!save {saved}", "!quit"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in typed)))
+    asked = {"endpoint": stack.address, "interactive": "true", "max_new_tokens": "24", "history_tokens": "60"}
+    assert run_infer({**asked, "do_sample": "false"}) == 0
+    shown = capsys.readouterr().out
+    assert "old turns are no longer seen" in shown
+    assert "turns    3, of which the next one sees" in shown
+    assert [one["Input"] for one in json.loads(saved.read_text("utf-8"))] == typed[:3]

@@ -276,7 +276,8 @@ def _attention_layers(values: Mapping[str, Any]) -> int | None:
         return 0
     kinds = values.get("layer_types") or values.get("layers_block_type")
     if isinstance(kinds, list):
-        return sum(("attention" in str(kind) and "linear" not in str(kind)) or kind == "hybrid" for kind in kinds)
+        names = [str(kind) for kind in kinds]
+        return sum(name == "hybrid" or ("attention" in name and "linear" not in name) for name in names)
     return _first(values, _LAYERS)
 
 

@@ -323,6 +323,20 @@ def test_an_option_that_is_refused_for_every_line_ends_the_run(
         answered(target, folder, tmp_path, LINES[:3], num_beams="5000")
 
 
+def test_a_template_without_a_place_for_system_prompts_ends_the_run(
+    target: LocalTarget, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert target.tokenizer is not None
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages }}"
+    strict = target.tokenizer.with_template(template)
+    monkeypatch.setattr(target, "tokenizer", strict)
+    monkeypatch.setattr(target._generator._requests, "_tokenizer", strict)
+    given = {"with_prompt": True, "prompt_template": "chat", "max_new_tokens": "2"}
+    with pytest.raises(StartupError, match="--system-prompt ''"):
+        answered(target, folder, tmp_path, LINES[:3], **given)
+    assert len(answered(target, folder, tmp_path, LINES[:3], system_prompt="", resume="false", **given)) == 3
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [

@@ -7,6 +7,7 @@ import hashlib
 import json
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from penstock.cli.console import complain, say
 from penstock.cli.infer.config import InferConfig, generation_config
 from penstock.cli.infer.journal import Journal, json_list, write_whole
 from penstock.cli.infer.prompts import Line, Prompt, Prompter, PromptFile, with_terminators
+from penstock.cli.progress import LINE_SECONDS
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -26,6 +28,7 @@ from penstock.common.errors import (
 
 if TYPE_CHECKING:
     from penstock.cli.infer.targets import Answer, Target
+    from penstock.generator.batch import BatchProgress
 
 # Exit code of a run that is whole, with lines that have an error in place of an answer.
 SOME_FAILED = 3
@@ -88,7 +91,7 @@ class Batch:
             complain(f"{self._journal.path} has {resumed} of {total} lines: going on from there")
         waiting: dict[int, Line] = {}
         try:
-            with BatchReport(True if sys.stderr.isatty() else None, total) as report:
+            with BatchReport(True if sys.stderr.isatty() else _PlainLines().show, total) as report:
                 answers = self._target.answers(self._requests(waiting, report.ended))
                 # Its end, also after an error, ends what is in the engine.
                 with contextlib.closing(answers):  # type: ignore[type-var]
@@ -134,8 +137,10 @@ class Batch:
     def _record(self, answer: Answer | Exception) -> dict[str, Any]:
         """Return the record of an answer. Raises the error of an engine that cannot go on."""
         if isinstance(answer, Exception):
-            if not isinstance(answer, _OF_THE_LINE) or (not self._has_answer and _is_of_all(answer)):
+            if not isinstance(answer, _OF_THE_LINE):
                 raise answer
+            if not self._has_answer:
+                _check_line_alone(answer)
             return {"error": answer.message if isinstance(answer, PenstockError) else str(answer)}
         self._has_answer = True
         texts = [text.strip() for text in answer.texts] if self._prompter else answer.texts
@@ -183,11 +188,30 @@ class Batch:
         return self._prompter.text_of(line.text) or line.text
 
 
-def _is_of_all(error: Exception) -> bool:
-    """True for an error that every line would end with, such as a refused option."""
-    if isinstance(error, InvalidArgument):
-        return (error.field or "").startswith(_COMMON_FIELDS)
-    return isinstance(error, FailedPrecondition | NotFound)
+def _check_line_alone(error: Exception) -> None:
+    """Raise an error that every line would end with, such as a refused option, so that the run ends at once."""
+    if isinstance(error, PenstockError) and error.reason == "TEMPLATE_REFUSED":
+        advice = "where it has no place for a system prompt, give --system-prompt '' or --prompt-template none"
+        raise StartupError(f"{error.message}: {advice}", flag="--system-prompt") from error
+    if isinstance(error, FailedPrecondition | NotFound):
+        raise error
+    if isinstance(error, InvalidArgument) and (error.field or "").startswith(_COMMON_FIELDS):
+        raise error
+
+
+class _PlainLines:
+    """Progress where no terminal is: a line now and then."""
+
+    def __init__(self) -> None:
+        self._began = self._shown = time.monotonic()
+
+    def show(self, progress: BatchProgress) -> None:
+        now = time.monotonic()
+        if now - self._shown >= LINE_SECONDS:
+            self._shown = now
+            failed = f", {progress.failed} failed" if progress.failed else ""
+            rate = progress.tokens / (now - self._began)
+            complain(f"{progress.done} of {progress.total} lines{failed}, {rate:.0f} tokens/s")
 
 
 def _plain(value: Any) -> Any:
