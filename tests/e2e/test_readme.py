@@ -35,6 +35,8 @@ EXPECTED = {
     "penstock chat": "first after",
     "penstock complete": "\n",
     "penstock health": "SERVING",
+    "penstock inspect": "starts here:   yes",
+    "penstock infer": "lines are answered",
     "penstock env": "torch",
     "node ": "finish_reason",
     "buf curl --protocol grpc --http2-prior-knowledge --list": "penstock.v1.TextService",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from penstock import __version__
 from penstock.cli.adapters import (
@@ -35,6 +36,8 @@ EPILOG = """Examples:
   penstock chat                      talk to it
 
   penstock complete "1 + 1 ="        complete a text
+
+  penstock infer --data-file FILE    answer a file of prompts, without a server
 
   penstock bench --concurrency 16    put load on it
 
@@ -187,6 +190,31 @@ class ModelsGroup(TyperGroup):
 
 
 app.add_typer(typer.Typer(cls=ModelsGroup), name="models", help="Load, unload and show a generation service's model.")
+
+
+def _lazy(module: str) -> type[TyperCommand]:
+    """Make the class of a command that `module` has in its `commands`: imported when it is called, for its flags."""
+
+    class Lazy(TyperCommand):
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            return typer.main.get_command(import_module(module).commands).make_context(info_name, args, parent, **extra)
+
+    return Lazy
+
+
+@app.command("infer", cls=_lazy("penstock.cli.infer.command"))
+def infer() -> None:
+    """Answer a file of prompts, or converse: the flags of inference_hf.py, and ours."""
+
+
+@app.command("download", cls=_lazy("penstock.cli.download"))
+def download() -> None:
+    """Download what serving a model needs from a hub, and verify it."""
+
+
+@app.command("inspect", cls=_lazy("penstock.cli.inspect_model"))
+def inspect_model() -> None:
+    """Show what a model is, what it takes, and whether it starts here."""
 
 
 def _version(wanted: bool) -> None:

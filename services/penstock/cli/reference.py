@@ -12,7 +12,10 @@ from penstock.cli.client.models import LoadConfig, UnloadConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
 from penstock.cli.debug import DebugConfig
+from penstock.cli.download import DownloadConfig
 from penstock.cli.flags import shown_default
+from penstock.cli.infer.config import InferConfig
+from penstock.cli.inspect_model import InspectConfig
 from penstock.cli.pack_config import PackConfig
 from penstock.cli.serve.service_process import ROLES
 from penstock.cli.serve.tree import FRONT, TreeConfig
@@ -26,11 +29,16 @@ are written `512MiB` or `2GiB` (powers of 1024) or `2GB` (of 1000), durations `2
 the process with exit code 2 and one line that names it. This file is made from the code:
 `python -m penstock.cli.reference > docs/reference/configuration.md`.
 """
+_NO_DEFAULT = object()
 TREE = """`penstock serve [MODEL]` starts tokenizer, generation and router as one tree. It takes its own option below,
 all of [every service](#every-service), and the options of the three services, except those that two services have
 under one name (other than MODEL and `--served-model-name`) and those that connect the services, which it sets itself.
 These concern the router only, since the other processes listen on free loopback ports:
 {front}. Variables reach every process of the tree.
+"""
+INFER = """`penstock infer`; [the page](../guide/infer.md) explains them. It takes the options of `penstock complete`
+and of the connection above, and flags of the [generation service](#generation) for its own model, too; where one of
+`complete` is listed here, its default is this command's.
 """
 
 
@@ -73,6 +81,14 @@ def _sections() -> Iterator[str]:
     yield "`penstock models load FOLDER`, `unload` and `info`, and the other options of the connection above."
     yield "`load` takes flags of the [generation service](#generation) for the model, too: those of LoadModelOptions.\n"
     yield _table(_models_options(connection))
+    yield "## A file of prompts, and models\n"
+    yield INFER
+    theirs = {bound.name: bound.default for bound in options_of(SamplingConfig)}
+    yield _table(bound for bound in options_of(InferConfig) if theirs.get(bound.name, _NO_DEFAULT) != bound.default)
+    yield "`penstock download MODEL`:\n"
+    yield _table(options_of(DownloadConfig))
+    yield "`penstock inspect MODEL`:\n"
+    yield _table(options_of(InspectConfig))
     yield "## Packing\n"
     yield "`penstock pack MODEL OUTPUT`; [the page](../guide/packed-models.md) says what for.\n"
     yield _table(options_of(PackConfig))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -58,18 +59,27 @@ def check_model(model: str | None) -> None:
         raise StartupError(_unreachable(str(model), "HF_HUB_OFFLINE keeps the hub from being asked"), flag="MODEL")
 
 
-def resolve_model(model: str | None, *, allow_hub: bool = True, show: ShowProgress = show_nothing) -> Path:
+def resolve_model(
+    model: str | None,
+    *,
+    allow_hub: bool = True,
+    show: ShowProgress = show_nothing,
+    offline: bool = False,
+    files: Sequence[str] = HUB_FILES,
+) -> Path:
     """Find the folder of `model`: None is the embedded one; then an existing folder; then a hub id.
 
     A hub id is `owner/name@revision`. Only safetensors, JSON, Jinja and vocabulary files are downloaded, which `show`
-    gets the progress of; it may raise to give up. Raises StartupError naming MODEL.
+    gets the progress of; it may raise to give up. `offline`: the hub's cache alone is asked. `files`: patterns of fewer
+    files. Raises StartupError naming MODEL.
     """
     found = _locate(model)
     if isinstance(found, Path):
         return found
     if not allow_hub:
         raise StartupError(f"MODEL {model}: {_missing(Path(str(model)))}, and the hub is off", flag="MODEL")
-    return _download(str(model), found["id"], found["revision"], show)
+    asks_cache_only = offline or is_hub_off()
+    return _download(str(model), found["id"], found["revision"], list(files), show, is_hub_off=asks_cache_only)
 
 
 def _locate(model: str | None) -> Path | re.Match[str]:
@@ -119,7 +129,9 @@ def _checked(folder: Path, what: str) -> Path:
     return folder
 
 
-def _download(model: str, repo: str, revision: str | None, show: ShowProgress) -> Path:
+def _download(
+    model: str, repo: str, revision: str | None, files: list[str], show: ShowProgress, *, is_hub_off: bool
+) -> Path:
     try:
         from huggingface_hub.errors import (
             HfHubHTTPError,
@@ -129,13 +141,13 @@ def _download(model: str, repo: str, revision: str | None, show: ShowProgress) -
             RevisionNotFoundError,
         )
 
-        from penstock.common.hub_download import download
+        from penstock.common.hub_download import ConnectionLost, download
     except ImportError as error:
         raise StartupError(
             f"MODEL {model}: no such folder, and huggingface-hub is not installed", flag="MODEL"
         ) from error
     try:
-        return download(repo, revision, HUB_FILES, show, ask_seconds=HUB_SECONDS, is_hub_off=is_hub_off())
+        return download(repo, revision, files, show, ask_seconds=HUB_SECONDS, is_hub_off=is_hub_off)
     except RevisionNotFoundError as error:
         raise StartupError(
             f"MODEL {model}: the hub has {repo}, but not the revision {revision}", flag="MODEL"
@@ -147,8 +159,11 @@ def _download(model: str, repo: str, revision: str | None, show: ShowProgress) -
             flag="MODEL",
         ) from error
     except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE keeps the hub from being asked" if is_hub_off() else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE keeps the hub from being asked" if is_hub_off else "the hub cannot be reached"
         raise StartupError(_unreachable(model, why), flag="MODEL") from error
+    except ConnectionLost as error:
+        told = f"MODEL {model}: the connection to the hub was lost again and again; another try goes on from there"
+        raise StartupError(told, flag="MODEL") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         response = getattr(error, "response", None)
         what = f"HTTP status {response.status_code}" if response is not None else type(error).__name__

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import logging as hub_logging
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from penstock.common.environment import hub_cache_folder
@@ -27,6 +29,27 @@ from penstock.common.progress import DOWNLOAD, WAIT, ShowProgress, Stage
 
 # Between two looks whether the process that downloads has ended.
 WAIT_SECONDS = 0.2
+# The only folder of a repository that serving reads.
+_TEMPLATES = "additional_chat_templates/"
+
+
+class ConnectionLost(OSError):
+    """A connection broke amid a file, again and again. What came stays, and another try goes on from there."""
+
+
+def serving_files(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the files of a repository that serving needs: those of `patterns` at its top, and chat templates.
+
+    Weights under a second name, as some owners add them for programs of their own, are left out.
+    """
+    known = list(patterns)
+    found = [
+        name
+        for name in names
+        if ("/" not in name or name.startswith(_TEMPLATES)) and any(fnmatch(name, pattern) for pattern in known)
+    ]
+    has_own = any(name.startswith("model") and name.endswith(".safetensors") for name in found)
+    return [name for name in found if not (has_own and fnmatch(name, "consolidated*.safetensors*"))]
 
 
 def download(
@@ -35,12 +58,20 @@ def download(
     """Return the folder of a snapshot in the hub's cache, after downloading the files of `patterns` that it lacks.
 
     The hub has `ask_seconds` to tell what there is; after that, and with `is_hub_off`, only the cache is asked. Raises
-    huggingface_hub's errors and OSError.
+    huggingface_hub's errors and OSError, ConnectionLost among them.
     """
 
-    def snapshot(**settings: Any) -> Path:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, **settings))
+    def snapshot(files: list[str] = patterns, **settings: Any) -> Path:
+        try:
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=files, **settings))
+        except Exception as error:
+            # The classes of the HTTP library that huggingface_hub uses, which differs between its releases.
+            if type(error).__module__.startswith("httpx") and not isinstance(error, OSError):
+                raise ConnectionLost(str(error)) from error
+            raise
 
+    # Its warnings name addresses that may hold a signature; what lasts is an error here.
+    hub_logging.set_verbosity(logging.ERROR)
     if is_hub_off:
         return snapshot(local_files_only=True)
     try:
@@ -51,14 +82,15 @@ def download(
     except Exception:  # errors of the connection, whose classes are the HTTP library's
         return snapshot(local_files_only=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = {name: size for name, size in sizes.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    names = serving_files(sizes, patterns)
+    wanted = {name: sizes[name] for name in names}
 
     def missing() -> dict[str, int]:
         is_cached = {name: try_to_load_from_cache(repo, name, revision=info.sha) for name in wanted}
         return {name: size for name, size in wanted.items() if not isinstance(is_cached[name], str)}
 
     if not missing():
-        return snapshot()
+        return snapshot(names)
     with contextlib.ExitStack() as held:
         held.enter_context(_only_process(repo, lambda: Stage(show, WAIT, repo)))
         lacking = missing()
@@ -66,8 +98,8 @@ def download(
         if lacking:
             total = sum(lacking.values())
             stage = held.enter_context(Stage(show, DOWNLOAD, repo, total=total))
-            return snapshot(tqdm_class=_byte_bars(stage, total, lambda: total - sum(missing().values())))
-        return snapshot()
+            return snapshot(names, tqdm_class=_byte_bars(stage, total, lambda: total - sum(missing().values())))
+        return snapshot(names)
 
 
 @contextlib.contextmanager

@@ -94,6 +94,20 @@ class OrderedBatch(Generic[R]):
             future.cancel()
         self._running.clear()
 
+    def ended(self) -> Iterator[tuple[int, R | Exception]]:
+        """Yield (index, answer) as prompts end, in any order; in place of iterating."""
+        try:
+            while True:
+                self._fill()
+                if not self._answers:
+                    if not self._running:
+                        return
+                    self._take(self._ended.get())
+                for index in list(self._answers):
+                    yield index, self._answers.pop(index)
+        finally:
+            self.close()
+
     def _fill(self) -> None:
         """Begin prompts while there is room for them."""
         while not self._is_exhausted and len(self._running) < self._most:

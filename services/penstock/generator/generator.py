@@ -182,6 +182,21 @@ class Generator:
         total = len(prompts) if isinstance(prompts, Sequence) else None
         return self._many(prompts, asked, progress, total)
 
+    def generate_each(
+        self, requests: Iterable[tuple[Any, Mapping[str, Any]]]
+    ) -> Iterator[tuple[int, Completion | Exception]]:
+        """Yield (index, answer) of each (prompt, options), as they end: in any order, each with options of its own.
+
+        Otherwise as `generate_many`, without a bar. A wrong option is its prompt's answer, a TypeError or ValueError.
+        """
+
+        def begin(request: tuple[Any, Mapping[str, Any]]) -> tuple[Future[None], Callable[[], Completion]]:
+            prompt, options = request
+            return self._begin(prompt, self._options(None, options, ((), (), None)))
+
+        batch: OrderedBatch[Completion] = OrderedBatch(requests, begin, self._engine.max_in_flight, lambda _: None)
+        return batch.ended()
+
     def stream(
         self,
         prompt: Any = "",
@@ -251,6 +266,11 @@ class Generator:
     def tokenizer(self) -> LocalTokenizer | None:
         """Tokenizer and chat template; None where it is not loaded."""
         return self._tokenizer
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest prompt and answer together."""
+        return self._engine.loaded.served.max_context_tokens
 
     @property
     def cache_pool(self) -> KVCachePool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
@@ -52,6 +53,19 @@ class LocalTokenizer:
         self._lock = threading.Lock()
         self._token_texts: dict[int, str] = {}
         self._front: list[int] | None = None
+
+    def with_template(self, template: str) -> LocalTokenizer:
+        """Return a tokenizer of the same vocabulary whose only chat template is `template`, a text in Jinja."""
+        bundle = replace(self._vocabulary.bundle, templates={"default": template})
+        return LocalTokenizer(bundle, allow_control_tokens=self._allow_control_tokens)
+
+    def special_id(self, token: str) -> int | None:
+        """Return the id of an added token such as `<|eot_id|>`, or of one by its role, such as eos_token; else None."""
+        named = self._vocabulary.special_id(token)
+        if named is not None:
+            return named
+        added = self._vocabulary.tokenizer.get_added_tokens_decoder()
+        return next((index for index, one in added.items() if one.content == token), None)
 
     @property
     def vocab_size(self) -> int:

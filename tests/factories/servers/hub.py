@@ -1,4 +1,6 @@
-"""Hugging Face hub of one model on loopback, over plain HTTP, that sends as much of a file as a test allows."""
+"""Hub of one model on loopback, over plain HTTP, that sends as much of a file as a test allows, breaks connections and
+changes bytes. It speaks the API of Hugging Face's hub and that of ModelScope's.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 # huggingface_hub reads a response in pieces of this size: less is no progress.
 HUB_CHUNK = 10 * 1024 * 1024
+_LARGE = 1 << 20
 
 
 @dataclass
@@ -27,8 +31,14 @@ class Hub:
     cache: Path
     # File whose bytes a test allows; all others are sent at once.
     held: str | None = None
+    # File -> bytes after which each of its connections breaks; None in place of them: no longer.
+    breaks: dict[str, int | None] = field(default_factory=dict)
+    # File -> number of times that its first byte is another one than it should be.
+    changes: dict[str, int] = field(default_factory=dict)
     # Names of files whose bytes were asked for, in order.
     sent: list[str] = field(default_factory=list)
+    # Where the bytes began that were asked for.
+    starts: list[int] = field(default_factory=list)
     # Bytes of the held file that may be sent, in all; None: all.
     _allowed: int | None = None
     _used: int = 0
@@ -93,6 +103,15 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif path.startswith(f"/{hub.repo}/resolve/") and (name := path.rpartition("/")[2]) in hub.files:
             self._file(name, hub.files[name], with_body=with_body)
+        elif path == f"/api/v1/models/{hub.repo}/repo/files":
+            files = [
+                {"Path": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
+                for name, data in hub.files.items()
+            ]
+            self._json({"Code": 200, "Success": True, "Data": {"Files": [*files, {"Path": "onnx", "Type": "tree"}]}})
+        elif path == f"/api/v1/models/{hub.repo}/repo":
+            name = parse_qs(self.path.partition("?")[2])["FilePath"][0]
+            self._file(name, hub.files[name], with_body=with_body)
         else:
             self.send_response(404)
             is_ours = path.startswith((api, f"/{hub.repo}/"))
@@ -109,26 +128,41 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _file(self, name: str, data: bytes, *, with_body: bool) -> None:
-        self.send_response(200)
+        hub, wanted = self.hub, self.headers.get("Range")
+        begin = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
+        self.send_response(206 if wanted else 200)
         self.send_header("X-Repo-Commit", SHA)
         self.send_header("ETag", f'"{_digest(data)}"')
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) - begin))
+        if wanted:
+            self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
         self.end_headers()
         if not with_body:
             return
-        self.hub.sent.append(name)
-        place = 0
+        hub.sent.append(name)
+        hub.starts.append(begin)
+        if begin == 0 and hub.changes.get(name, 0) > 0:
+            hub.changes[name] -= 1
+            data = bytes([data[0] ^ 1]) + data[1:]
+        most = hub.breaks.get(name)
+        end = len(data) if most is None else min(len(data), begin + most)
+        place = begin
         # A client that was stopped is gone.
         with contextlib.suppress(OSError):
-            while place < len(data):
-                count = min(len(data) - place, 1 << 20)
-                count = self.hub.take(count) if name == self.hub.held else count
+            while place < end:
+                count = min(end - place, 1 << 20)
+                count = hub.take(count) if name == hub.held else count
                 self.wfile.write(data[place : place + count])
                 place += count
+        if end < len(data):
+            self.close_connection = True
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+    """Checksum that a hub tells of a file: SHA-256 of large ones, git's own of others."""
+    if len(data) > _LARGE:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 @contextlib.contextmanager

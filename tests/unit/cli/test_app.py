@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from penstock import __version__
-from penstock.cli import app
+from penstock.cli import app, download, inspect_model
 from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client import watermark
@@ -19,6 +19,8 @@ from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
 from penstock.cli.client.watermark import WatermarkConfig
 from penstock.cli.debug import DebugConfig
+from penstock.cli.infer import command as infer_command
+from penstock.cli.infer.config import InferConfig, connection_options, engine_options
 from penstock.cli.kernels import BuildProgress
 from penstock.cli.pack_config import PackConfig
 from penstock.cli.reference import configuration_markdown
@@ -79,6 +81,7 @@ def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
     epilogs = (
         *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
         *(app.DEBUG_EPILOG, app.ADAPTERS_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
+        *(infer_command.EPILOG, download.EPILOG, inspect_model.EPILOG),
     )
     assert {id(text) for name, text in vars(app).items() if name.endswith("EPILOG")} <= set(map(id, epilogs))
     lines = [line for epilog in epilogs for line in epilog.splitlines()]
@@ -111,6 +114,14 @@ def test_help_imports_neither_grpc_nor_torch() -> None:
     )
     done = python("-c", code)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_of_infer_has_every_flag_in_groups() -> None:
+    shown = penstock("infer", "--help").stdout
+    for word in ("Model", "Prompts", "Output", "Endpoint", "Generation", "KV memory", "Examples", "--no-resume"):
+        assert word in shown
+    for bound in [*options_of(InferConfig), *engine_options(), *connection_options()]:
+        assert (bound.flag[:25] in shown) is not bound.settings.hidden
 
 
 def test_help_of_serve_groups_the_options() -> None:
@@ -252,7 +263,13 @@ def test_a_variable_has_one_meaning() -> None:
     """The same variable of two commands is read as the same type, with the same bounds or words."""
     configs = [role.config_class() for role in ROLES.values()]
     configs += [TreeConfig, SamplingConfig, ConnectionConfig, WatermarkConfig, BenchConfig, DebugConfig, PackConfig]
-    configs += [ListAdaptersConfig, LoadAdapterConfig]
+    configs += [
+        ListAdaptersConfig,
+        LoadAdapterConfig,
+        InferConfig,
+        download.DownloadConfig,
+        inspect_model.InspectConfig,
+    ]
     found: dict[str, set[object]] = {}
     for bound in {bound for config in configs for bound in options_of(config)}:
         found.setdefault(bound.env, set()).add((bound.inner_type, bound.is_list, bound.choices))

@@ -48,6 +48,24 @@ def test_answers_come_in_order_and_no_more_run_than_may() -> None:
     assert peak == most
 
 
+def test_answers_come_as_prompts_end_where_order_is_not_asked_for() -> None:
+    runs = Runs()
+    ended = runs.batch([5, -1, 6, 7], 2).ended()
+    index, failed = next(ended)
+    assert index == 1
+    assert isinstance(failed, InvalidArgument)
+    assert sorted(runs.futures) == [5, 6]
+    runs.futures[6].set_result(None)
+    assert next(ended) == (2, 6)
+    # The place that it left is taken when the next one is asked for.
+    assert sorted(runs.futures) == [5, 6]
+    runs.futures[5].set_result(None)
+    assert next(ended) == (0, 5)
+    assert sorted(runs.futures) == [5, 6, 7]
+    ended.close()
+    assert runs.futures[7].cancelled()
+
+
 def test_an_iterator_is_read_no_further_than_there_is_room() -> None:
     runs = Runs()
     read: list[int] = []

@@ -12,6 +12,8 @@ from penstock.common.units import format_duration
 if TYPE_CHECKING:
     from penstock_client import Completion, Delta, Stream, Timings
 
+    from penstock.generator.stream import TextStream
+
 STAGES = (
     ("template", "template_seconds"),
     ("tokenize", "tokenize_seconds"),
@@ -25,7 +27,7 @@ STAGES = (
 )
 
 
-def stream_answer(stream: Stream) -> Completion | None:
+def stream_answer(stream: Stream | TextStream) -> Completion | None:
     """Write deltas as they come. Of several sequences only the first; the others follow, each on a line of its own.
 
     Ctrl-C cancels the request; then the result is None. Raises PenstockError.
@@ -42,12 +44,13 @@ def stream_answer(stream: Stream) -> Completion | None:
             _end_line()
             console().print("(stopped)", style="dim")
             return None
+        completion = stream.result()
     _end_line()
     for _, deltas in sorted(others.items()):
         for delta in deltas:
             _write(delta)
         _end_line()
-    return stream.state.completion()
+    return completion
 
 
 def _write(delta: Delta) -> None:

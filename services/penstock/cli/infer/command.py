@@ -1,0 +1,104 @@
+"""Command `penstock infer`. Imported when it is called: its flags are those of the engine, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import typer
+
+from penstock.cli.client.connection import ConnectionConfig
+from penstock.cli.console import complain
+from penstock.cli.flags import ENV_NOTE, Overrides, command
+from penstock.cli.infer.config import (
+    ENDPOINT,
+    MODEL,
+    OUTPUT,
+    PROMPTS,
+    InferConfig,
+    connection_options,
+    engine_options,
+)
+from penstock.cli.infer.conversation import converse
+from penstock.cli.infer.line_batch import Batch
+from penstock.cli.infer.targets import LocalTarget, RemoteTarget, VllmTarget, check_vllm
+from penstock.common.config import from_env_and_flags
+from penstock.common.errors import StartupError
+from penstock.common.options import options_of
+
+EPILOG = f"""Flags are written with - or _: --base-model, --base_model. A run that was killed goes on
+with the same command. Exit code 3: every line is in the file, some with an Error.
+docs/guide/infer.md explains it.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock infer --base-model ./my-model --data-file prompts.txt --with-prompt
+
+  penstock infer --base_model ./my-model --data_file prompts.txt --load_in_8bit --only_cpu
+
+  penstock infer --data-file prompts.txt --no-do-sample --predictions-file out/answers.json
+
+  penstock infer --endpoint 127.0.0.1:50050 --data-file prompts.txt --concurrency 32
+
+  penstock infer --base-model ./my-model --interactive --history-tokens 2048
+
+  penstock infer --base-model ./my-model --lora support=./support --data-file prompts.txt
+
+  penstock infer --guidance-scale 1.5 --negative-prompt "A sad poem:" --data-file prompts.txt"""
+
+
+def run_infer(given: Overrides) -> int:
+    """Answer a file or converse, and return the exit code. Raises StartupError for a wrong flag, PenstockError."""
+    engine = {bound.name: given.pop(bound.name) for bound in engine_options() if bound.name in given}
+    dialled = {bound.name: given.pop(bound.name) for bound in connection_options() if bound.name in given}
+    config = from_env_and_flags(InferConfig, given)
+    config.check(engine)
+    config = _with_one_adapter(config, engine)
+    if config.use_flash_attention_2:
+        complain("--use-flash-attention-2 changes nothing: the engine has its own attention over the paged pool")
+    if config.gpus and not config.use_vllm:
+        complain(f"--gpus {config.gpus} changes nothing: the engine runs where --device says")
+    if config.use_vllm:
+        check_vllm()
+        with VllmTarget(config, engine) as vllm:
+            return Batch(config, vllm).run()
+    if config.endpoint:
+        connection = from_env_and_flags(ConnectionConfig, {**dialled, "address": config.endpoint})
+        with RemoteTarget(config, connection) as remote:
+            return converse(config, remote) if config.interactive else Batch(config, remote).run()
+    if dialled:
+        flag = next(bound.flag for bound in options_of(ConnectionConfig) if bound.name in dialled)
+        raise StartupError(f"{flag} is for an --endpoint: give one, or leave it out", flag=flag)
+    with LocalTarget(config, engine) as local:
+        return converse(config, local) if config.interactive else Batch(config, local).run()
+
+
+def _with_one_adapter(config: InferConfig, engine: dict[str, Any]) -> InferConfig:
+    """Return `config` with the only adapter of --lora as the one that requests use, unless --adapter names one."""
+    loras = engine.get("lora")
+    if isinstance(loras, list) and len(loras) == 1 and config.adapter is None:
+        return replace(config, adapter=str(loras[0]).partition("=")[0])
+    return config
+
+
+def _run(given: Overrides) -> None:
+    raise typer.Exit(run_infer(given))
+
+
+_OPTIONS = [*options_of(InferConfig), *engine_options(), *connection_options()]
+commands = typer.Typer(add_completion=False)
+commands.command(
+    "infer",
+    epilog=EPILOG,
+    # The script's spelling of flags, and ours.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+)(
+    command(
+        # What the script has comes first.
+        sorted(_OPTIONS, key=lambda bound: bound.settings.group not in (MODEL, PROMPTS, OUTPUT, ENDPOINT)),
+        _run,
+        "Answer a file of prompts, or converse: the flags and defaults of inference_hf.py, and ours.",
+    )
+)
