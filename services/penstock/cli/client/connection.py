@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -122,6 +123,30 @@ def about_own_flag(error: PenstockError) -> Exception:
 
     flag, theirs = "--backend", f"metadata {BACKEND_KEY}"
     return StartupError(error.message.replace(theirs, flag), flag=flag) if theirs in error.message else error
+
+
+@contextmanager
+def open_operator_client(config: ConnectionConfig, backend: str | None) -> Iterator[Client]:
+    """Open a client for calls of operators, at a router those of `backend`.
+
+    Raises as `open_client`, and StartupError naming --backend: the address is no router's, or it knows no such one.
+    """
+    from penstock.common.errors import PenstockError, Unimplemented
+
+    with open_client(config) as client:
+        if backend is not None:
+            try:
+                # A generation service would answer for itself, whatever --backend says.
+                client.list_models()
+            except Unimplemented:
+                raise no_router(config) from None
+            except PenstockError:
+                # Others come from a router, too, such as for the token of its operators.
+                pass
+        try:
+            yield client
+        except PenstockError as error:
+            raise about_own_flag(error) from None
 
 
 def no_router(config: ConnectionConfig) -> StartupError:
