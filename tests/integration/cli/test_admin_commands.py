@@ -13,7 +13,8 @@ from factories.servers.router import collect, generate, running_router
 from penstock.cli.adapters import run_list
 from penstock.cli.admin_commands import run_drain, run_reload, run_resume
 from penstock.cli.client.models import run_info
-from penstock.common.errors import Aborted, StartupError, Unauthenticated, Unavailable
+from penstock.common.errors import StartupError, Unauthenticated, Unavailable
+from penstock.v1 import common_pb2
 from penstock_client import AsyncClient
 
 
@@ -27,17 +28,15 @@ async def test_a_service_is_drained_resumed_and_reloaded(tmp_path: Path, capsys:
             drained = asyncio.ensure_future(draining)
             await service.until(lambda load: load.draining)
         await drained
-        assert isinstance((await live).error, Aborted)
+        assert (await live).finished.sequences[0].finish_reason == common_pb2.FINISH_REASON_ABORTED
         assert isinstance((await service.generate(request())).error, Unavailable)
         await asyncio.to_thread(run_resume, flags)
         assert (await service.generate(request())).error is None
         await asyncio.to_thread(run_reload, flags)
         assert (await service.generate(request())).error is None
         out = capsys.readouterr().out
-        assert out.startswith(
-            "drained: it takes no requests until `penstock admin resume`\nresumed: it takes requests\n"
-        )
-        assert " of weights in " in out
+        for words in ("drained: it takes no requests until", "resumed: it takes requests", " of weights in "):
+            assert words in out
 
         async with AsyncClient(service.running.address) as client:
             assert await client.drain(grace=0.0) == 0
