@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -37,3 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_WITH_COMPILATION_SECONDS))
         group = "default-ports" if item.path.name in _ON_DEFAULT_PORTS else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def logging_of_its_own() -> Iterator[None]:
+    """Undo what a file's tests configured: after a Generator, which is quiet, others would wait in vain for lines."""
+    yield
+    if (structlog := sys.modules.get("structlog")) is not None:
+        structlog.reset_defaults()
