@@ -75,7 +75,9 @@ class AsyncExchange:
             return
         code, trailers = _value(call.code()), _value(call.trailing_metadata())
         is_ok = code is grpc.StatusCode.OK
-        self._error.set_result(None if is_ok else grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details))
+        self._error.set_result(
+            None if is_ok else grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details, "")
+        )
 
 
 def _value(known: Coroutine[Any, Any, Any]) -> Any:

@@ -71,7 +71,7 @@ class EngineLLM:
                 requests = (
                     load_requests(None, model, name, None)
                     if isinstance(model, str)
-                    else archive_requests(memoryview(model)[: arguments[0]], name)
+                    else archive_requests(model[: arguments[0]], name)
                 )
                 with Client(target, config) as client:
                     client._load(requests, None, backend or "", None)

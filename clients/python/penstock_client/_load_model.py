@@ -98,7 +98,7 @@ def archive_of(folder: Path) -> bytes:
     return data.getvalue()
 
 
-def archive_requests(data: memoryview, name: str) -> Iterator[model_pb2.LoadModelRequest]:
+def archive_requests(data: bytes, name: str) -> Iterator[model_pb2.LoadModelRequest]:
     """Return the messages of a load of the files in a tar archive; what belongs to no model is left out.
 
     Raises TypeError for bytes that are none.

@@ -15,8 +15,8 @@ from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
-# The methods of ModelService that have tokens of their own: all but the one that tells facts.
 FACTS_METHOD = f"/{_SERVICE.full_name}/GetModelInfo"
+# Methods with tokens of their own: all but the one that tells facts.
 OPENING_METHODS = tuple(
     name for one in _SERVICE.methods if (name := f"/{_SERVICE.full_name}/{one.name}") != FACTS_METHOD
 )

@@ -35,12 +35,13 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc, graphs_pb2, model_pb2, model_
 
 ADMIN_SERVICE, MODEL_SERVICE = "penstock.v1.GenerationAdminService", "penstock.v1.ModelService"
 _FLAG, _MODEL_FLAG = "--admin-token-file", "--model-token-file"
-# Methods that open the model: all of ModelService but the one that tells facts.
 FACTS_METHOD = f"/{MODEL_SERVICE}/GetModelInfo"
-_METHODS = tuple(
-    f"/{MODEL_SERVICE}/{one.name}" for one in model_pb2.DESCRIPTOR.services_by_name["ModelService"].methods
+# Methods that open the model: all of ModelService but the one that tells facts.
+OPENING_METHODS = tuple(
+    name
+    for one in model_pb2.DESCRIPTOR.services_by_name["ModelService"].methods
+    if (name := f"/{MODEL_SERVICE}/{one.name}") != FACTS_METHOD
 )
-OPENING_METHODS = tuple(name for name in _METHODS if name != FACTS_METHOD)
 # A serving.transport.ServerCall; generated code takes it for a grpc.aio.ServicerContext.
 Context = Any
 
