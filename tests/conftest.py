@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -48,3 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(sorted(sets, key=lambda one: crc32(one.name.encode()))):
             if number % item.get_closest_marker("thinned").args[0]:  # type: ignore[union-attr]
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def logging_of_its_own() -> Iterator[None]:
+    """Undo what a file's tests configured: after a Generator, which is quiet, others would wait in vain for lines."""
+    yield
+    if (structlog := sys.modules.get("structlog")) is not None:
+        structlog.reset_defaults()

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -23,29 +24,70 @@ from penstock_client.config import ClientConfig
 END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
+# Details of the status that grpc.aio makes up where a call ends while it writes.
+_MADE_UP = "Internal error from Core"
+
+
 class AsyncExchange:
-    """A call with messages both ways. A sender that waits for an answer to each message sees the call's own status:
-    grpc.aio makes one up where a call ends while it writes."""
+    """A call with messages both ways. Errors have the call's own status, whatever it did when it ended: grpc.aio puts
+    one of its own before that or over it."""
 
     def __init__(self, method: Any, **options: Any) -> None:
         """Begin the call; `options` are gRPC's."""
+        # The call's own error; None for OK.
+        self._error: asyncio.Future[grpc.RpcError | None] = asyncio.get_running_loop().create_future()
         self._call = method(**options)
+        self._call.add_done_callback(self._note_status)
 
     async def send(self, message: Any) -> None:
-        """Send a message. Raises grpc.RpcError when the call is over."""
-        await self._call.write(message)
+        """Send a message; one that comes after the end is dropped. Raises grpc.RpcError for a bad end."""
+        try:
+            await self._call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            await self._raise_error()
 
     async def end(self) -> None:
         """Tell that no message follows."""
-        await self._call.done_writing()
+        # The call is over: `read` tells how.
+        with contextlib.suppress(grpc.aio.InternalError):
+            await self._call.done_writing()
 
     async def read(self) -> Any:
         """Return the next answer, or END. Raises grpc.RpcError."""
-        return await self._call.read()
+        try:
+            return await self._call.read()
+        except grpc.RpcError:
+            await self._raise_error()
+            return END
 
     def cancel(self) -> None:
         """Cancel the call, unless it is over."""
         self._call.cancel()
+
+    async def _raise_error(self) -> None:
+        if (error := await self._error) is not None:
+            raise error
+
+    def _note_status(self, call: Any) -> None:
+        """Keep a status; called for each one that the call gets."""
+        details = _value(call.details())
+        if self._error.done() or details == _MADE_UP:
+            return
+        code, trailers = _value(call.code()), _value(call.trailing_metadata())
+        is_ok = code is grpc.StatusCode.OK
+        self._error.set_result(
+            None if is_ok else grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details, "")
+        )
+
+
+def _value(known: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that does not wait."""
+    try:
+        known.send(None)
+    except StopIteration as done:
+        return done.value
+    known.close()
+    raise RuntimeError("it waits")
 
 
 class AsyncChannel:

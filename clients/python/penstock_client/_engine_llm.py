@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from penstock.v1 import common_pb2, graphs_pb2, model_pb2
 
 from penstock_client._config_values import naming, set_option
-from penstock_client._exceptions import FailedPrecondition, NotFound, Unimplemented
-from penstock_client._graph_calls import PART_BYTES, GraphCalls, Input, model_info
+from penstock_client._exceptions import FailedPrecondition, NotFound, Unavailable
+from penstock_client._graph_calls import GraphCalls, Input, model_info
 from penstock_client._graph_values import BmrtFlag, Dtype, from_bytes, read_into, stored, zeros
+from penstock_client._load_model import archive_of, archive_requests, load_requests
 from penstock_client._option_table import CONFIG
 from penstock_client._server_tensor import ServerTensor
 from penstock_client._state import logprob_entry
+from penstock_client._sync import Client
 from penstock_client._types import LogprobEntry
 from penstock_client.config import ClientConfig
-
-if TYPE_CHECKING:
-    from tarfile import TarFile
 
 DEFAULT_ADDRESS = "127.0.0.1:50052"
 # host:port, or a name that gRPC resolves; anything else is a path.
@@ -49,10 +49,11 @@ class EngineLLM:
 
         `EngineLLM(path, device_ids)` and `EngineLLM(path, flags, device_ids)`: a folder below the service's
         `--model-root`, which it loads; `EngineLLM(data, size, device_ids)`: the bytes of a tar archive of such a folder
-        (see `archive`). The service at `address` (default 127.0.0.1:50052) must have no model then.
+        (see `archive`). The service at `address` (default 127.0.0.1:50052) must have no model then, and gives it up
+        when the engine is closed.
 
-        `name` is the served model's, where that matters. Raises TypeError for other arguments, ValueError for a device
-        that the model is not on, PenstockError.
+        `name` is the served model's, where that matters: what is loaded gets it. Raises TypeError for other arguments,
+        ValueError for a device that the model is not on, PenstockError.
         """
         self.flags, wanted = _arguments(model, arguments)
         is_address = isinstance(model, str) and _ADDRESS.fullmatch(model) is not None
@@ -63,13 +64,22 @@ class EngineLLM:
         self._name = name
         self._lease_id = ""
         self._allocated: dict[tuple[str, int, bool], dict[int, ServerTensor]] = {}
+        # True: this engine has loaded the model.
+        self._owns_model = False
         try:
             if not is_address:
-                self._calls.load_model(_load_requests(model, arguments))
+                requests = (
+                    load_requests(None, model, name, None)
+                    if isinstance(model, str)
+                    else archive_requests(model[: arguments[0]], name)
+                )
+                with Client(target, config) as client:
+                    client._load(requests, None, backend or "", None)
+                self._owns_model = True
             self._graphs = self._read_graphs()
             self._check_devices(wanted)
         except BaseException:
-            self._calls.close()
+            self.close()
             raise
 
     def __enter__(self) -> Self:
@@ -79,28 +89,28 @@ class EngineLLM:
         self.close()
 
     def close(self) -> None:
-        """Free everything at the service that is this engine's, and hang up. Calling it again is harmless."""
+        """Free everything at the service that is this engine's, and hang up. Calling it again is harmless.
+
+        A model that it has loaded is unloaded, unless requests of others run.
+        """
         try:
             if self._lease_id:
                 lease, self._lease_id = self._lease_id, ""
-                self._calls.unary("FreeTensors", graphs_pb2.FreeTensorsRequest(lease_id=lease, all=True))
-        except (NotFound, FailedPrecondition):
-            # It is gone already.
-            pass
+                self._end("FreeTensors", graphs_pb2.FreeTensorsRequest(lease_id=lease, all=True))
+            if self._owns_model:
+                self._owns_model = False
+                self._calls.end_stream()
+                self._end("UnloadModel", model_pb2.UnloadModelRequest())
         finally:
             self._calls.close()
 
     @staticmethod
     def archive(folder: str | os.PathLike[str]) -> bytes:
-        """Return the files of a model's folder as the bytes that `EngineLLM(data, size, device_ids)` takes."""
-        import tarfile  # takes milliseconds that other clients do not owe
+        """Return the files of a model's folder as the bytes that `EngineLLM(data, size, device_ids)` takes.
 
-        data = io.BytesIO()
-        with tarfile.open(fileobj=data, mode="w") as archive:
-            for file in sorted(os.scandir(folder), key=lambda one: one.name):
-                if file.is_file() and file.name.endswith((".json", ".safetensors", ".model", ".txt", ".jinja")):
-                    archive.add(file.path, arcname=file.name)
-        return data.getvalue()
+        Raises OSError for a file that is missing.
+        """
+        return archive_of(Path(folder))
 
     # Graphs.
 
@@ -367,6 +377,11 @@ class EngineLLM:
         if not set(wanted) <= set(known):
             raise ValueError(f"device ids must be among those of the service: {known}")
 
+    def _end(self, method: str, request: Any) -> None:
+        """Make a call that ends something, unless it is gone or in use."""
+        with contextlib.suppress(NotFound, FailedPrecondition, Unavailable):
+            self._calls.unary(method, request)
+
     def _lease(self) -> str:
         if not self._lease_id:
             self._lease_id = self._calls.unary("AllocateTensors", graphs_pb2.AllocateTensorsRequest()).lease_id
@@ -423,35 +438,6 @@ def _arguments(model: str | bytes, arguments: tuple[Any, ...]) -> tuple[BmrtFlag
     if len(others) > 1 or not all(isinstance(one, int) for one in others):
         raise TypeError("EngineLLM(model, device_ids) or EngineLLM(model, flags, device_ids)")
     return BmrtFlag(others[0]) if others else BmrtFlag.BM_RUNTIME_AUTO, list(device_ids)
-
-
-def _load_requests(model: str | bytes, arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the messages that load a model. Raises Unimplemented where this release knows none, TypeError."""
-    request = getattr(model_pb2, "LoadModelRequest", None)
-    if request is None:
-        raise Unimplemented(
-            "this release cannot load a model into a service: start the service with it, and give its address",
-            reason="UNIMPLEMENTED",
-        )
-    if isinstance(model, str):
-        yield request(start={"path": model})
-        return
-    archive = _opened(memoryview(model)[: arguments[0]])
-    files = [one for one in archive.getmembers() if one.isfile()]
-    yield request(start={"upload": {"files": [{"name": one.name, "size_bytes": one.size} for one in files]}})
-    for one in files:
-        content = archive.extractfile(one)
-        while content is not None and (part := content.read(PART_BYTES)):
-            yield request(chunk={"name": one.name, "data": part})
-
-
-def _opened(data: memoryview) -> TarFile:
-    import tarfile
-
-    try:
-        return tarfile.open(fileobj=io.BytesIO(data))
-    except tarfile.TarError:
-        raise TypeError("the bytes must be those of a tar archive of a model's folder: see EngineLLM.archive") from None
 
 
 def _at(infos: Sequence[graphs_pb2.GraphTensorInfo], index: int) -> graphs_pb2.GraphTensorInfo:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from penstock.common.errors import from_rpc_error
 from penstock.common.request_context import BACKEND_KEY
-from penstock.v1 import common_pb2, graphs_pb2, model_pb2, model_pb2_grpc
+from penstock.v1 import common_pb2, graphs_pb2, model_pb2
 
-from penstock_client._exceptions import Internal, Unimplemented
+from penstock_client._channel import END, Channel, Exchange
+from penstock_client._exceptions import Internal
 from penstock_client.config import ClientConfig
 
 # Data of a message: below the 4 MiB that every gRPC takes by default.
@@ -45,41 +45,20 @@ class GraphCalls:
 
     def __init__(self, address: str, config: ClientConfig, backend: str | None) -> None:
         """Connect to `address`. Raises ValueError and OSError as `Client`."""
-        options = config.channel_options()
-        metadata = list(config.metadata(address))
-        if backend is not None:
-            metadata.append((BACKEND_KEY, backend))
-        self._metadata = tuple(metadata)
+        to_backend = () if backend is None else ((BACKEND_KEY, backend),)
+        self._metadata = (*config.metadata(address), *to_backend)
         self._timeout = config.timeouts.unary
-        self._channel = (
-            grpc.secure_channel(address, config.tls.credentials(), options)
-            if config.tls
-            else grpc.insecure_channel(address, options)
-        )
-        self._stub: Any = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._channel = Channel(address, config)
+        self._stub = self._channel.models
         self._lock = threading.Lock()
-        self._call: Any = None
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # The Forward stream.
+        self._exchange: Exchange | None = None
         self._last_call = 0
 
     def unary(self, method: str, request: Any) -> Any:
         """Make a call with one answer. Raises PenstockError."""
         try:
             return getattr(self._stub, method)(request, timeout=self._timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-
-    def load_model(self, requests: Iterable[Any]) -> None:
-        """Let the service load a model. Raises PenstockError: Unimplemented where it cannot."""
-        load = getattr(self._stub, "LoadModel", None)
-        if load is None:
-            raise Unimplemented(
-                "this release cannot load a model into a service: start the service with it, and give its address",
-                reason="UNIMPLEMENTED",
-            )
-        try:
-            for _ in load(iter(requests), metadata=self._metadata):
-                pass
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -97,13 +76,12 @@ class GraphCalls:
             self._last_call += 1
             request.call_id = self._last_call
             request.outputs.extend(outputs)
-            if self._call is None:
-                self._requests = queue.SimpleQueue()
-                self._call = self._stub.Forward(iter(self._requests.get, None), metadata=self._metadata)
+            if self._exchange is None:
+                self._exchange = Exchange(self._stub.Forward, metadata=self._metadata)
             try:
                 for message in _messages(request, inputs):
-                    self._requests.put(message)
-                return self._read()
+                    self._exchange.send(message)
+                return self._read(self._exchange)
             except grpc.RpcError as error:
                 self._end()
                 raise from_rpc_error(error) from error
@@ -112,15 +90,19 @@ class GraphCalls:
                 self._end()
                 raise
 
-    def close(self) -> None:
-        """End the stream and the connection."""
+    def end_stream(self) -> None:
+        """End the Forward stream, if there is one: what belongs to it at the service ends."""
         with self._lock:
             self._end()
+
+    def close(self) -> None:
+        """End the stream and the connection."""
+        self.end_stream()
         self._channel.close()
 
-    def _read(self) -> dict[int, Output]:
+    def _read(self, exchange: Exchange) -> dict[int, Output]:
         found: dict[int, Output] = {}
-        for response in self._call:
+        while (response := exchange.read()) is not END:
             if response.call_id != self._last_call:
                 raise Internal("the answer is of another call", reason="PROTOCOL")
             for one in response.outputs:
@@ -131,10 +113,9 @@ class GraphCalls:
         raise Internal("the stream ended without an answer", reason="TRUNCATED_STREAM")
 
     def _end(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            self._requests.put(None)
-            call.cancel()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.cancel()
 
 
 def _messages(request: graphs_pb2.ForwardRequest, inputs: list[Input]) -> Iterator[graphs_pb2.ForwardRequest]:

@@ -264,6 +264,31 @@ class Client:
         response: admin_pb2.UnloadAdapterResponse = self._unary(self._admin.UnloadAdapter, request, backend=backend)
         return response.live_requests
 
+    def drain(self, *, grace: float | None = None, backend: str = "", timeout: float | None = None) -> int:
+        """Have a generation service refuse new requests and wait for live ones; return how many still run.
+
+        Live ones are aborted after `grace` seconds, which a router moves; without it they have all the time. It stays
+        drained until `resume`, also when `timeout` seconds have passed. `backend` as in list_adapters.
+        """
+        request, wait = admin_pb2.DrainRequest(grace_seconds=grace), self._wait(grace, timeout)
+        response: admin_pb2.DrainResponse = self._unary(self._admin.Drain, request, wait, backend=backend)
+        return response.running_requests
+
+    def resume(self, *, backend: str = "") -> None:
+        """Have a generation service take requests again after `drain`. `backend` as in list_adapters."""
+        self._unary(self._admin.Resume, admin_pb2.ResumeRequest(), backend=backend)
+
+    def reload(
+        self, *, grace: float | None = None, backend: str = "", timeout: float | None = None
+    ) -> admin_pb2.ReloadResponse:
+        """Have a generation service read its model's weights again, between a drain and a resume.
+
+        `grace`, `backend` and `timeout` as for `drain`. Raises FailedPrecondition for a folder with another model.
+        """
+        request, wait = admin_pb2.ReloadRequest(grace_seconds=grace), self._wait(grace, timeout)
+        response: admin_pb2.ReloadResponse = self._unary(self._admin.Reload, request, wait, backend=backend)
+        return response
+
     def load_model(
         self,
         folder: Path | str | None = None,
@@ -282,7 +307,16 @@ class Client:
         service's own, or a router's; `backend` names one of several behind it. The load is given up when this is, or
         when `timeout` seconds have passed.
         """
-        requests, state = load_requests(folder, path, name, options), LoadState(on_progress)
+        return self._load(load_requests(folder, path, name, options), on_progress, backend, timeout)
+
+    def _load(
+        self,
+        requests: Iterable[model_pb2.LoadModelRequest],
+        on_progress: Callable[[LoadProgress], None] | None,
+        backend: str,
+        timeout: float | None,
+    ) -> model_pb2.GetModelInfoResponse:
+        state = LoadState(on_progress)
         exchange = Exchange(self._channel.models.LoadModel, timeout=timeout, metadata=self._metadata_for(backend))
         try:
             for request in requests:
@@ -307,8 +341,7 @@ class Client:
         Live requests have `grace` seconds before they are aborted; without it FailedPrecondition BUSY while there are
         some. `backend` as for `load_model`. `timeout` in seconds; the model ends even when it passes.
         """
-        request, unary = model_pb2.UnloadModelRequest(grace_seconds=grace), self.config.timeouts.unary
-        wait = unary + (grace or 0.0) if timeout is None and unary is not None else timeout
+        request, wait = model_pb2.UnloadModelRequest(grace_seconds=grace), self._wait(grace, timeout)
         return unloaded_of(self._unary(self._channel.models.UnloadModel, request, wait, backend=backend))
 
     def model_info(self, *, backend: str = "") -> model_pb2.GetModelInfoResponse:
@@ -316,6 +349,11 @@ class Client:
         request = model_pb2.GetModelInfoRequest()
         info: model_pb2.GetModelInfoResponse = self._unary(self._channel.models.GetModelInfo, request, backend=backend)
         return info
+
+    def _wait(self, grace: float | None, timeout: float | None) -> float | None:
+        """Time for a call that lets live requests end."""
+        unary = self.config.timeouts.unary
+        return unary + (grace or 0.0) if timeout is None and unary is not None else timeout
 
     def _metadata_for(self, backend: str) -> tuple[tuple[str, str], ...]:
         return (*self._metadata, (BACKEND_KEY, backend)) if backend else self._metadata

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, about_own_flag, no_router, open_client
+from penstock.cli.client.connection import ConnectionConfig, open_operator_client
 from penstock.cli.console import console, say
 from penstock.common.options import option
 
 if TYPE_CHECKING:
-    from penstock_client import Client
-
     from penstock.cli.flags import Overrides
 
 GROUP = "Adapters"
@@ -65,7 +61,7 @@ class LoadAdapterConfig(AdaptersConfig):
 def run_list(given: Overrides) -> None:
     """Show the adapters. Raises PenstockError, StartupError."""
     config: ListAdaptersConfig = _config(ListAdaptersConfig, given)
-    with _client(config) as client:
+    with open_operator_client(config, config.backend) as client:
         found = client.list_adapters(backend=config.backend or "")
     if config.json:
         import json
@@ -113,7 +109,7 @@ def _show(found: list[Any]) -> None:
 def run_load(name: str, path: str, given: Overrides) -> None:
     """Load an adapter. Raises PenstockError, StartupError."""
     config: LoadAdapterConfig = _config(LoadAdapterConfig, given)
-    with _client(config) as client:
+    with open_operator_client(config, config.backend) as client:
         adapter = client.load_adapter(
             name, path, replace=config.replace, backend=config.backend or "", timeout=config.timeout_seconds
         )
@@ -123,7 +119,7 @@ def run_load(name: str, path: str, given: Overrides) -> None:
 def run_unload(name: str, given: Overrides) -> None:
     """Unload an adapter. Raises PenstockError, StartupError."""
     config: AdaptersConfig = _config(AdaptersConfig, given)
-    with _client(config) as client:
+    with open_operator_client(config, config.backend) as client:
         live = client.unload_adapter(name, backend=config.backend or "")
     say(f"{name}: unloaded" + (f"; {live} requests go on with it" if live else ""))
 
@@ -132,21 +128,3 @@ def _config(kind: Any, given: Overrides) -> Any:
     from penstock.common.config import from_env_and_flags  # brings grpc, which --help must not wait for
 
     return from_env_and_flags(kind, given)
-
-
-@contextmanager
-def _client(config: AdaptersConfig) -> Iterator[Client]:
-    """Open a client; an error about the backend's name is one about the flag."""
-    from penstock.common.errors import PenstockError, Unimplemented
-
-    with open_client(config) as client:
-        try:
-            if config.backend is not None:
-                # A generation service would answer for itself, whatever --backend says.
-                client.list_models()
-        except Unimplemented:
-            raise no_router(config) from None
-        try:
-            yield client
-        except PenstockError as error:
-            raise about_own_flag(error) from None

@@ -18,6 +18,7 @@ from penstock.cli.adapters import (
     run_load,
     run_unload,
 )
+from penstock.cli.admin_commands import AdminConfig, DrainConfig, run_drain, run_reload, run_resume
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.sampling import SamplingConfig
@@ -119,6 +120,22 @@ Examples:
   penstock adapters load support --backend 10.0.0.7:50052
 
   penstock adapters unload support"""
+
+ADMIN_EPILOG = f"""A router sends requests elsewhere while a backend drains or reloads. It asks the backend that
+--backend names, and takes the tokens of its --admin-token-file (--token-file here).
+docs/guide/generation-service.md explains it.
+
+{ENV_NOTE}
+
+Examples:
+
+  penstock admin drain --grace-seconds 30
+
+  penstock admin resume
+
+  penstock admin reload --backend 10.0.0.7:50052
+
+  penstock admin drain --address 127.0.0.1:50052          past the router"""
 
 PACK_EPILOG = f"""Everything that takes a MODEL takes the folder OUTPUT. Its weights are mapped as
 they are: a start copies nothing, and the processes of a host share them.
@@ -407,6 +424,20 @@ _adapters.command("unload")(
     )
 )
 app.add_typer(_adapters, name="adapters")
+
+_admin = typer.Typer(no_args_is_help=True, help="Drain, resume and reload a generation service.", epilog=ADMIN_EPILOG)
+_admin.command("drain")(
+    command(options_of(DrainConfig), run_drain, "Refuse new requests, and wait until the live ones are over.")
+)
+_admin.command("resume")(command(options_of(AdminConfig), run_resume, "Take requests again, after a drain."))
+_admin.command("reload")(
+    command(
+        options_of(DrainConfig),
+        run_reload,
+        "Read the model's weights again from the same folder, between a drain and a resume.",
+    )
+)
+app.add_typer(_admin, name="admin")
 
 _PACK_ARGUMENTS = [
     _argument("folder", "MODEL", ..., "Folder or hub id of the checkpoint.", str),

@@ -8,8 +8,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.client.connection import (
+    GENERATION_HINT,
+    ConnectionConfig,
+    about_own_flag,
+    connect,
+    no_router,
+    wait_connected,
+)
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, about_own_flag, connect, no_router, wait_connected
 from penstock.cli.console import console, say
 from penstock.common.options import option
 from penstock.common.ports import GENERATION_PORT
@@ -22,8 +29,6 @@ if TYPE_CHECKING:
     from penstock.cli.flags import Overrides
 
 State = dict[str, Any]
-# The processes of `penstock serve` take free ports.
-_HINT = "of `penstock serve` it is the one in its line `generation: ready on ...`, or its router's"
 # Time for a service that waits for its engine as long as its own configuration says.
 _UNKNOWN_WAIT_SECONDS = 60.0
 _GROUP_COLUMNS = ("request", "state", "decoding", "priority", "age", "running", "prompt", "most new", "width")
@@ -98,7 +103,7 @@ async def _ask(config: DebugConfig) -> State:
 
     channel, metadata = connect(config, opened)
     async with channel:
-        await wait_connected(channel, config, _HINT)
+        await wait_connected(channel, config, GENERATION_HINT)
         stub: Any = admin_pb2_grpc.GenerationAdminServiceStub(channel)
         if config.backend is not None:
             await _require_router(config, channel, metadata)

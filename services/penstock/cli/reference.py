@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
+from penstock.cli.admin_commands import DrainConfig
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client.connection import ConnectionConfig
 from penstock.cli.client.models import LoadConfig, UnloadConfig
@@ -78,6 +79,8 @@ def _sections() -> Iterator[str]:
     yield "`penstock adapters list`, `load` and `unload`, and the options of the connection above.\n"
     adapters = {bound.name: bound for kind in (ListAdaptersConfig, LoadAdapterConfig) for bound in options_of(kind)}
     yield _table(bound for name, bound in adapters.items() if name not in connection)
+    yield "`penstock admin drain`, `resume` and `reload`, and the options of the connection above.\n"
+    yield _table(bound for bound in options_of(DrainConfig) if bound.name not in connection)
     yield "`penstock models load FOLDER`, `unload` and `info`, and the other options of the connection above."
     yield "`load` takes flags of the [generation service](#generation) for the model, too: those of LoadModelOptions.\n"
     yield _table(_models_options(connection))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hmac
 import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 
@@ -165,3 +167,17 @@ class TokenFile:
         if not tokens or not tokens[0].isascii():
             raise Unauthenticated("the bearer token file holds no token", reason="NO_TOKEN")
         return f"Bearer {tokens[0].decode()}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFiles:
+    """Several files, each of whose tokens is taken."""
+
+    files: tuple[TokenFile, ...]
+
+    def accepts(self, authorization: str | bytes | None) -> bool:
+        """True when one of the files has the token."""
+        return any(file.accepts(authorization) for file in self.files)
+
+
+Tokens: TypeAlias = TokenFile | TokenFiles

@@ -46,6 +46,8 @@ ERROR_REASONS: tuple[ErrorReason, ...] = (
     _row("TOO_MANY", "INVALID_ARGUMENT", "a list has too many entries", _LESS),
     _row("MODEL_NOT_FOUND", "NOT_FOUND", "no model of this name is served", "leave `model` out, or take a name that ListModels gives"),
     _row("ADAPTER_NOT_FOUND", "NOT_FOUND", "no adapter of this name is known", "take a name that ListModels gives, load it (`penstock adapters load`), or leave `adapter` out"),
+    _row("ADAPTER_LOADING", "UNAVAILABLE", "no backend has loaded the request's adapter in time", "try again later, load it beforehand (`penstock adapters load`), or raise `--adapter-load-seconds`"),
+    _row("ADAPTER_LOADS_FULL", "RESOURCE_EXHAUSTED", "as many adapters are being loaded for requests as may be", "try again later, or raise the router's `--max-adapter-loads`"),
     _row("NO_ADAPTER_ROOT", "FAILED_PRECONDITION", "the service was not told where adapters may be loaded from", "start it with `--adapter-root`"),
     _row("ADAPTER_EXISTS", "INVALID_ARGUMENT", "an adapter of this name is loaded", "take another name, unload it first, or ask for it to be replaced"),
     _row("ADAPTER_PATH", "INVALID_ARGUMENT", "there is no adapter at this path, or not where adapters may be", "name a PEFT folder (adapter_config.json, adapter_model.safetensors) that the service can read"),

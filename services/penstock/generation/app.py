@@ -17,7 +17,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.common.checkpoint import model_name
-from penstock.common.credentials import TokenFile
+from penstock.common.credentials import TokenFile, TokenFiles, Tokens
 from penstock.common.logging import get_logger
 from penstock.common.progress import ShowProgress
 from penstock.generation.config import GenerationServiceConfig
@@ -26,7 +26,7 @@ from penstock.generation.host.arena import Arena
 from penstock.generation.metrics import GenerationMetrics
 from penstock.generation.rpc.admin import AdminServicer
 from penstock.generation.rpc.generation import GenerationServicer
-from penstock.generation.rpc.graphs import OPENING_METHODS
+from penstock.generation.rpc.graphs import FACTS_METHOD, OPENING_METHODS
 from penstock.generation.rpc.model import ModelServicer
 from penstock.generation.service import Lifecycle
 from penstock.v1 import admin_pb2_grpc, generation_pb2_grpc, model_pb2_grpc
@@ -64,10 +64,17 @@ class GenerationApp:
         """Let the start show its progress by `show`."""
         self._holder.show = show
 
-    def token_files(self) -> Mapping[str, TokenFile]:
+    def token_files(self) -> Mapping[str, Tokens]:
         """See serving.server.HasTokens."""
-        path = self._config.model_access_token_file
-        return {} if path is None else dict.fromkeys(OPENING_METHODS, TokenFile(path, "--model-access-token-file"))
+        path, usual = self._config.model_access_token_file, self._config.auth_token_file
+        if path is None:
+            return {}
+        opening = TokenFile(path, "--model-access-token-file")
+        tokens: dict[str, Tokens] = dict.fromkeys(OPENING_METHODS, opening)
+        if usual is not None:
+            # Who runs the model's graphs has to know them.
+            tokens[FACTS_METHOD] = TokenFiles((TokenFile(usual, "--auth-token-file"), opening))
+        return tokens
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the three servicers."""

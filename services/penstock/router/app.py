@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import grpc
 from prometheus_client import CollectorRegistry
 
-from penstock.common.credentials import TokenFile, check_channel_files
+from penstock.common.credentials import Tokens, check_channel_files
 from penstock.common.errors import StartupError
 from penstock.router.aio import Wakeup
 from penstock.router.backends.attempts import Attempts
@@ -125,7 +125,7 @@ class RouterApp:
         admin_pb2_grpc.add_GenerationAdminServiceServicer_to_server(ForwardingAdminServicer(forwarding), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ForwardingModelServicer(forwarding), server)
 
-    def token_files(self) -> Mapping[str, TokenFile]:
+    def token_files(self) -> Mapping[str, Tokens]:
         """See serving.server.HasTokens."""
         return token_files(self._config)
 

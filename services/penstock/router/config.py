@@ -147,6 +147,9 @@ class RouterConfig(ServerConfig, ChannelConfig):
     adapter_load_seconds: float = option(
         60.0, "Time for such a load, at all backends that are tried together.", group=ROUTING, minimum=0.01
     )
+    max_adapter_loads: int = option(
+        8, "Such loads at once, each of another adapter; a request for one more is refused.", group=ROUTING, minimum=1
+    )
 
     max_attempts: int = option(3, "Backends tried before the first token.", group=FAILURE, minimum=1)
     max_moves: int = option(2, "Moves of a stream that has begun.", group=FAILURE, minimum=0)

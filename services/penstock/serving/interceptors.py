@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from penstock.common.credentials import TokenFile
+from penstock.common.credentials import Tokens
 from penstock.common.errors import (
     Internal,
     InvalidArgument,
@@ -61,7 +61,7 @@ class _Method:
     handling: Any
     handled: Callable[[str], Any]
     # Tokens that it takes; None: any call.
-    tokens: TokenFile | None
+    tokens: Tokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class CallInterceptor:
         self,
         metrics: GrpcServerMetrics,
         *,
-        tokens: TokenFile | None,
+        tokens: Tokens | None,
         max_concurrent_rpcs: int,
         max_message_fields: int,
-        service_tokens: Mapping[str, TokenFile] | None = None,
+        service_tokens: Mapping[str, Tokens] | None = None,
     ) -> None:
         """Make it. Bounds and what they are for: ServerConfig. `service_tokens`, by the name of a service or of a
         method ("/package.Service/Name"), which goes before it, are taken in place of `tokens`."""

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.common.addresses import BoundAddresses, join_address, require_free_port
 from penstock.common.config import ServerConfig
-from penstock.common.credentials import TokenFile
+from penstock.common.credentials import TokenFile, Tokens
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.metrics import GrpcServerMetrics, add_process_metrics
@@ -80,7 +80,7 @@ class HasControlServices(Protocol):
 class HasTokens(Protocol):
     """A service some of whose gRPC services or methods take other bearer tokens than those of --auth-token-file."""
 
-    def token_files(self) -> Mapping[str, TokenFile]:
+    def token_files(self) -> Mapping[str, Tokens]:
         """Read them, by the gRPC service's name, or a method's ("/package.Service/Name"); called once, before the
         server is made. Raises StartupError."""
 

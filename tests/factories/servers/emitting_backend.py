@@ -102,8 +102,10 @@ class EmittingBackend:
     adapters: dict[str, str] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
     adapters_version: int = 0
-    # ListAdapters waits until this is set.
+    # ListAdapters waits until this is set, LoadAdapter until that.
     may_list: asyncio.Event = field(default_factory=asyncio.Event)
+    may_load: asyncio.Event = field(default_factory=asyncio.Event)
+    list_calls: int = 0
     adapter_loads: list[admin_pb2.LoadAdapterRequest] = field(default_factory=list)
 
     # Ids that end a sequence, as GetModelInfo tells; empty: not told.
@@ -127,6 +129,7 @@ class EmittingBackend:
         self._server: Any = None
         self.health: HealthServicer = WatchedHealth(self._watched)
         self.may_list.set()
+        self.may_load.set()
         self.adapters_version = self.adapters_version or int(bool(self.adapters))
 
     def set_adapters(self, **adapters: str) -> None:
@@ -404,15 +407,17 @@ class _Servicer:
 
     async def ListAdapters(self, _: Any, __: Any) -> admin_pb2.ListAdaptersResponse:
         backend = self._backend
-        found = [admin_pb2.Adapter(name=name, path=path) for name, path in backend.adapters.items()]
-        answer = admin_pb2.ListAdaptersResponse(adapters=found, version=backend.adapters_version)
+        backend.list_calls += 1
+        await backend.notify()
         await backend.may_list.wait()
-        return answer
+        found = [admin_pb2.Adapter(name=name, path=path) for name, path in backend.adapters.items()]
+        return admin_pb2.ListAdaptersResponse(adapters=found, version=backend.adapters_version)
 
     async def LoadAdapter(self, request: admin_pb2.LoadAdapterRequest, context: Any) -> admin_pb2.LoadAdapterResponse:
         backend = self._backend
         backend.adapter_loads.append(request)
         await backend.notify()
+        await backend.may_load.wait()
         path = request.path or request.name
         if request.name in backend.adapters and not request.replace:
             await _refuse(context, InvalidArgument("name", "is there", reason="ADAPTER_EXISTS"))

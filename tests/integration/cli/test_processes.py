@@ -51,8 +51,16 @@ async def channels(address: str, count: int) -> AsyncIterator[list[grpc.aio.Chan
 
 def workers(process: stack.Process) -> set[int]:
     """Worker processes that live."""
-    found = psutil.Process(process.popen.pid).children()
-    return {child.pid for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
+    return {child.pid for child in psutil.Process(process.popen.pid).children() if is_alive(child)}
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """False for one that has ended, collected by its parent or not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        # Between the two looks.
+        return False
 
 
 def connections_of(pid: int, port: int) -> int:

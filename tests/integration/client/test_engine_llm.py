@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,19 @@ import pytest_asyncio
 import torch
 from factories.models.checkpoints import tiny_checkpoint
 from factories.servers.generation import Client, generation_service, request
-from factories.servers.router import until
+from factories.servers.router import backend, running_router, until
 from penstock.common.checkpoint import demo_folder
-from penstock_client import BmrtFlag, Dtype, EngineLLM, ServerTensor
+from penstock.router.backends.discovery import resolve
+from penstock.v1 import common_pb2, model_pb2
+from penstock_client import BmrtFlag, ClientConfig, Dtype, EngineLLM, ServerTensor
+from penstock_client import Client as ModelClient
 from penstock_client._exceptions import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
-    Unimplemented,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -273,16 +278,95 @@ async def test_what_is_no_service_with_graphs_is_told(folder: Path, client: Clie
             EngineLLM(address, [0], name="other")
         with pytest.raises(Unavailable):
             EngineLLM("127.0.0.1:1", [0])
-        # This service has a model, or cannot load any.
+        for no_archive in (b"x" * 2000, b"x"):
+            with pytest.raises(TypeError, match="tar archive"):
+                EngineLLM(no_archive, len(no_archive), [0], address=address)
         for arguments in ((str(tmp_path / "m"), [0]), (str(tmp_path / "m"), 1, [0]), (archive, len(archive), [0])):
-            with pytest.raises((Unimplemented, FailedPrecondition, InvalidArgument)):
+            with pytest.raises(FailedPrecondition) as caught:
                 EngineLLM(*arguments, address=address)
+            assert caught.value.reason == "MODEL_LOADED"
+        # Nothing was unloaded by it.
+        with EngineLLM(address, [0]) as engine:
+            assert engine.get_graph_names()
 
     await asyncio.to_thread(refuse)
     async with generation_service(folder, model_access="off") as closed:
         with pytest.raises(FailedPrecondition) as caught:
             await asyncio.to_thread(engine_of, closed)
         assert caught.value.reason == "MODEL_ACCESS_OFF"
+
+
+async def test_a_service_without_a_model_loads_what_an_engine_gives_it(folder: Path, tmp_path: Path) -> None:
+    """By the path of a folder there and by its bytes, directly and through a router; and is empty again afterwards."""
+    archive = EngineLLM.archive(folder)
+    # As `tar` makes it of a hub's folder: paths, and files that are no part of a model.
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as other:
+        for name in ("README.md", "original/params.json"):
+            (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "files" / name).write_text("{}")
+        other.add(tmp_path / "files", arcname=".")
+        other.add(folder, arcname="./model")
+    settings: dict[str, Any] = {"model_root": str(folder.parent), "graph_lengths": (16, 32), "graph_kv_tokens": 64}
+    config = {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": 1.0}
+    async with generation_service(folder) as full:
+        wanted = (await full.generate(request(PROMPT, config=config))).ids()
+    async with (
+        generation_service(None, **settings) as client,
+        backend() as ready,
+        running_router(ready, backend=(ready.address, client.running.address), resolver=resolve) as router,
+    ):
+        address = client.running.address
+        routed = {"address": router.server.address, "backend": address}
+
+        def info() -> model_pb2.GetModelInfoResponse:
+            with ModelClient(address) as one:
+                return one.model_info()
+
+        def run() -> None:
+            for arguments, where, name in (
+                ((folder.name, [0]), {"address": address}, folder.name),
+                ((str(folder), BmrtFlag.BM_RUNTIME_AUTO, [0]), {"address": address, "name": "mine"}, "mine"),
+                ((archive, len(archive), [0]), {"address": address, "name": "bytes"}, "bytes"),
+                ((archive, len(archive), [0]), {"address": address}, "model"),
+                ((made.getvalue(), len(made.getvalue()), [0]), {"address": address}, "model"),
+                ((folder.name, [0]), routed, folder.name),
+                ((archive, len(archive), [0]), routed, "model"),
+            ):
+                with sail.EngineLLM(*arguments, **where) as engine:
+                    assert engine.get_device_ids() == [0]
+                    assert info().model == name
+                    driver = driver_module().Driver(sail.Handle(0), engine)
+                    assert driver.generate(PROMPT, 5, set()) == wanted
+                    engine.get_input_tensors("lm_head")
+                assert info().state == common_pb2.MODEL_STATE_EMPTY
+            with pytest.raises(ValueError, match=r"\[0\]"):
+                EngineLLM(folder.name, [0, 1], address=address)
+            assert info().state == common_pb2.MODEL_STATE_EMPTY
+            with pytest.raises(InvalidArgument) as refused:
+                EngineLLM("nowhere", [0], address=address)
+            assert refused.value.reason == "MODEL_REFUSED"
+            half = len(archive) // 2
+            with pytest.raises((InvalidArgument, TypeError)):
+                EngineLLM(archive, half, [0], address=address)
+            assert info().state == common_pb2.MODEL_STATE_EMPTY
+
+        await asyncio.to_thread(run)
+
+
+async def test_one_token_does_for_an_engine(folder: Path, tmp_path: Path) -> None:
+    for name in ("text", "model"):
+        (tmp_path / name).write_text(f"for-{name}\n")
+    tokens = {"auth_token_file": str(tmp_path / "text"), "model_access_token_file": str(tmp_path / "model")}
+    async with generation_service(folder, **tokens) as client:
+
+        def run() -> None:
+            with engine_of(client, config=ClientConfig(token="for-model")) as engine:
+                engine.process("lm_head", {0: np.zeros((1, HIDDEN))}, {})
+            with engine_of(client, config=ClientConfig(token="for-text")) as engine, pytest.raises(Unauthenticated):
+                engine.process("lm_head", {0: np.zeros((1, HIDDEN))}, {})
+
+        await asyncio.to_thread(run)
 
 
 async def test_closing_twice_and_losing_the_service_is_no_error(folder: Path) -> None:

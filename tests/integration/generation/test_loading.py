@@ -633,6 +633,10 @@ async def test_loading_has_tokens_of_its_own(folder: Path, tmp_path: Path) -> No
 
         with pytest.raises(Unauthenticated):
             await asyncio.to_thread(by_text)
+        for source in ({"folder": folder}, {"path": "tiny"}) * 5:
+            async with AsyncClient(client.running.address, ClientConfig(token="for-text")) as waiting:
+                with pytest.raises(Unauthenticated):
+                    await waiting.load_model(**source)
         await load(client, sent(folder), metadata=model)
         with pytest.raises(grpc.RpcError) as refused:
             await client.model.UnloadModel(model_pb2.UnloadModelRequest(), metadata=text)

@@ -65,6 +65,24 @@ async def test_of_several_backends_one_must_be_named_and_gets_the_call() -> None
         assert (await failure(model.GetModelInfo(request, metadata=to("127.0.0.1:1")))).reason == "BACKEND_NOT_FOUND"
 
 
+async def test_a_backend_of_another_tokenizer_is_reached_every_time() -> None:
+    """It is dialled and left again and again: calls must neither meet a gap nor end with such a connection."""
+    async with (
+        backend() as one,
+        backend(model="b", fingerprint="other") as two,
+        running_router(one, two) as router,
+        stubs(router) as (admin, model),
+    ):
+        reports = admin.WatchLoad(TO_LOAD, metadata=to(two.address))
+        assert await reports.read()
+        for _ in range(40):
+            assert (await model.GetModelInfo(model_pb2.GetModelInfoRequest(), metadata=to(two.address))).model == "b"
+        two.extra_load = 7
+        while (await reports.read()).load.waiting_requests != 7:
+            pass
+        reports.cancel()
+
+
 async def test_a_backends_own_error_comes_back() -> None:
     async with backend() as one, running_router(one) as router, stubs(router) as (admin, _):
         assert (await failure(admin.WarmUp(admin_pb2.WarmUpRequest()))).code is grpc.StatusCode.UNIMPLEMENTED

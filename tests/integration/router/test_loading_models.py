@@ -66,6 +66,10 @@ async def test_a_backend_joins_and_leaves_with_its_model(tmp_path: Path) -> None
                 assert (await direct.model_info()).state == common_pb2.MODEL_STATE_READY
                 await direct.unload_model(grace=0.0)
             await client.load_model(folder, backend=address)
+            # One call after the other: none meets the moment in which the router connects anew.
+            for _ in range(3):
+                await client.unload_model(grace=0.0, backend=address)
+                await client.load_model(folder, backend=address)
             await router.until("backend_up", 1.0, backend=address)
 
 

@@ -104,7 +104,48 @@ async def test_its_own_tokens_hold_and_no_others(tmp_path: Path) -> None:
         metadata = (("authorization", "Bearer model"),)
         # The scripted backend has no such call.
         assert (await failure(stub.AllocateTensors(allocate, metadata=metadata))).reason == "UNIMPLEMENTED"
-        assert (await failure(stub.GetModelInfo(facts, metadata=metadata))).reason == "UNAUTHENTICATED"
+        # Who runs the graphs has to know them: one client has one token.
+        for token in ("model", "admin"):
+            metadata = (("authorization", f"Bearer {token}"),)
+            assert (await stub.GetModelInfo(facts, metadata=metadata)).model == one.model
+        for token in ("auth", "nobody"):
+            metadata = (("authorization", f"Bearer {token}"),)
+            assert (await failure(stub.GetModelInfo(facts, metadata=metadata))).reason == "UNAUTHENTICATED"
+        assert (await failure(stub.GetModelInfo(facts))).reason == "UNAUTHENTICATED"
+
+
+async def test_facts_go_to_those_who_may_open_the_model(tmp_path: Path) -> None:
+    """On loopback to callers of text, too; on another address to nobody else, unless there are operators' tokens."""
+    for name in ("auth", "model"):
+        (tmp_path / name).write_text(f"{name}\n")
+    files = {f"{name}_token_file": str(tmp_path / name) for name in ("auth", "model")}
+    facts, public = model_pb2.GetModelInfoRequest(), {"host": "0.0.0.0", "insecure_bind": True}
+    for settings, known in (({}, {"auth", "model"}), (public, {"model"})):
+        async with (
+            backend() as one,
+            running_router(one, **files, **settings) as router,
+            model_stub(router.server.address) as stub,
+        ):
+            for token in ("auth", "model", "nobody"):
+                call = stub.GetModelInfo(facts, metadata=(("authorization", f"Bearer {token}"),))
+                if token in known:
+                    assert (await call).model == one.model
+                else:
+                    assert (await failure(call)).reason == "UNAUTHENTICATED"
+
+
+async def test_a_backend_that_is_away_is_told_whatever_the_call(tmp_path: Path) -> None:
+    async with backend() as one, running_router(one) as router, model_stub(router.server.address) as stub:
+        await one.stop()
+        await router.until("backend_up", 0.0, backend=one.address)
+        for call in (
+            stub.UnloadModel(model_pb2.UnloadModelRequest()),
+            stub.FreeTensors(graphs_pb2.FreeTensorsRequest()),
+            stub.LoadModel(iter(())).read(),
+        ):
+            error = await failure(call)
+            assert error.code is grpc.StatusCode.UNAVAILABLE, error
+        await one.start()
 
 
 async def test_a_public_router_refuses_without_them_though_it_has_admin_tokens(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from penstock import __version__
 from penstock.cli import app, download, inspect_model
 from penstock.cli.adapters import ListAdaptersConfig, LoadAdapterConfig
+from penstock.cli.admin_commands import DrainConfig
 from penstock.cli.bench.config import BenchConfig
 from penstock.cli.client import watermark
 from penstock.cli.client.connection import ConnectionConfig
@@ -80,7 +81,7 @@ def test_no_flag_is_cut_on_a_narrow_terminal() -> None:
 def test_no_example_of_the_help_is_cut_short_by_the_shell() -> None:
     epilogs = (
         *(app.EPILOG, app.CHAT_EPILOG, app.COMPLETE_EPILOG, app.WATERMARK_EPILOG, app.BENCH_EPILOG),
-        *(app.DEBUG_EPILOG, app.ADAPTERS_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
+        *(app.DEBUG_EPILOG, app.ADAPTERS_EPILOG, app.ADMIN_EPILOG, app.PACK_EPILOG, serve_commands.EPILOG),
         *(infer_command.EPILOG, download.EPILOG, inspect_model.EPILOG),
     )
     assert {id(text) for name, text in vars(app).items() if name.endswith("EPILOG")} <= set(map(id, epilogs))
@@ -173,6 +174,7 @@ def test_help_of_a_service_has_all_of_its_options_but_hidden_ones(role: str) -> 
         (("serve", "generation", "--lora", "a=x", "--lora", "a=y"), "--lora"),
         (("serve", "--adapter-root", "/no/such"), "--adapter-root"),
         (("adapters", "load", "a", "--timeout", "never"), "--timeout"),
+        (("admin", "drain", "--grace-seconds", "-1"), "--grace-seconds"),
     ],
 )
 def test_what_cannot_start_is_one_line_that_names_the_flag(arguments: tuple[str, ...], names: str) -> None:
@@ -266,6 +268,7 @@ def test_a_variable_has_one_meaning() -> None:
     configs += [
         ListAdaptersConfig,
         LoadAdapterConfig,
+        DrainConfig,
         InferConfig,
         download.DownloadConfig,
         inspect_model.InspectConfig,

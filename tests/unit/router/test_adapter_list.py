@@ -67,6 +67,35 @@ def test_changes_of_others_between_are_not_missed() -> None:
     assert adapters.note_version(5), "the list must be asked for: it has number 4, too"
 
 
+def test_a_process_that_does_not_answer_has_what_it_had() -> None:
+    adapters = known(3, "a")
+    assert adapters.note_version(4)
+    adapters.give_up()
+    assert "a" in adapters
+    assert adapters.note_version(4), "it is asked again"
+
+
+def test_an_adapter_that_turned_out_not_to_be_there_is_asked_for_again() -> None:
+    adapters = known(3, "a", "b")
+    # It was unloaded, and may be there again: no later report need tell so.
+    adapters.remove("a", 0)
+    assert adapters.names == ("b",)
+    assert adapters.note_version(3)
+    adapters.take(listed(3, "a", "b"))
+    assert adapters.names == ("a", "b")
+
+
+def test_what_was_told_by_a_process_before_does_not_come_back_with_every_list() -> None:
+    adapters = known(3, "a")
+    # Of the process before: its count was higher.
+    adapters.add(admin_pb2.Adapter(name="ghost", path="g"), 99)
+    adapters.take(listed(4, "a"))
+    assert "ghost" in adapters
+    adapters.remove("ghost", 0)
+    adapters.take(listed(4, "a"))
+    assert adapters.names == ("a",)
+
+
 def test_changes_that_are_remembered_have_a_bound() -> None:
     adapters = known(1)
     for version in range(2, 1000):

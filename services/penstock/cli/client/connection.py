@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -25,6 +26,8 @@ T = TypeVar("T")
 # Without a connection for so long the address is asked for the reason: most reasons do not go away by waiting.
 FIRST_LOOK_SECONDS = 1.0
 _HINT = "is `penstock serve` running?"
+# The processes of `penstock serve` take free ports.
+GENERATION_HINT = "of `penstock serve` it is the one in its line `generation: ready on ...`, or its router's"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,9 @@ class ConnectionConfig:
     connect_timeout_seconds: float = option(10.0, "Give up connecting after this.", group=GROUP, minimum=0)
 
 
-def open_client(config: ConnectionConfig) -> Client:
-    """Return a connected client. Raises StartupError for unreadable files, and without an answer."""
+def open_client(config: ConnectionConfig, hint: str = _HINT) -> Client:
+    """Return a connected client. Raises StartupError for unreadable files, and without an answer; `hint` says what may
+    be wrong."""
     from penstock_client import Client
 
     from penstock.common.errors import Unavailable
@@ -54,7 +58,7 @@ def open_client(config: ConnectionConfig) -> Client:
                 client.wait_ready(wait)
                 break
             except Unavailable:
-                _look(config, rest, _HINT)
+                _look(config, rest, hint)
     except BaseException:
         client.close()
         raise
@@ -122,6 +126,30 @@ def about_own_flag(error: PenstockError) -> Exception:
 
     flag, theirs = "--backend", f"metadata {BACKEND_KEY}"
     return StartupError(error.message.replace(theirs, flag), flag=flag) if theirs in error.message else error
+
+
+@contextmanager
+def open_operator_client(config: ConnectionConfig, backend: str | None, hint: str = _HINT) -> Iterator[Client]:
+    """Open a client for calls of operators, at a router those of `backend`.
+
+    Raises as `open_client`, and StartupError naming --backend: the address is no router's, or it knows no such one.
+    """
+    from penstock.common.errors import PenstockError, Unimplemented
+
+    with open_client(config, hint) as client:
+        if backend is not None:
+            try:
+                # A generation service would answer for itself, whatever --backend says.
+                client.list_models()
+            except Unimplemented:
+                raise no_router(config) from None
+            except PenstockError:
+                # Others come from a router, too, such as for the token of its operators.
+                pass
+        try:
+            yield client
+        except PenstockError as error:
+            raise about_own_flag(error) from None
 
 
 def no_router(config: ConnectionConfig) -> StartupError:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from penstock.cli.client.connection import GENERATION_HINT, ConnectionConfig, open_operator_client
 from penstock.cli.client.connection import GROUP as CONNECTION
-from penstock.cli.client.connection import ConnectionConfig, open_client
 from penstock.cli.console import complain, say
 from penstock.cli.flags import Overrides, command
 from penstock.cli.progress import LiveLine, PlainLines, ProgressDisplay, is_live
@@ -122,7 +122,7 @@ def run_load(folder: str | None, given: Overrides) -> None:
         display.show(state)
 
     try:
-        with open_client(config) as client:
+        with open_operator_client(config, config.backend, GENERATION_HINT) as client:
             info = client.load_model(
                 folder,
                 path=config.path,
@@ -141,7 +141,7 @@ def run_load(folder: str | None, given: Overrides) -> None:
 def run_unload(given: Overrides) -> None:
     """End the model. Raises StartupError for a wrong flag, the service's PenstockError."""
     config = from_env_and_flags(UnloadConfig, given)
-    with open_client(config) as client:
+    with open_operator_client(config, config.backend, GENERATION_HINT) as client:
         # Aborted requests still get their last words.
         wait = None if config.grace_seconds is None else config.grace_seconds + config.connect_timeout_seconds
         gone = client.unload_model(grace=config.grace_seconds, backend=config.backend or "", timeout=wait)
@@ -154,11 +154,12 @@ def run_info(given: Overrides) -> None:
     from penstock.v1 import common_pb2
 
     config = from_env_and_flags(ModelsConfig, given)
-    with open_client(config) as client:
+    with open_operator_client(config, config.backend, GENERATION_HINT) as client:
         info = client.model_info(backend=config.backend or "")
     state = common_pb2.ModelState.Name(info.state).removeprefix("MODEL_STATE_").lower()
     what = f"{info.model} ({info.architecture}): {_pool(info)}" if info.architecture else info.model or "no model"
-    say(f"{what}; {state}, load {info.load_number}, {'may' if info.can_load else 'may not'} be loaded by a call")
+    calls = "calls may load and unload" if info.can_load else "no call may load or unload"
+    say(f"{what}; {state}, load {info.load_number}, {calls}")
 
 
 def _pool(info: Any) -> str:

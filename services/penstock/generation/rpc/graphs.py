@@ -15,8 +15,11 @@ from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _SERVICE = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
-# Methods of ModelService with tokens of their own: all but the one that tells facts.
-OPENING_METHODS = tuple(f"/{_SERVICE.full_name}/{one.name}" for one in _SERVICE.methods if one.name != "GetModelInfo")
+FACTS_METHOD = f"/{_SERVICE.full_name}/GetModelInfo"
+# Methods with tokens of their own: all but the one that tells facts.
+OPENING_METHODS = tuple(
+    name for one in _SERVICE.methods if (name := f"/{_SERVICE.full_name}/{one.name}") != FACTS_METHOD
+)
 
 
 class GraphCalls(model_pb2_grpc.ModelServiceServicer):

@@ -41,12 +41,12 @@ class AdapterList:
         """Take the version of a report; True when the list must be asked for."""
         if not version and not self.is_known:
             # It never had any.
-            self.give_up()
+            self._paths.clear()
+            self.is_known = True
         return version > self._version
 
     def give_up(self) -> None:
-        """Take a process that does not tell its adapters for one without any."""
-        self._paths.clear()
+        """Go on with what was known: the process did not tell its adapters when it was asked."""
         self.is_known = True
 
     def take(self, found: admin_pb2.ListAdaptersResponse) -> None:
@@ -63,8 +63,15 @@ class AdapterList:
         self._change(version, adapter.name, adapter.path)
 
     def remove(self, name: str, version: int) -> None:
-        """Remove an adapter that is not there. `version`: since then; 0 when it is not known."""
+        """Remove an adapter that is not there. `version`: since then; 0 when it is not known.
+
+        In that case `note_version` asks for the list: the name may be there again already.
+        """
         self._change(version, name, None)
+        if not version:
+            # Also what was told by a process before this one, whose versions may be higher.
+            self._changes = [change for change in self._changes if change[1] != name]
+            self._version = 0
 
     def _change(self, version: int, name: str, path: str | None) -> None:
         self._apply(name, path)

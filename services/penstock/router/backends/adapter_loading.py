@@ -56,8 +56,8 @@ class AdapterLoading:
     async def require(self, model: str, adapter: str, left: float | None) -> None:
         """Return once a ready backend has the adapter. `left`: seconds to the deadline; None: there is none.
 
-        Raises NotFound when no backend has it and none could load it, ResourceExhausted when there is no room for it,
-        Unavailable when no answer came in time.
+        Raises NotFound when no backend has it and none could load it, ResourceExhausted when there is no room for it or
+        too many are being loaded, Unavailable when no answer came in time.
         """
         error = await self.bring(model, adapter, left)
         if error is not None:
@@ -71,25 +71,29 @@ class AdapterLoading:
             return self.missing(model, adapter)
         load = self._loads.get((model, adapter))
         if load is None:
+            if len(self._loads) >= self._config.max_adapter_loads:
+                return self._too_many()
             load = self._loads[model, adapter] = asyncio.ensure_future(self._load(model, adapter))
             load.add_done_callback(lambda _: self._loads.pop((model, adapter), None))
         # Others may wait for it, too: a request that leaves does not end it.
         done, _ = await asyncio.wait({load}, timeout=None if left is None else max(left, 0.0))
         if not done or load.cancelled():
-            return self.missing(model, adapter)
+            return self._not_loaded()
         return load.result()
 
     async def _load(self, model: str, adapter: str) -> PenstockError | None:
-        """Ask one backend after the other, the idlest first. Return the last one's error, as clients may see it."""
+        """Ask one backend after the other, the idlest first. Return an error as clients may see it."""
         until = time.monotonic() + self._config.adapter_load_seconds
-        path, failure = self._pool.adapter_path(model, adapter), None
+        path = self._pool.adapter_path(model, adapter)
+        failure: PenstockError | None = None
         for backend in sorted(self._pool.usable(model), key=attrgetter("load"))[: self._config.max_attempts]:
             try:
                 await backend.load_adapter(adapter, path, max(until - time.monotonic(), 0.001))
             except PenstockError as error:
                 _log.warning("backend did not load an adapter", backend=backend.key, reason=error.reason)
                 self._metrics.adapter_loads("failed").inc()
-                failure = error
+                # One that may have it later tells more than one that has no such folder.
+                failure = failure if failure is not None and failure.code in _LATER else error
             else:
                 _log.info("backend loaded an adapter", backend=backend.key)
                 self._metrics.adapter_loads("ok").inc()
@@ -98,19 +102,35 @@ class AdapterLoading:
 
     def _public(self, failure: PenstockError | None, model: str, adapter: str) -> PenstockError:
         """Return a backend's refusal as clients see it: its paths and flags are for operators."""
-        if isinstance(failure, ResourceExhausted):
+        if failure is not None and failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ResourceExhausted(
                 "the backends have no room for another adapter now",
                 reason=failure.reason,
                 retry_after_seconds=self._config.retry_after_seconds,
             )
         if failure is None or failure.code in _WAITING:
-            return self.missing(model, adapter)
+            # Somebody else may have loaded it meanwhile.
+            return self._not_loaded() if self._pool.ready(model) else self.missing(model, adapter)
         return _not_found()
 
+    def _not_loaded(self) -> PenstockError:
+        return Unavailable(
+            "no generation backend has loaded the adapter in time",
+            reason="ADAPTER_LOADING",
+            retry_after_seconds=self._config.retry_after_seconds,
+        )
 
-# Statuses of a load that another one may not get.
+    def _too_many(self) -> PenstockError:
+        return ResourceExhausted(
+            "too many other adapters are being loaded for requests",
+            reason="ADAPTER_LOADS_FULL",
+            retry_after_seconds=self._config.retry_after_seconds,
+        )
+
+
+# Statuses of a load that another one may not get: without an answer, and with those for want of room.
 _WAITING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_LATER = (*_WAITING, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 def _not_found() -> NotFound:

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -112,8 +112,8 @@ class Backend:
         self._doubts: list[Death] = []
         # Requests of the calls with a single answer.
         self._callers: list[Suspect] = []
-        # The connection for calls of operators, there also while it is not ready; None between two connections.
-        self.channel: Channel | None = None
+        # The present connection, also of a backend that is not ready; None between two.
+        self._channel: Channel | None = None
         self._session: BackendSession | None = None
         self._stub: GenerationStub | None = None
         self._report = admin_pb2.Load()
@@ -182,7 +182,7 @@ class Backend:
 
         Raises the backend's error; Unavailable when it is not connected, or was lost meanwhile.
         """
-        channel = self.channel
+        channel = self._channel
         if channel is None:
             raise Unavailable("the backend is not connected", reason="NO_BACKEND")
         stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
@@ -207,6 +207,8 @@ class Backend:
     def note_no_adapter(self, name: str, version: int = 0) -> None:
         """Note that it does not know an adapter, any more or yet."""
         self.adapters.remove(name, version)
+        if not version:
+            self._adapters_changed.set()
         self._on_change()
 
     def submit(self, state: RequestState, command: generation_pb2.SessionRequest, probe: Probe | None = None) -> None:
@@ -352,13 +354,26 @@ class Backend:
         timeout = self._config.connect_timeout_seconds
         return self._transport.open_channel(self.key, self._channel_config, connect_timeout_seconds=timeout)
 
+    @contextlib.asynccontextmanager
+    async def reach(self) -> AsyncIterator[Channel]:
+        """Give a channel for a call of operators: that of requests, while there are any, else one of its own.
+
+        A backend that has no model, or another tokenizer, is dialled and left again and again. Raises StartupError as
+        `open_channel`.
+        """
+        if self._channel is not None and self._session is not None:
+            yield self._channel
+            return
+        async with self.open_channel() as channel:
+            yield channel
+
     async def _connect_and_serve(self) -> None:
         async with self.open_channel() as channel:
-            self.channel = channel
+            self._channel = channel
             try:
                 await self._check_and_serve(channel)
             finally:
-                self.channel = None
+                self._channel = None
 
     async def _check_and_serve(self, channel: Channel) -> None:
         # A model that is still loading has no limits and no fingerprint yet.
@@ -496,8 +511,8 @@ class Backend:
                         admin_pb2.ListAdaptersRequest(), timeout=self._config.connect_timeout_seconds
                     )
                 except grpc.aio.AioRpcError as error:
-                    # Requests without an adapter go on.
-                    _log.warning("adapters of a backend are not known", backend=self.key, code=error.code().name)
+                    # Requests go on, by what was known.
+                    _log.warning("backend does not tell its adapters", backend=self.key, code=error.code().name)
                     self.adapters.give_up()
                     self._refresh_state()
                     await asyncio.sleep(self._config.reconnect_max_seconds)

@@ -57,6 +57,10 @@ class UnaryAttempts:
         """
         where = (model, adapter)
         self._attempts.note_request()
+        if adapter:
+            # It may have been unloaded while the texts became ids.
+            left = None if deadline is None else deadline - time.monotonic()
+            await self._attempts.adapters.require(model, adapter, left)
         lost_on: set[str] = set()
         suspect, blame = Suspect(time.monotonic()), Blame.NONE
         for attempt in range(self._config.max_attempts):

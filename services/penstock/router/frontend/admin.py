@@ -15,12 +15,13 @@ from typing import Any
 import grpc
 
 from penstock.common.config import is_loopback
-from penstock.common.credentials import TokenFile
+from penstock.common.credentials import TokenFile, TokenFiles, Tokens
 from penstock.common.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     PenstockError,
+    StartupError,
     Unavailable,
     from_rpc_error,
 )
@@ -34,25 +35,38 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc, graphs_pb2, model_pb2, model_
 
 ADMIN_SERVICE, MODEL_SERVICE = "penstock.v1.GenerationAdminService", "penstock.v1.ModelService"
 _FLAG, _MODEL_FLAG = "--admin-token-file", "--model-token-file"
+FACTS_METHOD = f"/{MODEL_SERVICE}/GetModelInfo"
 # Methods that open the model: all of ModelService but the one that tells facts.
 OPENING_METHODS = tuple(
-    f"/{MODEL_SERVICE}/{one.name}"
+    name
     for one in model_pb2.DESCRIPTOR.services_by_name["ModelService"].methods
-    if one.name != "GetModelInfo"
+    if (name := f"/{MODEL_SERVICE}/{one.name}") != FACTS_METHOD
 )
 # A serving.transport.ServerCall; generated code takes it for a grpc.aio.ServicerContext.
 Context = Any
 
 
-def token_files(config: RouterConfig) -> Mapping[str, TokenFile]:
+def token_files(config: RouterConfig) -> Mapping[str, Tokens]:
     """Read the tokens that the forwarded services take in place of the usual ones. Raises StartupError."""
-    files: dict[str, TokenFile] = {}
-    for names, path, flag in (
-        ((ADMIN_SERVICE, MODEL_SERVICE), config.admin_token_file, _FLAG),
-        (OPENING_METHODS, config.model_token_file, _MODEL_FLAG),
-    ):
-        if path is not None:
-            files |= dict.fromkeys(names, TokenFile(path, flag))
+    files: dict[str, Tokens] = {}
+    admins, usual, opening = (
+        None if path is None else TokenFile(path, flag)
+        for path, flag in (
+            (config.admin_token_file, _FLAG),
+            (config.auth_token_file, "--auth-token-file"),
+            (config.model_token_file, _MODEL_FLAG),
+        )
+    )
+    if admins is not None:
+        files |= dict.fromkeys((ADMIN_SERVICE, MODEL_SERVICE), admins)
+    if opening is not None:
+        files |= dict.fromkeys(OPENING_METHODS, opening)
+        # Who runs the model's graphs has to know them.
+        others = usual if admins is None and is_loopback(config.host) else admins
+        if others is not None:
+            files[FACTS_METHOD] = TokenFiles((others, opening))
+        elif not is_loopback(config.host):
+            files[FACTS_METHOD] = opening
     return files
 
 
@@ -73,6 +87,10 @@ class Forwarding:
                 reason="MODEL_ACCESS_OFF",
             )
         return self._choose(context)
+
+    def backend_to_describe(self, context: ServerCall) -> Backend:
+        """Choose the backend of a call that asks for the model's facts. Raises as `backend_of`."""
+        return self._choose(context) if self._may_open else self.backend_of(context)
 
     def backend_of(self, context: ServerCall) -> Backend:
         """Choose the backend. Raises FailedPrecondition, NotFound, InvalidArgument naming the metadata, Unavailable."""
@@ -127,19 +145,31 @@ class Forwarding:
         context: ServerCall,
     ) -> Any:
         """Make the call at a backend that was chosen. Raises as `call`."""
-        return await _made(_channel(backend), make_stub, method, request, context)
+        async with _reached(backend) as channel:
+            return await _made(channel, make_stub, method, request, context)
 
 
 async def _made(
-    channel: grpc.aio.Channel,
+    channel: Channel,
     make_stub: Callable[[grpc.aio.Channel], Any],
     method: str,
     request: Any,
     context: ServerCall,
 ) -> Any:
-    call: Callable[..., Awaitable[Any]] = getattr(make_stub(channel), method)
+    call: Callable[..., Awaitable[Any]] = getattr(make_stub(channel.for_stubs), method)
     with _errors():
         return await call(request, timeout=context.time_remaining())
+
+
+@contextlib.asynccontextmanager
+async def _reached(backend: Backend, *, is_apart: bool = False) -> AsyncIterator[Channel]:
+    """Open a channel to a backend; `is_apart`: one that no loss of the backend's own connection ends."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            channel = await stack.enter_async_context(backend.open_channel() if is_apart else backend.reach())
+        except StartupError:
+            raise Unavailable("the router cannot read its credentials for the backend", reason="NO_BACKEND") from None
+        yield channel
 
 
 @contextlib.contextmanager
@@ -163,16 +193,6 @@ def _names(backends: Mapping[str, Backend]) -> str:
     return ", ".join(key if target == key else f"{key} ({target})" for key, target in targets.items())
 
 
-def _channel(backend: Backend) -> grpc.aio.Channel:
-    return _connected(backend).for_stubs
-
-
-def _connected(backend: Backend) -> Channel:
-    if backend.channel is None:
-        raise Unavailable("the backend is not connected", reason="NO_BACKEND")
-    return backend.channel
-
-
 class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
     """GenerationAdminService of the backends."""
 
@@ -189,16 +209,15 @@ class ForwardingAdminServicer(admin_pb2_grpc.GenerationAdminServiceServicer):
 
     async def WatchLoad(self, request: admin_pb2.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
         """Send the backend's load at once, then on change."""
-        channel = _channel(self._forwarding.backend_of(context))
-        reports = admin_pb2_grpc.GenerationAdminServiceStub(channel).WatchLoad(
-            request, timeout=context.time_remaining()
-        )
-        try:
-            with _errors():
-                async for report in reports:
-                    await context.write(report)
-        finally:
-            reports.cancel()
+        async with _reached(self._forwarding.backend_of(context)) as channel:
+            stub = admin_pb2_grpc.GenerationAdminServiceStub(channel.for_stubs)
+            reports = stub.WatchLoad(request, timeout=context.time_remaining())
+            try:
+                with _errors():
+                    async for report in reports:
+                        await context.write(report)
+            finally:
+                reports.cancel()
 
     async def WarmUp(self, request: admin_pb2.WarmUpRequest, context: Context) -> admin_pb2.WarmUpResponse:
         """Run the backend's model once."""
@@ -289,8 +308,10 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
         """Return the facts of the backend's model."""
-        stub = model_pb2_grpc.ModelServiceStub
-        answer: model_pb2.GetModelInfoResponse = await self._forwarding.call(stub, "GetModelInfo", request, context)
+        backend, stub = self._forwarding.backend_to_describe(context), model_pb2_grpc.ModelServiceStub
+        answer: model_pb2.GetModelInfoResponse = await self._forwarding.call_at(
+            backend, stub, "GetModelInfo", request, context
+        )
         return answer
 
     async def UnloadModel(
@@ -299,11 +320,9 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
         """End the backend's model; the router sends its requests elsewhere."""
         backend = self._forwarding.backend_to_open(context)
         # The router's own connection ends with the session, which ends with the model.
-        async with backend.open_channel() as channel:
+        async with _reached(backend, is_apart=True) as channel:
             stub = model_pb2_grpc.ModelServiceStub
-            answer: model_pb2.UnloadModelResponse = await _made(
-                channel.for_stubs, stub, "UnloadModel", request, context
-            )
+            answer: model_pb2.UnloadModelResponse = await _made(channel, stub, "UnloadModel", request, context)
             return answer
 
     async def LoadModel(  # type: ignore[override]
@@ -322,9 +341,13 @@ class ForwardingModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, method: str, parse: Callable[[bytes], Any], requests: AsyncIterator[Any], context: ServerCall
     ) -> None:
         """Pass the messages of a call on, both ways."""
-        channel = _connected(self._forwarding.backend_to_open(context))
-        with _errors():
-            call: StreamCall[Any] = await channel.open_stream(f"/{MODEL_SERVICE}/{method}", parse)
+        async with _reached(self._forwarding.backend_to_open(context)) as channel:
+            with _errors():
+                call: StreamCall[Any] = await channel.open_stream(f"/{MODEL_SERVICE}/{method}", parse)
+            await self._pass_on(requests, call, context)
+
+    @staticmethod
+    async def _pass_on(requests: AsyncIterator[Any], call: StreamCall[Any], context: ServerCall) -> None:
         sending = asyncio.create_task(_send_on(requests, call))
         # A caller whose messages cannot be read ends the call, with that error.
         sending.add_done_callback(lambda task: call.cancel() if _failure_of(task) is not None else None)

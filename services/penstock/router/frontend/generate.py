@@ -190,6 +190,9 @@ class _Call:
         parts, loop = self._parts, asyncio.get_running_loop()
         await parts.pipeline.negative_prompt(state.spec.template.config, self._left())
         echo = await self._echo(prompt)
+        if self._adapter:
+            # It may have been unloaded while the prompt was made.
+            await parts.attempts.adapters.require(self._model, self._adapter, self._left())
         left = self._left()
         timer = None if left is None else loop.call_later(left, state.fail, _late())
         writer = StreamWriter(state, prompt, self._kind, parts, self._context, self._left)
