@@ -195,7 +195,7 @@ def test_rows_get_the_same_bits_beside_one_whose_attention_is_wanted(
 @pytest.mark.parametrize(
     ("spelt", "instead", "refusal"),
     [
-        ("post_attention_norm", "post_norm", "layer 0 of the decoder must have post_attention_norm"),
+        ("post_attention_norm", "post_norm", "layer 0 of the decoder cannot have post_norm"),
         ("down.weight", "down.wieght", "layer 0 of the decoder must have down.weight"),
         ("qkv.bias", "qkv.bais", "layer 0 of the decoder cannot have qkv.bais"),
     ],
@@ -270,7 +270,7 @@ def with_head(model: CausalLM, weight_VI: torch.Tensor, bias_V: torch.Tensor | N
         layers=model.layers,
         norm=model._norm,
         lm_head=NativeLinearMethod(Format.BF16).linear(weight_VI, bias_V),
-        rotary=model._rotary,
+        rotaries=model._rotaries,
         attention=model.attention,
         dtype=model.dtype,
         device=model.device,

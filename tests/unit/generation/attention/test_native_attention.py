@@ -113,10 +113,7 @@ def check_composition(
     def layer(lengths: list[int], seed: int) -> Layer:
         return Layer(NativeAttention(), shape, kv_dtype, num_blocks(shape, lengths), seed).with_heads(**heads)
 
-    whole = [
-        layer([n], seed).run([sequence], [[]])[0]
-        for sequence, n in zip(sequences, lengths, strict=True)
-    ]
+    whole = [layer([n], seed).run([sequence], [[]])[0] for sequence, n in zip(sequences, lengths, strict=True)]
     # Chunks of any size, decode steps at the end, other sequences beside them, other blocks.
     cuts = []
     for n in lengths:
