@@ -56,7 +56,7 @@ class LayerNorms:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that there are, in order."""
+        """Names of the norms that there are, in order."""
         places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in places if name is not None)
 

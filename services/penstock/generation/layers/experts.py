@@ -17,7 +17,6 @@ from penstock.generation.layers.linear.native import NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.core.model_config import Experts
-    from penstock.generation.layers.decoder_layer import Step
     from penstock.generation.layers.linear.base import Linear
 
 
@@ -57,8 +56,8 @@ class MixtureOfExperts:
         shared = () if self._shared is None else (self._shared.gated, self._shared.down)
         return (*(linear for expert in self._experts for linear in expert), *shared)
 
-    def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
-        """Map (T, hidden) to (T, hidden)."""
+    def __call__(self, x_TI: Tensor, step: object) -> Tensor:
+        """Map (T, hidden) to (T, hidden). Nothing of `step` matters here: no adapter changes an expert."""
         experts_TE, shares_TE = self.route(self._router.as_float(x_TI))
         out_TI = self._multiply(x_TI, experts_TE, shares_TE)
         if self._shared is not None:
