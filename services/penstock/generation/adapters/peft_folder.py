@@ -191,8 +191,10 @@ def _places(model: CausalLM) -> dict[str, _Place]:
     places = {_HEAD: _Place(model.head_site, 0, config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for number, linear in enumerate(site_linears(config, layer)):
+            if linear is None:
+                continue
             first = 0
-            for name, rows in () if linear is None else zip(linear.parts, linear.rows, strict=True):
+            for name, rows in zip(linear.parts, linear.rows, strict=True):
                 site = layer * SITES_A_LAYER + number
                 places[f"{layer_prefix(layer)}{name}"] = _Place(site, first, rows, linear.inputs, linear.order)
                 first += rows
