@@ -70,7 +70,44 @@ LLAMA = Shape(
         },
     },
 )
-SHAPES = {"qwen2.5-0.5b": QWEN, "llama-3.2-1b": LLAMA}
+GEMMA = Shape(
+    "Gemma3Text",
+    {
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+)
+# A layer is Qwen3-30B-A3B's; 4 of 48 layers, and half of its experts.
+QWEN_MOE = Shape(
+    "Qwen3Moe",
+    {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)
+SHAPES = {"qwen2.5-0.5b": QWEN, "llama-3.2-1b": LLAMA, "gemma-3-1b": GEMMA, "qwen3-30b-a3b-4l": QWEN_MOE}
 
 
 def checkpoint(name: str, cache: Path = CACHE, seed: int = 0) -> Path:

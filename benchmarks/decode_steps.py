@@ -163,11 +163,7 @@ class Products:
 def parts_of(model: Any, steps: Steps, batch: int) -> Parts:
     """Return the parts of the next step."""
     config = model.config
-    linears = [
-        linear
-        for layer in model.layers
-        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
-    ]
+    linears = [linear for layer in model.layers for linear in layer.quantisable]
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     layer = hidden * (2 * heads + 2 * config.num_kv_heads * config.head_dim) + 3 * hidden * config.intermediate_size
     weights = sum(linear.num_bytes for linear in linears) + model._lm_head.num_bytes

@@ -127,7 +127,7 @@ def random_adapter(model: Any, rank: int, seed: int) -> Any:
     draw = torch.Generator().manual_seed(seed)
     sites: dict[int, list[LoraPart]] = {}
     for layer in range(model.config.num_layers):
-        for number, linear in enumerate(layer_linears(model.config)):
+        for number, linear in enumerate(layer_linears(model.config, layer)):
             first = 0
             for rows in linear.rows:
                 a = (torch.randn(rank, linear.inputs, generator=draw) / linear.inputs**0.5).to(model.dtype)

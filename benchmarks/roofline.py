@@ -58,13 +58,16 @@ class Model:
 
     @classmethod
     def read(cls, folder: Path) -> Model:
-        """Read config.json (Llama, Qwen2 and kin)."""
+        """Read config.json (Llama, Qwen2 and kin). Of a mixture of experts only those of one row count."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        mlp = 3 * hidden * config["intermediate_size"]
+        inner = config["intermediate_size"]
+        if experts := config.get("num_experts_per_tok"):
+            inner = experts * (config.get("moe_intermediate_size") or inner)
+        mlp = 3 * hidden * inner
         vocab = config["vocab_size"]
         return cls(layers * (attention + mlp), vocab * hidden, layers, heads, kv_heads, head_dim, vocab)
 

@@ -32,7 +32,14 @@ from penstock.generation.weights.files import PACKED_FILE, file_names, is_packed
 from penstock.generation.weights.packed_folder import copy_side_files, sync, unfinished
 from penstock.generation.weights.packed_layout import DTYPES, HEAD, PackedFacts, header, layout
 from penstock.generation.weights.packed_weights import PackedFile
-from penstock.generation.weights.tensor_names import EMBEDDING, NORM, layer_linears, layer_norms, layer_prefix
+from penstock.generation.weights.tensor_names import (
+    EMBEDDING,
+    NORM,
+    layer_linears,
+    layer_norms,
+    layer_prefix,
+    rounds_once,
+)
 
 # Bytes between two reports.
 _PIECE_BYTES = 2**24
@@ -161,17 +168,18 @@ def _tensors(
     config: ModelConfig, weights: CheckpointWeights, head: Linear, table: Tensor | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by name, in the order of packed_layout.layout. Each is made when it is asked for."""
+    is_exact = rounds_once(config)
     yield from _parts(HEAD, head)
     if table is not None:
         yield EMBEDDING, table
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
         for name in layer_norms(config):
-            yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}")
-        for linear in layer_linears(config):
+            yield f"{prefix}{name}", weights.tensor(f"{prefix}{name}", is_exact=is_exact)
+        for linear in layer_linears(config, index):
             yield from _parts(f"{prefix}{linear.name}", weights.linear(prefix, linear))
         weights.layer_is_complete()
-    yield NORM, weights.tensor(NORM)
+    yield NORM, weights.tensor(NORM, is_exact=is_exact)
 
 
 def _parts(name: str, linear: Linear) -> Iterator[tuple[str, Tensor]]:

@@ -9,11 +9,26 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 320
@@ -26,7 +41,27 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "phi3": Phi3Config,
+    "granite": GraniteConfig,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "smollm3": SmolLM3Config,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
+    "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
+}
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -42,7 +77,30 @@ _DEFAULTS: dict[str, Any] = {
     # Wide enough that greedy choices are not ties.
     "initializer_range": 0.2,
 }
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
+_GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "phi3": {"partial_rotary_factor": 0.5, "head_dim": 12},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    },
+    "olmo3": {"sliding_window": 9, "num_hidden_layers": 4},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "cohere2": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 6.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    "qwen3_moe": _EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+}
 
 
 def tiny_checkpoint(
@@ -63,10 +121,13 @@ def tiny_checkpoint(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(_CONFIGS[family](**settings), dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=0.2)
             elif "norm" in name:
-                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+                torch.nn.init.normal_(parameter, mean=0.0 if family.startswith("gemma") else 1.0, std=0.2)
+            elif name.endswith(("mlp.gate.weight", "router.weight")):
+                # Wide enough that the choice of experts is no tie.
+                torch.nn.init.normal_(parameter, std=0.5)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

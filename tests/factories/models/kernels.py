@@ -74,12 +74,16 @@ class Layer:
         generator = torch.Generator().manual_seed(seed)
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
         self._blocks: dict[int, list[int]] = {}
-        self._norms: tuple[Tensor, ...] = ()
+        self._heads: dict[str, Any] = {}
+
+    def with_heads(self, **fields: Any) -> Layer:
+        """Set fields of HeadWeights: norms, a soft cap, sinks."""
+        self._heads |= fields
+        return self
 
     def with_norms(self, q_norm: Tensor, k_norm: Tensor) -> Layer:
         """Qwen3's norms of the heads."""
-        self._norms = (q_norm, k_norm)
-        return self
+        return self.with_heads(q_norm=q_norm, k_norm=k_norm)
 
     def step(self, chunks: dict[int, tuple[Tensor, int, int]]) -> dict[int, Tensor]:
         """Compute rows [first, last) of each sequence from its projections; return their outputs."""
@@ -100,7 +104,7 @@ class Layer:
         shape = self.shape
         angles = positions[:, None] / 100.0 ** torch.linspace(0, 1, shape.head_dim // 2)
         cos, sin = angles.cos().to(qkv.dtype)[:, None], angles.sin().to(qkv.dtype)[:, None]
-        heads = HeadWeights(shape.heads, shape.kv_heads, shape.head_dim, *self._norms, eps=1e-6)
+        heads = HeadWeights(shape.heads, shape.kv_heads, shape.head_dim, eps=1e-6, **self._heads)
         scale = shape.head_dim**-0.5
         return self._attention.forward_qkv(qkv, cos, sin, heads, 0, metadata, self.kv, scale, shape.window)
 

@@ -71,7 +71,7 @@ def load_both(folder: Path, family: str) -> Both:
     return Both(load_service(folder), reference_model(folder), rows)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, "granite", "gemma2"))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     return load_both(tmp_path_factory.mktemp("model"), request.param)
 

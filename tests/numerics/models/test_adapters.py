@@ -11,6 +11,7 @@ from factories.engine.model_engine import load_tiny
 from factories.models.adapters import LAYER_TARGETS, lora_folder, merged_checkpoint, read_adapter
 from factories.models.checkpoints import FAMILIES, VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.models.paged import PagedDriver, PagedSequence
+from penstock.common.errors import InvalidArgument
 from penstock.generation.layers.lora import AdapterWeights
 from penstock.generation.models.decoder import CausalLM
 from torch import Tensor
@@ -50,6 +51,44 @@ def test_an_adapter_is_the_merged_model(tmp_path: Path, family: str, rank: int) 
     plain = logits_of(model, [(PROMPT, None)])[0]
     assert not torch.allclose(plain, expected, atol=0.1)
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("glm4", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("gemma2", (*LAYER_TARGETS, "lm_head")),
+        ("granite", LAYER_TARGETS),
+        ("olmo2", LAYER_TARGETS),
+        ("cohere2", LAYER_TARGETS),
+        ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_families_with_other_layers_have_adapters(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "model", family, tie_word_embeddings="lm_head" in targets)
+    folder = lora_folder(tmp_path / "adapter", checkpoint, targets=targets, strength=0.3)
+    model = load_tiny(checkpoint)
+    found, expected = adapted(model, folder), merged(tmp_path, checkpoint, folder)
+    assert not torch.allclose(logits_of(model, [(PROMPT, None)])[0], expected, atol=0.01)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "named"),
+    [
+        ("qwen3_moe", ("gate_proj",), r"mlp\.experts\.0\.gate_proj"),
+        ("gemma3_text", ("embed_tokens",), "multiplies its embedding"),
+    ],
+)
+def test_experts_and_scaled_embeddings_have_none(
+    tmp_path: Path, family: str, targets: tuple[str, ...], named: str
+) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "model", family)
+    folder = lora_folder(tmp_path / "adapter", checkpoint, targets=targets)
+    with pytest.raises(InvalidArgument, match=named) as caught:
+        read_adapter(folder, load_tiny(checkpoint))
+    assert caught.value.reason == "ADAPTER_UNSUPPORTED"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", {}),
     ("mistral", {"sliding_window": 7}),
+    ("gemma2", {}),
+    ("qwen2_moe", {}),
 ]
 BLOCK = 4
 

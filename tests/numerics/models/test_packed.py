@@ -50,6 +50,18 @@ def test_logits_and_ids_are_those_of_the_checkpoint(
     assert greedy[0] == greedy[1]
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["glm4", "gemma2", "qwen2_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_another_order_of_heads_other_norms_and_experts_are_packed(
+    tmp_path: Path, family: str, quantization: str
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", family)
+    direct = load(folder, dtype="bfloat16", quantization=quantization)
+    mapped = load(packed(folder, tmp_path / "packed", dtype="bfloat16", quantization=quantization))
+    assert direct.num_bytes == mapped.num_bytes
+    assert torch.equal(logits(direct), logits(mapped))
+
+
 def test_embeddings_that_are_said_to_be_one_and_are_two_stay_two(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -23,7 +23,7 @@ from penstock.generation.adapters.limits import AdapterLimits
 from penstock.generation.layers.lora import SITES_A_LAYER, AdapterWeights, EmbeddingPart, LoraPart
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.weights.files import StoredTensor, read_header
-from penstock.generation.weights.tensor_names import layer_linears, layer_prefix
+from penstock.generation.weights.tensor_names import HeadOrder, layer_prefix, site_linears
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -56,6 +56,7 @@ class _Place:
     first: int
     outputs: int
     inputs: int
+    order: HeadOrder | None = None
 
 
 class PeftFolder:
@@ -104,6 +105,8 @@ class PeftFolder:
                         embedding = EmbeddingPart(a.T.contiguous(), b, self._scale(module, rank))
                         continue
                     place = self._places[module]
+                    if place.order is not None:
+                        b = place.order.applied(b, place.first)
                     sites.setdefault(place.site, []).append(LoraPart(place.first, a, b, self._scale(module, rank)))
         except (OSError, SafetensorError) as error:
             raise _broken(f"{WEIGHTS_FILE} could not be read") from error
@@ -146,6 +149,10 @@ class PeftFolder:
         assert match is not None
         module = match["module"]
         known = module == _EMBEDDING if embedding is not None else module in places
+        if embedding is not None and self._model.config.embedding_scale != 1.0:
+            raise _unsupported(
+                f"target module {module} cannot have an adapter here: this model multiplies its embedding"
+            )
         if not known:
             supported = ", ".join((*_short_names(places), _EMBEDDING.rpartition(".")[2]))
             raise _unsupported(f"target module {module} cannot have an adapter here; supported are {supported}")
@@ -183,11 +190,13 @@ def _places(model: CausalLM) -> dict[str, _Place]:
     config = model.config
     places = {_HEAD: _Place(model.head_site, 0, config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        for number, linear in enumerate(layer_linears(config)):
+        for number, linear in enumerate(site_linears(config, layer)):
+            if linear is None:
+                continue
             first = 0
             for name, rows in zip(linear.parts, linear.rows, strict=True):
                 site = layer * SITES_A_LAYER + number
-                places[f"{layer_prefix(layer)}{name}"] = _Place(site, first, rows, linear.inputs)
+                places[f"{layer_prefix(layer)}{name}"] = _Place(site, first, rows, linear.inputs, linear.order)
                 first += rows
     return places
 

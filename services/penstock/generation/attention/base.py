@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,24 +104,44 @@ def _check(query_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Tens
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """Split of the fused qkv projection's outputs, and Qwen3's norms over head_dim: (D) each, None without."""
+    """Split of the fused qkv projection's outputs, norms of the heads, and what else a layer does to its scores."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # (D) each, or with `norm_is_whole`, over all heads of a row together, (H * D) and (K * D); None without. A norm in
+    # float32 is multiplied before its result is rounded to a narrower dtype.
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    norm_is_whole: bool = False
+    # Scores s become softcap * tanh(s / softcap); 0: they stay.
+    softcap: float = 0.0
+    # (H) float32: a score of each head that takes weight and has no value.
+    sinks: Tensor | None = None
+
+    def whole_norms(self, qkv_TE: Tensor) -> HeadWeights:
+        """Norm q and k over all their heads, in place. Return these weights without norms."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        query, kv = len(self.q_norm), len(self.k_norm)
+        for part_TE, weight in ((qkv_TE[:, :query], self.q_norm), (qkv_TE[:, query : query + kv], self.k_norm)):
+            part_TE.copy_(F.rms_norm(part_TE.float(), weight.shape, weight, self.eps))
+        return replace(self, q_norm=None, k_norm=None)
 
 
 def turned(qkv_TE: Tensor, cos: Tensor, sin: Tensor, heads: HeadWeights) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (T, H, D), k and v (T, K, D) of the fused projection: split, q and k normed and turned."""
+    if heads.norm_is_whole:
+        qkv_TE = qkv_TE.clone()
+        heads = heads.whole_norms(qkv_TE)
     num_turned = heads.num_heads + heads.num_kv_heads
     qkv = qkv_TE.view(qkv_TE.shape[0], num_turned + heads.num_kv_heads, heads.head_dim)
     qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
     if heads.q_norm is not None and heads.k_norm is not None:
         weights = (heads.q_norm.expand(heads.num_heads, -1), heads.k_norm.expand(heads.num_kv_heads, -1))
-        qk = F.rms_norm(qk, (heads.head_dim,), None, heads.eps) * torch.cat(weights)
+        qk = qk.to(heads.q_norm.dtype)
+        qk = (F.rms_norm(qk, (heads.head_dim,), None, heads.eps) * torch.cat(weights)).to(v.dtype)
     qk = rotate(qk, cos, sin)
     return qk[:, : heads.num_heads], qk[:, heads.num_heads :], v
 
@@ -142,12 +162,16 @@ class Attention(ABC):
         kv: KVCachePool,
         scale: float,
         sliding_window: int | None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write k and v at `slot_mapping` of `layer`, then attend; returns o_THD in q's dtype.
 
         Everything is written before any row attends: a sequence may share blocks that another one's rows fill in this
         step. A row at position p sees positions [max(0, p - sliding_window + 1), p] of its own sequence (transformers
-        5.x). Mutates the pool's `layer` at `slot_mapping` and `metadata.plans`, nothing else.
+        5.x). `softcap` and `sinks`: see HeadWeights. Mutates the pool's `layer` at `slot_mapping` and
+        `metadata.plans`, nothing else.
         """
 
     def forward_qkv(
@@ -165,7 +189,9 @@ class Attention(ABC):
         """Split, norm and turn the fused projection by cos and sin (T, 1, D / 2), then attend as `forward`; returns
         o_THD."""
         q, k, v = turned(qkv_TE, cos, sin, heads)
-        return self.forward(q, k, v, layer, metadata, kv, scale, sliding_window)
+        return self.forward(
+            q, k, v, layer, metadata, kv, scale, sliding_window, softcap=heads.softcap, sinks=heads.sinks
+        )
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -173,3 +199,13 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x_THD.shape[-1] // 2
     first, second = x_THD[..., :half], x_THD[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def softmax_with_sinks(scores_HX: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax over the last dimension of (heads, ..., keys) in float32, as if each head had one more key,
+    whose score is its sink."""
+    if sinks is None:
+        return scores_HX.softmax(-1)
+    shape = (*scores_HX.shape[:-1], 1)
+    column = sinks.view(-1, *(1,) * (scores_HX.dim() - 1)).expand(shape)
+    return torch.cat((scores_HX, column), dim=-1).softmax(-1)[..., :-1]

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights, turned
+from penstock.generation.attention.base import (
+    Attention,
+    AttentionMetadata,
+    HeadWeights,
+    softmax_with_sinks,
+    turned,
+)
 
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
@@ -54,10 +60,16 @@ class AttentionCapture(Attention):
         kv: KVCachePool,
         scale: float,
         sliding_window: int | None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
-        out = self._inner.forward(q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window)
-        self._keep(q_THD[[one.row for one in self._rows]], layer, metadata, kv, scale, sliding_window)
+        out = self._inner.forward(
+            q_THD, k_TKD, v_TKD, layer, metadata, kv, scale, sliding_window, softcap=softcap, sinks=sinks
+        )
+        rows = [one.row for one in self._rows]
+        self._keep(q_THD[rows], layer, metadata, kv, scale, sliding_window, softcap, sinks)
         return out
 
     def forward_qkv(
@@ -74,10 +86,11 @@ class AttentionCapture(Attention):
     ) -> Tensor:
         """See Attention.forward_qkv. The result has the inner implementation's own bits, so other rows stay as they
         were."""
-        out = self._inner.forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
         rows = [one.row for one in self._rows]
+        # Before the inner implementation, which may norm the projection in place.
         q_RHD, _, _ = turned(qkv_TE[rows], cos[rows], sin[rows], heads)
-        self._keep(q_RHD, layer, metadata, kv, scale, sliding_window)
+        out = self._inner.forward_qkv(qkv_TE, cos, sin, heads, layer, metadata, kv, scale, sliding_window)
+        self._keep(q_RHD, layer, metadata, kv, scale, sliding_window, heads.softcap, heads.sinks)
         return out
 
     def _keep(
@@ -88,6 +101,8 @@ class AttentionCapture(Attention):
         kv: KVCachePool,
         scale: float,
         sliding_window: int | None,
+        softcap: float,
+        sinks: Tensor | None,
     ) -> None:
         """Keep the weights of the chosen rows' queries over the keys, which are in the pool by now."""
         if not self._slots:
@@ -97,9 +112,11 @@ class AttentionCapture(Attention):
             # The query heads that share a key/value head are neighbours.
             q_KGD = q_HD.float().view(kv.num_kv_heads, -1, kv.head_dim)
             scores_KGC = torch.einsum("kgd,ckd->kgc", q_KGD, k_CKD) * scale
+            if softcap:
+                scores_KGC = softcap * (scores_KGC / softcap).tanh_()
             if sliding_window is not None and one.context > sliding_window:
                 scores_KGC[:, :, : one.context - sliding_window] = -torch.inf
-            found.append(scores_KGC.softmax(-1).flatten(0, 1))
+            found.append(softmax_with_sinks(scores_KGC.flatten(0, 1), sinks))
 
 
 def _slots(one: CapturedRow, metadata: AttentionMetadata, block_size: int) -> Tensor:

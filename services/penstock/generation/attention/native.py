@@ -35,10 +35,13 @@ class NativeAttention(Attention):
         kv: KVCachePool,
         scale: float,
         sliding_window: int | None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
         kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
-        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window, softcap, sinks)
 
     def forward_qkv(
         self,
@@ -53,6 +56,8 @@ class NativeAttention(Attention):
         sliding_window: int | None,
     ) -> Tensor:
         """See Attention.forward_qkv."""
+        if heads.norm_is_whole:
+            heads = heads.whole_norms(qkv_TE)
         keys, values = kv.key(layer), kv.value(layer)
         q_THD: Tensor = torch.ops.penstock.rope_and_cache(
             qkv_TE,
@@ -68,7 +73,7 @@ class NativeAttention(Attention):
             heads.k_norm,
             heads.eps,
         )
-        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window)
+        return self._attend(q_THD, layer, metadata, kv, scale, sliding_window, heads.softcap, heads.sinks)
 
     @staticmethod
     def _attend(
@@ -78,6 +83,8 @@ class NativeAttention(Attention):
         kv: KVCachePool,
         scale: float,
         sliding_window: int | None,
+        softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         out: Tensor = torch.ops.penstock.paged_attention(
             q_THD,
@@ -90,5 +97,7 @@ class NativeAttention(Attention):
             metadata.context_lens,
             scale,
             sliding_window or 0,
+            softcap,
+            sinks,
         )
         return out

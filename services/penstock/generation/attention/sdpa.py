@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.attention.base import Attention, AttentionMetadata
+from penstock.generation.attention.base import Attention, AttentionMetadata, softmax_with_sinks
 
 if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
@@ -57,10 +57,21 @@ class SDPAAttention(Attention):
         kv: KVCachePool,
         scale: float,
         sliding_window: int | None,
+        *,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See Attention.forward."""
         k_TKD, v_TKD = kv.write(layer, metadata.slot_mapping, k_TKD, v_TKD)
         groups = _plan(metadata, sliding_window, q_THD.dtype, q_THD.shape[1] // kv.num_kv_heads, kv.block_size)
+        if softcap or sinks is not None:
+            out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+            for group in groups:
+                rows = group.rows
+                out[rows] = _attend_by_scores(
+                    q_THD[rows], k_TKD[rows], v_TKD[rows], group, layer, kv, scale, softcap, sinks
+                )
+            return out
         if len(groups) == 1:  # in order, by construction
             return _attend(q_THD, k_TKD, v_TKD, groups[0], layer, kv, scale)
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -98,6 +109,46 @@ def _attend(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
     out = out.view(group.num_seqs, kv.num_kv_heads, group.query_len, heads_per_kv, head_dim)
     return out.transpose(1, 2).reshape(num_rows, num_heads, head_dim)
+
+
+def _attend_by_scores(
+    q_RHD: Tensor,
+    k_RKD: Tensor,
+    v_RKD: Tensor,
+    group: Group,
+    layer: int,
+    kv: KVCachePool,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of one group's rows whose scores torch's own operator cannot change: in float32, the heads of one
+    key/value head at a time."""
+    num_rows, num_heads, head_dim = q_RHD.shape
+    heads_per_kv = num_heads // kv.num_kv_heads
+    if group.slots is None:
+        keys, values = k_RKD, v_RKD
+        visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q_RHD.device).tril()
+        mask = torch.zeros(visible.shape, device=q_RHD.device).masked_fill_(~visible, float("-inf"))[None]
+    else:
+        keys, values = kv.read(layer, group.slots, q_RHD.dtype)
+        # The rows of a batched group's mask are (query, head of the group), all of a query the same.
+        step = heads_per_kv if group.query_len <= MAX_BATCHED_QUERY else 1
+        mask = cast("Tensor", group.mask)[:, 0, ::step].float()
+    shape = (group.num_seqs, group.query_len, kv.num_kv_heads, heads_per_kv, head_dim)
+    q_NQKGD = q_RHD.reshape(shape)
+    k_NCKD, v_NCKD = (x.view(group.num_seqs, -1, kv.num_kv_heads, head_dim) for x in (keys, values))
+    out = torch.empty_like(q_NQKGD)
+    for head in range(kv.num_kv_heads):
+        q_GNQD = q_NQKGD[:, :, head].float().permute(2, 0, 1, 3)
+        scores = torch.matmul(q_GNQD, k_NCKD[:, :, head].float().transpose(1, 2)) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh_()
+        scores += mask
+        own = None if sinks is None else sinks[head * heads_per_kv : (head + 1) * heads_per_kv]
+        weighted = torch.matmul(softmax_with_sinks(scores, own), v_NCKD[:, :, head].float())
+        out[:, :, head] = weighted.permute(1, 2, 0, 3).to(out.dtype)
+    return out.view(num_rows, num_heads, head_dim)
 
 
 def _plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,75 @@ class RopeConfig:
     # Factor on cos and sin.
     attention_factor: float = 1.0
     truncate: bool = True
+    # longrope: divisors of the frequencies.
+    divisors: tuple[float, ...] = ()
+    # Dims of a head that turn, its first ones; 0: all.
+    rotary_dim: int = 0
+    # Neighbouring dims turn together, not those half of `rotary_dim` apart.
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a layer's norms over the hidden size. None: there is none in this place.
+
+    Those before read the residual stream; those after change what attention or MLP add to it.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    # None in Cohere, too, where attention and MLP read the same norm (ModelConfig.is_parallel).
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the norms that there are, in order."""
+        places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in places if name is not None)
+
+
+class NormKind(Enum):
+    """Arithmetic of a model's norms. All compute in float32."""
+
+    # Rounded to the model's dtype, then times the weight.
+    RMS = auto()
+    # Times the weight in float32, then rounded.
+    RMS_ROUNDED_ONCE = auto()
+    # Less the mean, as RMS_ROUNDED_ONCE.
+    LAYER = auto()
+
+
+class Activation(IntEnum):
+    """Functions that gate an MLP, numbered as in csrc/linear/linear.h."""
+
+    SILU = 1
+    GELU_TANH = 2
+    # gpt-oss: silu(1.702 gate) / 1.702 * (up + 1), both clamped at 7.
+    CLAMPED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts of a model: each row goes to a few MLPs, which a router chooses."""
+
+    count: int
+    # Experts of a row.
+    per_row: int
+    # Width of an expert's MLP.
+    inner: int
+    # The shares of a row's experts add up to 1.
+    sums_to_one: bool
+    # For each layer, whether it has experts; the others have a plain MLP.
+    layers: tuple[bool, ...]
+    # Width of the MLP that every row goes through beside its experts; 0: there is none.
+    shared_inner: int = 0
+    # Name of the module, of its router, and of an expert's gate, up and down.
+    module: str = "mlp"
+    router: str = "gate"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    # One tensor has all experts, transposed, with gate and up in turns; there are biases (gpt-oss).
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +138,39 @@ class ModelConfig:
     dtype: str = ""
     # Number of distinct parameters, tied ones counted once; set by the loader.
     num_parameters: int = 0
+    # Rotary embedding of each layer, None for one whose heads are not turned; empty: all turn by `rope`.
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    norms: LayerNorms = LayerNorms()
+    norm_kind: NormKind = NormKind.RMS
+    # Norms multiply by this more than their weights.
+    norm_offset: float = 0.0
+    # Attention and MLP read the same norm, and both are added to the stream at once.
+    is_parallel: bool = False
+    # `qk_norm` is over all heads together.
+    qk_norm_is_whole: bool = False
+    activation: Activation = Activation.SILU
+    # The checkpoint has one tensor for q, k and v, or for gate and up.
+    qkv_is_one: bool = False
+    gate_up_is_one: bool = False
+    # Factor on attention's scores; None: head_dim ** -0.5.
+    attention_scale: float | None = None
+    # Scores s become cap * tanh(s / cap); 0: they stay. The same of the logits.
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    # Every head has a score that takes weight and has no value.
+    has_sinks: bool = False
+    # Factors on the embedding, on all that a layer adds to the stream, and on the logits.
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    # Embeddings that a caller brings are multiplied, too.
+    scales_given_embeds: bool = False
+    # None: every layer has a plain MLP.
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """True when the layer has a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
 
 
 class ConfigReader:
@@ -119,6 +222,22 @@ class ConfigReader:
         if not isinstance(value, str):
             raise self.error(field, f"must be a string, found {value!r}")
         return value
+
+    def whole_numbers(self, field: str, *, minimum: int = 0) -> tuple[int, ...] | None:
+        """Read a list of whole numbers of at least `minimum`; None when absent or null."""
+        if not self.has(field):
+            return None
+        value = self.values[field]
+        if not isinstance(value, list) or any(type(one) is not int or one < minimum for one in value):
+            raise self.error(field, f"must be a list of whole numbers of at least {minimum}, found {value!r}")
+        return tuple(value)
+
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """Read a required list of numbers above 0."""
+        value = self._get(field, None)
+        if not isinstance(value, list) or any(type(one) not in (int, float) or not one > 0 for one in value):
+            raise self.error(field, f"must be a list of numbers above 0, found {value!r}")
+        return tuple(map(float, value))
 
     def mapping(self, field: str) -> ConfigReader | None:
         """Return a reader of a nested object; None when absent or null."""

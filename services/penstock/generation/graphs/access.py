@@ -452,10 +452,7 @@ def describe_graphs(model: CausalLM, limits: GraphLimits) -> Graphs:
     sizes = ModelSizes(
         config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, config.vocab_size, dtype
     )
-    layers = [
-        _weights((layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down), dtype)
-        for layer in model.layers
-    ]
+    layers = [_weights(layer.quantisable, dtype) for layer in model.layers]
     return Graphs(sizes, limits.stages, embedding=Weights(dtype), layers=layers, head=_weights((model.head,), dtype))
 
 

@@ -3,9 +3,11 @@ trained."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.layers.lora import DOWN, GATED, OUTPUT, QKV, SITES_A_LAYER, AdapterBatch, SiteAdapters
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata, HeadWeights
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.experts import MixtureOfExperts
     from penstock.generation.layers.kernels import LayerKernels
     from penstock.generation.layers.linear.base import Linear
 
@@ -37,12 +40,65 @@ class RMSNorm:
         return self.kernels.add_rms_norm(hidden_TI, pending_TI, self.weight, self.eps)
 
 
+class RMSNormOnce(RMSNorm):
+    """RMSNorm with a weight in float32: rounded once, at its end."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See RMSNorm."""
+        return self.kernels.rms_norm_once(x_TI, self.weight, self.eps)
+
+    def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
+        """See RMSNorm."""
+        if pending_TI is None:
+            return self(hidden_TI)
+        return self.kernels.add_rms_norm_once(hidden_TI, pending_TI, self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """Cohere's norm: less the mean, no bias, all in float32."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See RMSNorm."""
+        return F.layer_norm(x_TI.float(), self.weight.shape, self.weight, None, self.eps).to(x_TI.dtype)
+
+    def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
+        """See RMSNorm."""
+        return self(hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI))
+
+
+class NoNorm(RMSNorm):
+    """The place of a norm that a model does not have."""
+
+    def __init__(self) -> None:
+        """Make it; there is nothing to keep."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return `x_TI`."""
+        return x_TI
+
+    def add(self, hidden_TI: Tensor, pending_TI: Tensor | None) -> Tensor:
+        """Return `hidden` + `pending`, which is `hidden` from now on."""
+        return hidden_TI if pending_TI is None else hidden_TI.add_(pending_TI)
+
+
+class Multiplied(NoNorm):
+    """Granite's factor on what a layer adds to the stream, in the place of a norm."""
+
+    def __init__(self, factor: float) -> None:
+        """Take the factor."""
+        self.factor = factor
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return `x_TI`, multiplied in place."""
+        return x_TI.mul_(self.factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Arguments that all layers of one forward pass share. cos and sin: (T, 1, head_dim / 2)."""
+    """Arguments that all layers of one forward pass share."""
 
-    cos: Tensor
-    sin: Tensor
+    # cos and sin, (T, 1, head_dim / 2) each, of every rotary embedding that the model has.
+    turns: Sequence[tuple[Tensor, Tensor]]
     metadata: AttentionMetadata
     kv: KVCachePool
     attention: Attention
@@ -62,30 +118,40 @@ class Step:
 class SelfAttention:
     """Fused qkv, optional head norm, rotary embedding, paged attention, output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, heads: HeadWeights) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, heads: HeadWeights, turn: int = 0
+    ) -> None:
+        """Take the layer's parts; `turn` is the number of its rotary embedding in Step.turns."""
         self.heads = heads
+        self.turn = turn
         self.window = config.sliding_windows[layer]
         self.qkv = qkv
         self.output = output
         self._layer = layer
-        self._scale = config.head_dim**-0.5
+        self.scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden); write this layer's keys and values into the pool."""
         qkv = step.linear(self.qkv, x_TI, self._layer, QKV)
+        cos, sin = step.turns[self.turn]
         out = step.attention.forward_qkv(
-            qkv, step.cos, step.sin, self.heads, self._layer, step.metadata, step.kv, self._scale, self.window
+            qkv, cos, sin, self.heads, self._layer, step.metadata, step.kv, self.scale, self.window
         )
         return step.linear(self.output, out.flatten(1), self._layer, OUTPUT)
 
 
 class SwiGLU:
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, layer: int, gated: Linear, down: Linear) -> None:
         self.gated = gated
         self.down = down
         self._layer = layer
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Both products."""
+        return self.gated, self.down
 
     def __call__(self, x_TI: Tensor, step: Step) -> Tensor:
         """Map (T, hidden) to (T, hidden)."""
@@ -100,10 +166,40 @@ class DecoderLayer:
     input_norm: RMSNorm
     attention: SelfAttention
     post_attention_norm: RMSNorm
-    mlp: SwiGLU
+    mlp: SwiGLU | MixtureOfExperts
+
+    @property
+    def quantisable(self) -> tuple[Linear, ...]:
+        """Linear layers that --quantization changes."""
+        return (self.attention.qkv, self.attention.output, *self.mlp.linears)
 
     def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
         """Run the layer on the residual stream `hidden` + `pending` (None: nothing), both (T, hidden). Changes `hidden`
         in place and returns the tensor that is pending after this layer."""
         normed = self.input_norm.add(hidden_TI, pending_TI)
         return self.mlp(self.post_attention_norm.add(hidden_TI, self.attention(normed, step)), step)
+
+
+@dataclass(frozen=True, slots=True)
+class AroundLayer(DecoderLayer):
+    """A layer that also norms, or multiplies, what attention and MLP add to the stream."""
+
+    attention_out: RMSNorm
+    mlp_out: RMSNorm
+
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
+        """See DecoderLayer."""
+        normed = self.input_norm.add(hidden_TI, pending_TI)
+        attended = self.attention_out(self.attention(normed, step))
+        return self.mlp_out(self.mlp(self.post_attention_norm.add(hidden_TI, attended), step))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayer(DecoderLayer):
+    """A layer of which attention and MLP read the same norm."""
+
+    def __call__(self, hidden_TI: Tensor, pending_TI: Tensor | None, step: Step) -> Tensor:
+        """See DecoderLayer."""
+        normed = self.input_norm.add(hidden_TI, pending_TI)
+        hidden_TI.add_(self.attention(normed, step))
+        return self.mlp(normed, step)

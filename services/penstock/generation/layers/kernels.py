@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from penstock.generation.core.model_config import Activation
+
+# gpt-oss's activation.
+_ALPHA, _LIMIT = 1.702, 7.0
 
 
 class LayerKernels:
@@ -22,10 +29,35 @@ class LayerKernels:
         hidden_TI.add_(x_TI)
         return F.rms_norm(hidden_TI, weight_I.shape, weight_I, eps)
 
+    def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """Return the RMSNorm times a weight in float32, rounded to x's dtype at the end alone."""
+        return F.rms_norm(x_TI.float(), weight_I.shape, weight_I, eps).to(x_TI.dtype)
+
+    def add_rms_norm_once(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """Add `x` to `hidden` in place and return `rms_norm_once` of the sum."""
+        return self.rms_norm_once(hidden_TI.add_(x_TI), weight_I, eps)
+
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
         """Return silu(first half) * second half of every row: (T, 2 F) -> (T, F)."""
         gate, up = gate_up_TF.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+        """Return the function that gates the second half of every row with the first: (T, 2 F) -> (T, F)."""
+        if activation is Activation.SILU:
+            return self.silu_mul
+        return _gelu_mul if activation is Activation.GELU_TANH else _clamped_mul
+
+
+def _gelu_mul(gate_up_TF: Tensor) -> Tensor:
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _clamped_mul(gate_up_TF: Tensor) -> Tensor:
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    gate = gate.clamp(max=_LIMIT)
+    return (up.clamp(-_LIMIT, _LIMIT) + 1) * (gate * torch.sigmoid(gate * _ALPHA))
 
 
 class NativeKernels(LayerKernels):
@@ -42,6 +74,14 @@ class NativeKernels(LayerKernels):
         """See LayerKernels."""
         result: Tensor = torch.ops.penstock.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
         return result
+
+    def rms_norm_once(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """See LayerKernels: the operator knows it by the weight's dtype."""
+        return self.rms_norm(x_TI, weight_I, eps)
+
+    def add_rms_norm_once(self, hidden_TI: Tensor, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        """See LayerKernels."""
+        return self.add_rms_norm(hidden_TI, x_TI, weight_I, eps)
 
     def silu_mul(self, gate_up_TF: Tensor) -> Tensor:
         """See LayerKernels."""

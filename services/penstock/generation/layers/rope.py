@@ -1,7 +1,8 @@
 """Rotary position embedding: configuration (old and 5.x form), inverse frequencies, and the rotation itself.
 
 Frequencies, cos and sin are float32 and follow transformers 5.x's modeling_rope_utils.py; "half" rotation: dimension i
-turns with dimension i + head_dim / 2.
+turns with dimension i + head_dim / 2. Other rotations become this one where the weights are read
+(weights.tensor_names.HeadOrder); dims that stay have frequency 0.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.generation.core.model_config import ConfigReader, RopeConfig
@@ -20,18 +22,25 @@ _MOST_ROOM = 2**18
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def read_rope(config: ConfigReader, max_position_embeddings: int) -> RopeConfig:
+def read_rope(config: ConfigReader, max_position_embeddings: int, default_theta: float = 10_000.0) -> RopeConfig:
     """Read RopeConfig from `rope_parameters` (5.x) or `rope_theta` + `rope_scaling` (before).
 
     Raises StartupError naming the field when a type or parameter is unknown or missing.
     """
-    theta = config.number("rope_theta", 10_000.0)
+    theta = config.number("rope_theta", default_theta)
     # As in transformers, the old name wins where both are present.
     scaling = config.mapping("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
     if config.number("partial_rotary_factor", 1.0) != 1.0:
         raise config.error("partial_rotary_factor", "other than 1 is not supported")
     if scaling is None:
         return RopeConfig("default", theta)
+    return read_rope_parameters(config, scaling, max_position_embeddings, theta)
+
+
+def read_rope_parameters(
+    config: ConfigReader, scaling: ConfigReader, max_position_embeddings: int, theta: float
+) -> RopeConfig:
+    """Read RopeConfig from an object with `rope_type`; its `rope_theta` goes before `theta`. Raises as `read_rope`."""
     theta = scaling.number("rope_theta", theta)
     rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
@@ -93,8 +102,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the inverse frequencies (head_dim / 2) in float32, on the CPU.
 
     "dynamic" equals "default" up to `max_position_embeddings`, where our context ends: beyond it transformers lets the
-    longest sequence of a batch change the keys of all the others.
+    longest sequence of a batch change the keys of all the others. A dim that does not turn has 0.
     """
+    turned = _turning_frequencies(rope, rope.rotary_dim or head_dim)
+    return F.pad(turned, (0, head_dim // 2 - len(turned)))
+
+
+def _turning_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    if rope.rope_type == "longrope":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * rope.theta**exponents)
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
@@ -136,12 +153,16 @@ class RotaryEmbedding:
     """cos and sin of a step's positions, once for all layers."""
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype, *, max_positions: int
+        self, rope: RopeConfig | None, head_dim: int, device: torch.device, dtype: torch.dtype, *, max_positions: int
     ) -> None:
         """Make empty tables with room for `max_positions`, unless that is enormous. The system gives memory only for
-        positions that are filled."""
+        positions that are filled. `rope` None: nothing turns."""
+        rope = rope or RopeConfig("linear", 1.0, factor=math.inf)
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
-        self._scale = rope.attention_factor
+        self._scale: float | Tensor = rope.attention_factor
+        if rope.rotary_dim:
+            self._scale = torch.where(self._inv_freq == 0, 1.0, rope.attention_factor)
+        self._scales = rope.attention_factor != 1.0
         self._dtype = dtype
         self._length = 0
         self._make_room(min(max_positions, _MOST_ROOM))
@@ -184,6 +205,6 @@ class RotaryEmbedding:
         """Return cos and sin, each (T, 1, head_dim / 2), computed in float32 and rounded to the model's dtype."""
         angles = positions_T.to(torch.float32).unsqueeze(-1) * self._inv_freq
         cos, sin = angles.cos(), angles.sin()
-        if self._scale != 1.0:
+        if self._scales:
             cos, sin = cos * self._scale, sin * self._scale
         return cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1)

@@ -25,7 +25,7 @@ from penstock.generation.layers.lora import (
     SiteAdapters,
 )
 from penstock.generation.models.fused import FusedLayers, can_fuse
-from penstock.generation.weights.tensor_names import layer_linears
+from penstock.generation.weights.tensor_names import site_linears
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import Attention, AttentionMetadata
@@ -48,14 +48,15 @@ class CausalLM:
         layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         lm_head: Linear,
-        rotary: RotaryEmbedding,
+        rotaries: Sequence[RotaryEmbedding],
         attention: Attention,
         dtype: torch.dtype,
         device: torch.device,
         num_bytes: int,
         mapped_bytes: int = 0,
     ) -> None:
-        """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`."""
+        """Take the parts of a model; `embedding` is a table (vocabulary, hidden) or the rows of `lm_head`. Layers know
+        their rotary embedding by its place in `rotaries`."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -68,14 +69,19 @@ class CausalLM:
         self._embedding = embedding
         table = embedding if isinstance(embedding, Tensor) else None
         self._rows = cast("Rows", embedding) if table is None else partial(F.embedding, weight=table)
+        # As transformers multiplies, by a number of the model's dtype.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        if self._embedding_scale != 1.0:
+            self._rows = _Scaled(self._rows, self._embedding_scale)
         self._fused = (
-            FusedLayers(config, self.layers, norm, lm_head, rotary, table)
-            if can_fuse(config, self.layers, lm_head, attention)
+            FusedLayers(config, self.layers, norm, lm_head, rotaries, table, self._embedding_scale)
+            if can_fuse(config, self.layers, norm, lm_head, attention)
             else None
         )
         self._norm = norm
         self._lm_head = lm_head
-        self._rotary = rotary
+        self._rotaries = tuple(rotaries)
+        self._has_plain_logits = config.logit_scale == 1.0 and not config.logit_softcap
         self._is_native = isinstance(lm_head, NativeLinear)
 
     @property
@@ -92,7 +98,7 @@ class CausalLM:
             layers=self.layers[:num_layers],
             norm=self._norm,
             lm_head=self._lm_head,
-            rotary=self._rotary,
+            rotaries=self._rotaries,
             attention=self.attention,
             dtype=self.dtype,
             device=self.device,
@@ -111,8 +117,10 @@ class CausalLM:
         """Return an adapter's matrices, of `dtype` and on `device`, in the form that this model's layers take."""
         if not self._is_native:
             return DenseAdapter(sites, embedding)
-        each = [(linear.shape[0], linear.gated) for linear in layer_linears(self.config)]
-        shapes = [*each * len(self.layers), (self.config.vocab_size, False)]
+        linears = [linear for layer in range(len(self.layers)) for linear in site_linears(self.config, layer)]
+        # A site that no adapter may change gets no matrices, whatever its shape.
+        each = [(0, False) if linear is None else (linear.shape[0], linear.gated) for linear in linears]
+        shapes = [*each, (self.config.vocab_size, False)]
         return NativeAdapter(sites, embedding, shapes=shapes, dtype=self.dtype)
 
     def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
@@ -199,8 +207,17 @@ class CausalLM:
         """Return logits (N, vocab) in float32 of selected rows of `forward`'s result: pass only the rows that need
         logits. `adapters` are those of the N rows; None where none changes the head."""
         if adapters is None or not adapters.changes_site(self.head_site):
-            return self._lm_head.as_float(hidden_NI)
-        return self._lm_head.adapted_as_float(hidden_NI, SiteAdapters(adapters, self.head_site))
+            logits_NV = self._lm_head.as_float(hidden_NI)
+        else:
+            logits_NV = self._lm_head.adapted_as_float(hidden_NI, SiteAdapters(adapters, self.head_site))
+        return logits_NV if self._has_plain_logits else self._changed(logits_NV)
+
+    def _changed(self, logits_NV: Tensor) -> Tensor:
+        """Return the logits as the family scales and caps them. Both keep their order, so that a greedy draw needs
+        neither."""
+        logits_NV = logits_NV * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return logits_NV.div_(cap).tanh_().mul_(cap) if cap else logits_NV
 
     @torch.inference_mode()
     def normed(self, hidden_NI: Tensor) -> Tensor:
@@ -228,5 +245,19 @@ class CausalLM:
         adapters: AdapterBatch | None = None,
     ) -> Step:
         """Return the Step that `layers` need to run one by one."""
-        cos, sin = self._rotary(positions_T)
-        return Step(cos, sin, metadata, kv, attention or self.attention, adapters)
+        turns = [rotary(positions_T) for rotary in self._rotaries]
+        return Step(turns, metadata, kv, attention or self.attention, adapters)
+
+    def given_embeds(self, embeds_PI: Tensor) -> Tensor:
+        """Return embeddings that a caller brings as they come into the residual stream."""
+        return embeds_PI * self._embedding_scale if self.config.scales_given_embeds else embeds_PI
+
+
+class _Scaled:
+    """Rows of an embedding times a number."""
+
+    def __init__(self, rows: Rows, factor: float) -> None:
+        self._rows, self._factor = rows, factor
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        return self._rows(ids_T) * self._factor

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig
-from penstock.generation.layers.rope import read_rope
+from penstock.generation.core.model_config import MAX_LAYERS, Activation, ConfigReader, ModelConfig, RopeConfig
+from penstock.generation.layers.rope import read_rope, read_rope_parameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
 
 
 def never(config: ConfigReader) -> bool:
@@ -31,6 +37,11 @@ def no_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     return (None,) * num_layers
 
 
+def unchanged(config: ConfigReader, model: ModelConfig) -> ModelConfig:
+    """A family that the flags tell wholly."""
+    return model
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Flags of a family, and its configuration class's defaults for fields that config.json may leave out."""
@@ -47,10 +58,23 @@ class Family:
     default_head_dim: int | None = None
     default_bos: int | None = None
     default_eos: tuple[int, ...] = ()
+    default_theta: float = 10_000.0
+    default_eps: float = 1e-6
+    eps_field: str = "rms_norm_eps"
+    activation_field: str = "hidden_act"
+    default_activation: str = "silu"
+    default_tied: bool = False
+    # None: the rotary embedding that most families have (layers.rope.read_rope).
+    rope: Callable[[ConfigReader, int, int], RopeConfig] | None = None
+    # Sets the fields of ModelConfig that no flag above says, and refuses what it cannot honour.
+    finish: Callable[[ConfigReader, ModelConfig], ModelConfig] = unchanged
 
     def model_config(self, config: ConfigReader, generation: ConfigReader) -> ModelConfig:
         """The checked configuration. Raises StartupError naming the field of config.json that is wrong."""
-        self._refuse_unsupported(config)
+        return self.finish(config, self._by_flags(config, generation))
+
+    def _by_flags(self, config: ConfigReader, generation: ConfigReader) -> ModelConfig:
+        activation = self._activation(config)
         num_layers = config.integer("num_hidden_layers", self.defaults.get("num_hidden_layers"), maximum=MAX_LAYERS)
         num_heads = config.integer("num_attention_heads", self.defaults.get("num_attention_heads"))
         num_kv_heads = config.integer("num_key_value_heads", self._default_kv_heads(config, num_heads))
@@ -59,6 +83,11 @@ class Family:
                 "num_attention_heads", f"({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
             )
         max_positions = config.integer("max_position_embeddings", self.defaults.get("max_position_embeddings"))
+        head_dim = self._head_dim(config, num_heads)
+        if self.rope is None:
+            rope = read_rope(config, max_positions, self.default_theta)
+        else:
+            rope = self.rope(config, max_positions, head_dim)
         return ModelConfig(
             model_type=self.model_type,
             architecture=self.architecture,
@@ -68,11 +97,11 @@ class Family:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=self._head_dim(config, num_heads),
+            head_dim=head_dim,
             max_position_embeddings=max_positions,
-            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-            rope=read_rope(config, max_positions),
-            tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+            rms_norm_eps=config.number(self.eps_field, self.default_eps),
+            rope=rope,
+            tie_word_embeddings=config.boolean("tie_word_embeddings", self.default_tied),
             qkv_bias=self.qkv_bias(config),
             output_bias=self.output_bias(config),
             mlp_bias=self.mlp_bias(config),
@@ -82,6 +111,7 @@ class Family:
             bos_token_id=self._bos(config),
             pad_token_id=self._pad(config),
             checkpoint_dtype=config.text("dtype", config.text("torch_dtype", "")).removeprefix("torch.") or None,
+            activation=activation,
         )
 
     def _bos(self, config: ConfigReader) -> int | None:
@@ -116,13 +146,54 @@ class Family:
             raise config.error("head_dim", f"({head_dim}) must be even: rotary embedding turns pairs")
         return head_dim
 
-    def _refuse_unsupported(self, config: ConfigReader) -> None:
-        if config.text("hidden_act", "silu") not in ("silu", "swish"):
-            raise config.error("hidden_act", f"{config.values['hidden_act']!r} is not supported; supported is silu")
+    def _activation(self, config: ConfigReader) -> Activation:
+        """Return the activation, of the kind that the family has, after refusing what no native family honours."""
+        name = config.text(self.activation_field, self.default_activation)
+        expected = ACTIVATIONS[self.default_activation]
+        if ACTIVATIONS.get(name) is not expected:
+            raise config.error(
+                self.activation_field, f"{name!r} is not supported; supported is {self.default_activation}"
+            )
         if config.has("quantization_config"):
             raise config.error(
                 "quantization_config", "is not supported: give a checkpoint in float32, bfloat16 or float16"
             )
+        return expected
+
+
+def read_layer_types(config: ConfigReader, num_layers: int) -> tuple[str, ...] | None:
+    """Read `layer_types`, FULL or SLIDING for each layer; None when absent. Raises StartupError naming the field."""
+    types = config.values.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or any(one not in (FULL, SLIDING) for one in types):
+        raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}")
+    if len(types) != num_layers:
+        raise config.error("layer_types", f"has {len(types)} entries, num_hidden_layers is {num_layers}")
+    return tuple(types)
+
+
+def read_rope_of_kind(config: ConfigReader, max_positions: int, kind: str, theta: float) -> RopeConfig:
+    """Read the rotary embedding of FULL or SLIDING layers, in 5.x's form (`rope_parameters` by kind) or the one before,
+    where `rope_scaling` is that of full layers. `theta` where neither names one."""
+    by_kind = config.mapping("rope_parameters")
+    own = None if by_kind is None else by_kind.mapping(kind)
+    if kind == FULL and config.values.get("rope_scaling"):
+        own = config.mapping("rope_scaling")
+    if own is None:
+        return RopeConfig("default", theta)
+    return read_rope_parameters(config, own, max_positions, theta)
+
+
+def windows_in_turns(
+    config: ConfigReader, num_layers: int, *, default_window: int, period: int
+) -> tuple[int | None, ...]:
+    """Windows of layers that slide but for every `period`th one, unless `layer_types` says which do."""
+    window = config.integer("sliding_window", default_window)
+    types = read_layer_types(config, num_layers)
+    if types is None:
+        types = tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
+    return tuple(window if one == SLIDING else None for one in types)
 
 
 def windows_by_layer_type(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -131,14 +202,10 @@ def windows_by_layer_type(config: ConfigReader, num_layers: int) -> tuple[int | 
     window = config.integer("sliding_window", 4096) if config.values.get("sliding_window", 4096) is not None else None
     if not config.boolean("use_sliding_window", False):
         window = None
-    types = config.values.get("layer_types")
+    types = read_layer_types(config, num_layers)
     if types is None:
         first = config.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if not isinstance(types, list) or any(one not in (FULL, SLIDING) for one in types):
-        raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}")
-    if len(types) != num_layers:
-        raise config.error("layer_types", f"has {len(types)} entries, num_hidden_layers is {num_layers}")
     if SLIDING in types and window is None:
         raise config.error("layer_types", "has sliding_attention, but use_sliding_window or sliding_window is off")
     return tuple(window if one == SLIDING else None for one in types)

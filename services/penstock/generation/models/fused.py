@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.generation.attention.native import NativeAttention
+from penstock.generation.layers.decoder_layer import AroundLayer, LayerNorm, NoNorm, SwiGLU
 from penstock.generation.layers.kernels import NativeKernels
 from penstock.generation.layers.linear.native import NativeLinear
 
@@ -33,14 +34,16 @@ class FusedLayers:
         layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         head: Linear,
-        rotary: RotaryEmbedding,
+        rotaries: Sequence[RotaryEmbedding],
         table: Tensor | None,
+        embedding_scale: float,
     ) -> None:
         """Take layers and head that `can_fuse` accepted. `table` is the embedding; None where it is the head's rows."""
         last = cast(NativeLinear, head)
         # csrc/decoder/ops_decoder.cpp takes every one of these names and refuses others.
         sizes = {
-            "format": int(cast(NativeLinear, layers[0].mlp.gated).format),
+            "format": int(cast(NativeLinear, layers[0].attention.qkv).format),
+            "gate": int(config.activation),
             "hidden": config.hidden_size,
             "inner": config.intermediate_size,
             "num_heads": config.num_heads,
@@ -49,15 +52,23 @@ class FusedLayers:
             "head_format": int(last.format),
             "vocab": last.out_features,
         }
+        factors = {
+            "eps": config.rms_norm_eps,
+            "attention_scale": layers[0].attention.scale,
+            "softcap": config.attention_softcap,
+            "embedding_scale": embedding_scale,
+            "residual_scale": config.residual_scale,
+        }
         decoder: Any = torch.classes.penstock.Decoder(
             sizes,
-            config.rms_norm_eps,
+            factors,
             [_named_tensors(layer) for layer in layers],
             [layer.attention.window or 0 for layer in layers],
+            [layer.attention.turn for layer in layers],
             {"norm": norm.weight, **_named_parts("head", last)},
         )
         self._forward, self._decode = decoder.forward, decoder.decode
-        self._rotary = rotary
+        self._rotaries = tuple(rotaries)
         self._table = table
 
     def __call__(
@@ -77,7 +88,7 @@ class FusedLayers:
         `draws`: also return for each row the id of its highest logit (R), the first of equals, -1 where that is not
         finite; else an empty tensor. A row that is not wanted ends with its keys and values in the last layer.
         """
-        cos, sin = self._rotary.tables(metadata.max_context_len)
+        cos, sin = self._tables(metadata.max_context_len)
         result: tuple[Tensor, Tensor] = self._forward(
             hidden_TI,
             cos,
@@ -105,43 +116,49 @@ class FusedLayers:
     ) -> list[int]:
         """Return the ids drawn after `ids`, one token of each sequence, which is `lengths` long with it. `tables` is as
         AttentionMetadata.block_tables and may be wider. No adapter may change the embedding."""
-        cos, sin = self._rotary.tables(longest)
+        cos, sin = self._tables(longest)
         native = None if adapters is None else adapters.native
         drawn: list[int] = self._decode(ids, lengths, tables, self._table, cos, sin, *kv.tensors, native)
         return drawn
 
+    def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return cos and sin of every rotary embedding, for positions below `length`."""
+        found = [rotary.tables(length) for rotary in self._rotaries]
+        return [cos for cos, _ in found], [sin for _, sin in found]
 
-def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, attention: object) -> bool:
-    """True when everything is native and no width needs padding."""
+
+def can_fuse(
+    config: ModelConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, head: Linear, attention: object
+) -> bool:
+    """True when everything is native, no width needs padding, and every layer is of a kind that csrc/decoder knows."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
-    native = all(
-        isinstance(linear, NativeLinear)
-        for layer in layers
-        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
-    )
+    if config.is_parallel or config.qk_norm_is_whole or isinstance(norm, LayerNorm):
+        return False
+    if not all(isinstance(layer.mlp, SwiGLU) for layer in layers):
+        return False
+    native = all(isinstance(linear, NativeLinear) for layer in layers for linear in layer.quantisable)
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    return (
-        native
-        and all(isinstance(layer.input_norm.kernels, NativeKernels) for layer in layers)
-        and all(width % 2 == 0 for width in widths)
-    )
+    return native and isinstance(norm.kernels, NativeKernels) and all(width % 2 == 0 for width in widths)
 
 
 def _named_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """Return a layer's tensors by the names that csrc/decoder knows, with the norms of the heads where the model has
     them."""
+    mlp = cast(SwiGLU, layer.mlp)
     tensors = {
-        "input_norm": layer.input_norm.weight,
-        "post_attention_norm": layer.post_attention_norm.weight,
         **_named_parts("qkv", layer.attention.qkv),
         **_named_parts("output", layer.attention.output),
-        **_named_parts("gated", layer.mlp.gated),
-        **_named_parts("down", layer.mlp.down),
+        **_named_parts("gated", mlp.gated),
+        **_named_parts("down", mlp.down),
     }
+    norms = {"input_norm": layer.input_norm, "post_attention_norm": layer.post_attention_norm}
+    if isinstance(layer, AroundLayer):
+        norms |= {"attention_out_norm": layer.attention_out, "mlp_out_norm": layer.mlp_out}
+    tensors |= {name: norm.weight for name, norm in norms.items() if not isinstance(norm, NoNorm)}
     heads = layer.attention.heads
-    norms = {"q_norm": heads.q_norm, "k_norm": heads.k_norm}
-    return tensors | {name: weight for name, weight in norms.items() if weight is not None}
+    others = {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "sinks": heads.sinks}
+    return tensors | {name: weight for name, weight in others.items() if weight is not None}
 
 
 def _named_parts(name: str, linear: Linear) -> dict[str, Tensor]:

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from penstock.generation.attention.base import HeadWeights
-from penstock.generation.core.model_config import ModelConfig
-from penstock.generation.layers.decoder_layer import DecoderLayer, RMSNorm, SelfAttention, SwiGLU
+from penstock.generation.core.model_config import Activation, ModelConfig, NormKind
+from penstock.generation.layers.decoder_layer import (
+    AroundLayer,
+    DecoderLayer,
+    LayerNorm,
+    Multiplied,
+    NoNorm,
+    ParallelLayer,
+    RMSNorm,
+    RMSNormOnce,
+    SelfAttention,
+    SwiGLU,
+)
+from penstock.generation.layers.experts import MixtureOfExperts, SharedExpert
 from penstock.generation.layers.rope import RotaryEmbedding
 from penstock.generation.models.decoder import CausalLM
-from penstock.generation.weights.tensor_names import NORM, LayerLinear, layer_linears, layer_prefix, tensor_shapes
+from penstock.generation.weights.tensor_names import (
+    NORM,
+    LayerLinear,
+    layer_linears,
+    layer_prefix,
+    rounds_once,
+    tensor_shapes,
+)
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
@@ -36,11 +56,12 @@ class Weights(Protocol):
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         """Return the last layer, and the embedding (vocabulary, hidden); None where it is the head's rows."""
 
-    def linear(self, prefix: str, linear: LayerLinear) -> Linear:
-        """Return a linear layer of the decoder layer with the name prefix `prefix`."""
+    def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> Linear:
+        """Return a linear layer of the decoder layer with the name prefix `prefix`; `activation` gates it where it is
+        gated."""
 
-    def tensor(self, name: str) -> Tensor:
-        """Return the weight of a norm."""
+    def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
+        """Return the weight of a norm, in `dtype`, or in float32 where it `is_exact`."""
 
     def layer_is_complete(self) -> None:
         """Note that nothing more of this layer is asked for."""
@@ -49,9 +70,9 @@ class Weights(Protocol):
 def build_model(config: ModelConfig, weights: Weights, device: Device) -> CausalLM:
     """Return the model of `config` with these weights."""
     lm_head, table = weights.head_and_table()
-    kernels = device.layer_kernels(weights.dtype)
-    layers = [_layer(config, i, weights, kernels) for i in range(config.num_layers)]
-    norm = RMSNorm(weights.tensor(NORM), config.rms_norm_eps, kernels)
+    parts = _Parts(config, weights, device.layer_kernels(weights.dtype))
+    layers = [parts.layer(i) for i in range(config.num_layers)]
+    norm = parts.norm(NORM)
     config = dataclasses.replace(
         config,
         dtype=str(weights.dtype).removeprefix("torch."),
@@ -63,13 +84,16 @@ def build_model(config: ModelConfig, weights: Weights, device: Device) -> Causal
         layers=layers,
         norm=norm,
         lm_head=lm_head,
-        rotary=RotaryEmbedding(
-            config.rope,
-            config.head_dim,
-            device.torch_device,
-            weights.dtype,
-            max_positions=config.max_position_embeddings,
-        ),
+        rotaries=[
+            RotaryEmbedding(
+                rope,
+                config.head_dim,
+                device.torch_device,
+                weights.dtype,
+                max_positions=config.max_position_embeddings,
+            )
+            for rope in parts.ropes
+        ],
         attention=device.attention(weights.dtype, config.head_dim),
         dtype=weights.dtype,
         device=device.torch_device,
@@ -78,22 +102,79 @@ def build_model(config: ModelConfig, weights: Weights, device: Device) -> Causal
     )
 
 
-def _layer(config: ModelConfig, index: int, weights: Weights, kernels: LayerKernels) -> DecoderLayer:
-    prefix = layer_prefix(index)
+class _Parts:
+    """Maker of a model's layers from its weights."""
 
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(weights.tensor(f"{prefix}{name}.weight"), config.rms_norm_eps, kernels)
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: LayerKernels) -> None:
+        self._config, self._weights, self._kernels = config, weights, kernels
+        # Rotary embeddings of the model, each once.
+        layer_ropes = config.layer_ropes or (config.rope,) * config.num_layers
+        self.ropes = list(dict.fromkeys(layer_ropes))
+        self._turns = [self.ropes.index(rope) for rope in layer_ropes]
 
-    q_norm, k_norm = (
-        weights.tensor(f"{prefix}self_attn.{name}_norm.weight") if config.qk_norm else None for name in "qk"
-    )
-    heads = HeadWeights(config.num_heads, config.num_kv_heads, config.head_dim, q_norm, k_norm, config.rms_norm_eps)
-    qkv, output, gated, down = (weights.linear(prefix, linear) for linear in layer_linears(config))
-    layer = DecoderLayer(
-        norm("input_layernorm"),
-        SelfAttention(config, index, qkv, output, heads),
-        norm("post_attention_layernorm"),
-        SwiGLU(index, gated, down),
-    )
-    weights.layer_is_complete()
-    return layer
+    def norm(self, name: str) -> RMSNorm:
+        """Return a norm over the hidden size by the name of its weight."""
+        kinds = {NormKind.RMS: RMSNorm, NormKind.RMS_ROUNDED_ONCE: RMSNormOnce, NormKind.LAYER: LayerNorm}
+        return kinds[self._config.norm_kind](self._norm_weight(name), self._config.rms_norm_eps, self._kernels)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """Return a decoder layer."""
+        config, prefix, names = self._config, layer_prefix(index), self._config.norms
+        before = [self._norm_in(prefix, names.before_attention), self._norm_in(prefix, names.before_mlp)]
+        after = [self._norm_after(prefix, name) for name in (names.after_attention, names.after_mlp)]
+        heads = self._heads(prefix)
+        qkv, output, *rest = layer_linears(config, index)
+        attention = SelfAttention(
+            config, index, self._linear(prefix, qkv), self._linear(prefix, output), heads, self._turns[index]
+        )
+        mlp = self._mixture(prefix, rest) if config.has_experts(index) else self._mlp(index, prefix, rest)
+        self._weights.layer_is_complete()
+        if config.is_parallel:
+            return ParallelLayer(before[0], attention, before[1], mlp)
+        if all(type(norm) is NoNorm for norm in after):
+            return DecoderLayer(before[0], attention, before[1], mlp)
+        return AroundLayer(before[0], attention, before[1], mlp, *after)
+
+    def _norm_weight(self, name: str) -> Tensor:
+        weight = self._weights.tensor(name, is_exact=rounds_once(self._config))
+        return weight + self._config.norm_offset if self._config.norm_offset else weight
+
+    def _norm_in(self, prefix: str, name: str | None) -> RMSNorm:
+        return NoNorm() if name is None else self.norm(f"{prefix}{name}.weight")
+
+    def _norm_after(self, prefix: str, name: str | None) -> RMSNorm:
+        if name is None and self._config.residual_scale != 1.0:
+            return Multiplied(self._config.residual_scale)
+        return self._norm_in(prefix, name)
+
+    def _heads(self, prefix: str) -> HeadWeights:
+        config = self._config
+        q_norm, k_norm = (
+            self._norm_weight(f"{prefix}self_attn.{name}_norm.weight") if config.qk_norm else None for name in "qk"
+        )
+        return HeadWeights(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            q_norm,
+            k_norm,
+            config.rms_norm_eps,
+            norm_is_whole=config.qk_norm_is_whole,
+            softcap=config.attention_softcap,
+            sinks=self._weights.tensor(f"{prefix}self_attn.sinks", is_exact=True) if config.has_sinks else None,
+        )
+
+    def _linear(self, prefix: str, linear: LayerLinear) -> Linear:
+        return self._weights.linear(prefix, linear, self._config.activation)
+
+    def _mlp(self, index: int, prefix: str, linears: Sequence[LayerLinear]) -> SwiGLU:
+        gated, down = (self._linear(prefix, one) for one in linears)
+        return SwiGLU(index, gated, down)
+
+    def _mixture(self, prefix: str, linears: Sequence[LayerLinear]) -> MixtureOfExperts:
+        experts = self._config.experts
+        assert experts is not None
+        router, *made = (self._linear(prefix, one) for one in linears)
+        end = 2 * experts.count
+        pairs = list(zip(made[:end:2], made[1:end:2], strict=True))
+        return MixtureOfExperts(experts, router, pairs, SharedExpert(*made[end:]) if made[end:] else None)

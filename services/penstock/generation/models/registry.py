@@ -10,9 +10,12 @@ import torch
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from penstock.generation.models.dense_families import COHERE, COHERE2, GLM, GLM4, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3
+from penstock.generation.models.gemma import GEMMA2, GEMMA3
 from penstock.generation.models.llama import LLAMA
 from penstock.generation.models.loader import Weights, build_model
 from penstock.generation.models.mistral import MISTRAL
+from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from penstock.generation.models.qwen2 import QWEN2
 from penstock.generation.models.qwen3 import QWEN3
 from penstock.generation.weights.checkpoint import Checkpoint
@@ -25,7 +28,13 @@ if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
     from penstock.generation.models.decoder import CausalLM
 
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GRANITE, OLMO2, OLMO3, SMOLLM3, GLM, GLM4, COHERE, COHERE2),
+        *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
+    )
+}
 _CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

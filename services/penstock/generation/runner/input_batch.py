@@ -172,7 +172,7 @@ def embed_step(
         inputs.input_ids_T[rows_of_entry] = 0
     hidden_TI = model.embed(inputs.input_ids_T, adapters)
     for rows_of_entry, rows_PI in spans:
-        hidden_TI[rows_of_entry] = rows_PI
+        hidden_TI[rows_of_entry] = model.given_embeds(rows_PI)
     return hidden_TI
 
 

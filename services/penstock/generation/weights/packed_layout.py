@@ -20,6 +20,7 @@ from penstock.generation.weights.tensor_names import (
     layer_linears,
     layer_norms,
     layer_prefix,
+    rounds_once,
 )
 
 FORMAT = "penstock packed weights"
@@ -107,10 +108,13 @@ def _tensors(config: ModelConfig, dtype: torch.dtype, quantization: str, has_tab
     found = parts(HEAD, part_sizes(table, head, gated=False, has_bias=False))
     if has_table:
         found.append((EMBEDDING, dtype, table))
+    exact = formats(dtype, "none")[0]
+    norm_dtype = torch.float32 if rounds_once(config) else dtype
     for index in range(config.num_layers):
         prefix = layer_prefix(index)
-        found += [(f"{prefix}{name}", dtype, (width,)) for name, width in layer_norms(config).items()]
-        for one in layer_linears(config):
-            found += parts(f"{prefix}{one.name}", part_sizes(one.shape, layers, gated=one.gated, has_bias=one.has_bias))
-    found.append((NORM, dtype, (config.hidden_size,)))
+        found += [(f"{prefix}{name}", norm_dtype, (width,)) for name, width in layer_norms(config).items()]
+        for one in layer_linears(config, index):
+            format = exact if one.is_exact else layers
+            found += parts(f"{prefix}{one.name}", part_sizes(one.shape, format, gated=one.gated, has_bias=one.has_bias))
+    found.append((NORM, norm_dtype, (config.hidden_size,)))
     return found

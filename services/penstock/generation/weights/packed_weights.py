@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
-from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.core.model_config import Activation, ModelConfig
 from penstock.generation.host.mapped import MappedFile, populate
 from penstock.generation.layers.linear import QUANTIZATIONS
 from penstock.generation.layers.linear.native import Format, NativeLinear, PackedWeight, formats, part_sizes
@@ -88,6 +88,7 @@ class PackedWeights:
         self.num_bytes = 0
         self._config = config
         self._layers, self._head = formats(file.dtype, file.facts.quantization)
+        self._exact = formats(file.dtype, "none")[0]
         # Rows can be looked up only in a matrix that is kept as it is.
         has_table = EMBEDDING in file.entries or file.facts.quantization != "none"
         _check_scale(file, config)
@@ -110,14 +111,16 @@ class PackedWeights:
         """See Weights: all of it."""
         return self.num_bytes
 
-    def linear(self, prefix: str, linear: LayerLinear) -> NativeLinear:
+    def linear(self, prefix: str, linear: LayerLinear, activation: Activation = Activation.SILU) -> NativeLinear:
         """See Weights."""
+        format = self._exact if linear.is_exact else self._layers
+        name = f"{prefix}{linear.name}"
         return self._linear(
-            f"{prefix}{linear.name}", linear.shape, self._layers, gated=linear.gated, has_bias=linear.has_bias
+            name, linear.shape, format, gated=linear.gated, has_bias=linear.has_bias, activation=activation
         )
 
-    def tensor(self, name: str) -> Tensor:
-        """See Weights: a view of the file."""
+    def tensor(self, name: str, *, is_exact: bool = False) -> Tensor:
+        """See Weights: a view of the file, in the dtype that the layout says."""
         place = self._places[name]
         found = self._data[place.begin : place.end].view(place.dtype).view(place.shape)
         self.num_bytes += found.nbytes
@@ -127,11 +130,18 @@ class PackedWeights:
         """See Weights: nothing was made on the way."""
 
     def _linear(
-        self, name: str, shape: tuple[int, int], format: Format, *, gated: bool, has_bias: bool
+        self,
+        name: str,
+        shape: tuple[int, int],
+        format: Format,
+        *,
+        gated: bool,
+        has_bias: bool,
+        activation: Activation = Activation.SILU,
     ) -> NativeLinear:
         sizes = part_sizes(shape, format, gated=gated, has_bias=has_bias)
         parts = {part: self.tensor(f"{name}.{part}") for part in sizes}
-        return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts))
+        return NativeLinear(PackedWeight(shape, self.dtype, format, gated, **parts), activation)
 
 
 def _facts(metadata: dict[str, str]) -> PackedFacts:
@@ -165,8 +175,8 @@ def _check_scale(file: PackedFile, config: ModelConfig) -> None:
 
     Python's integers decide it: the kernels' sizes, computed from config.json, could overflow and then seem to fit.
     """
-    shapes = [linear.shape for linear in layer_linears(config)]
-    numbers = config.vocab_size * config.hidden_size + config.num_layers * sum(map(math.prod, shapes))
+    shapes = (linear.shape for layer in range(config.num_layers) for linear in layer_linears(config, layer))
+    numbers = config.vocab_size * config.hidden_size + sum(map(math.prod, shapes))
     if numbers > 2 * len(file.memory):
         raise file.error(f"does not fit {file.folder / 'config.json'}: it is too small for such a model")
 

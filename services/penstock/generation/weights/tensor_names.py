@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.core.model_config import ModelConfig, NormKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Hugging Face's names.
 EMBEDDING, LM_HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """Another order of the dims of each head of q and k, so that dim i turns with dim i + head_dim / 2.
+
+    Scores do not change when the dims of queries and keys change places together. So a model with another rotary
+    embedding gets its rows of q and k in this order, and needs no other kernel.
+    """
+
+    # Rows of q and k, the first ones of the joined weight.
+    rows: int
+    # For each dim of a head, the one of the checkpoint that comes there.
+    dims: tuple[int, ...]
+
+    def applied(self, rows_OX: Tensor, first: int = 0) -> Tensor:
+        """Return rows of the joined weight or bias, from `first` on, in this order: whole heads, and any after q and
+        k."""
+        count = min(max(self.rows - first, 0), rows_OX.shape[0])
+        if not count:
+            return rows_OX
+        heads = rows_OX[:count].view(count // len(self.dims), len(self.dims), -1)
+        ordered = rows_OX.clone()
+        ordered[:count] = heads[:, list(self.dims)].view(count, *rows_OX.shape[1:])
+        return ordered
+
+
+@dataclass(frozen=True, slots=True)
 class LayerLinear:
-    """A linear layer of every decoder layer: the outputs of all its parts, in order, in one product."""
+    """A linear layer of a decoder layer: the outputs of all its parts, in order, in one product."""
 
     # Such as self_attn.qkv_proj; a checkpoint has the `parts` instead, with this many rows each.
     name: str
@@ -22,6 +51,12 @@ class LayerLinear:
     has_bias: bool
     # The first half of the outputs gates the second.
     gated: bool = False
+    # Not quantised by --quantization.
+    is_exact: bool = False
+    order: HeadOrder | None = None
+    # Not None: the weight is this one of a tensor that holds all experts', (experts, inputs, outputs), and its gates
+    # and values lie in turns.
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,39 +69,138 @@ def layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
 
 
-def layer_linears(config: ModelConfig) -> tuple[LayerLinear, LayerLinear, LayerLinear, LayerLinear]:
-    """Return the four linear layers of a decoder layer: qkv, output, gated, down."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+def layer_linears(config: ModelConfig, layer: int = 0) -> tuple[LayerLinear, ...]:
+    """Return the linear layers of a decoder layer: qkv, output, gated, down.
+
+    Of one with experts: qkv, output, the router, then gated and down of every expert, and last gated, down and gate of
+    the MLP that all rows share, where there is one.
+    """
+    attention = _qkv(config), _output(config)
+    if not config.has_experts(layer):
+        return *attention, *_mlp(config, "mlp", config.intermediate_size)
+    return *attention, *_expert_linears(config)
+
+
+def site_linears(config: ModelConfig, layer: int) -> tuple[LayerLinear | None, ...]:
+    """Return the linear layers of a decoder layer that adapters may change, in the order of the sites of layers.lora;
+    None: not possible there."""
+    linears = layer_linears(config, layer)
+    return (*linears[:2], None, None) if config.has_experts(layer) else linears
+
+
+def _qkv(config: ModelConfig) -> LayerLinear:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    parts: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    rows: tuple[int, ...] = (query, kv, kv)
+    if config.qkv_is_one:
+        parts, rows = ("self_attn.qkv_proj",), (query + 2 * kv,)
+    order = _head_order(config)
+    return LayerLinear("self_attn.qkv_proj", parts, rows, config.hidden_size, config.qkv_bias, order=order)
+
+
+def _output(config: ModelConfig) -> LayerLinear:
+    query = config.num_heads * config.head_dim
+    return LayerLinear("self_attn.o_proj", ("self_attn.o_proj",), (config.hidden_size,), query, config.output_bias)
+
+
+def _mlp(
+    config: ModelConfig, module: str, inner: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[LayerLinear, LayerLinear]:
+    gate, up, down = (f"{module}.{name}" for name in names)
+    parts: tuple[str, ...] = (gate, up)
+    rows: tuple[int, ...] = (inner, inner)
+    if config.gate_up_is_one:
+        parts, rows = (f"{module}.gate_up_proj",), (2 * inner,)
     return (
-        LayerLinear("self_attn.qkv_proj", qkv, (query, kv, kv), hidden, config.qkv_bias),
-        LayerLinear("self_attn.o_proj", ("self_attn.o_proj",), (hidden,), query, config.output_bias),
-        LayerLinear("mlp.gate_up_proj", gate_up, (inner, inner), hidden, config.mlp_bias, gated=True),
-        LayerLinear("mlp.down_proj", ("mlp.down_proj",), (hidden,), inner, config.mlp_bias),
+        LayerLinear(f"{module}.gate_up_proj", parts, rows, config.hidden_size, config.mlp_bias, gated=True),
+        LayerLinear(f"{module}.down_proj", (down,), (config.hidden_size,), inner, config.mlp_bias),
     )
 
 
+def _expert_linears(config: ModelConfig) -> tuple[LayerLinear, ...]:
+    experts = config.experts
+    assert experts is not None
+    module, hidden = experts.module, config.hidden_size
+
+    def exact(name: str, outputs: int, *, has_bias: bool = False) -> LayerLinear:
+        return LayerLinear(name, (name,), (outputs,), hidden, has_bias, is_exact=True)
+
+    found = [exact(f"{module}.{experts.router}", experts.count, has_bias=experts.is_stacked)]
+    for number in range(experts.count):
+        if experts.is_stacked:
+            found += _stacked_expert(config, module, number, experts.inner)
+        else:
+            found += _mlp(config, f"{module}.experts.{number}", experts.inner, experts.parts)
+    if experts.shared_inner:
+        found += _mlp(config, f"{module}.shared_expert", experts.shared_inner)
+        found.append(exact(f"{module}.shared_expert_gate", 1))
+    return tuple(found)
+
+
+def _stacked_expert(config: ModelConfig, module: str, number: int, inner: int) -> tuple[LayerLinear, LayerLinear]:
+    hidden = config.hidden_size
+    gate_up, down = f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"
+    own = f"{module}.experts.{number}"
+    return (
+        LayerLinear(f"{own}.gate_up_proj", (gate_up,), (2 * inner,), hidden, has_bias=True, gated=True, expert=number),
+        LayerLinear(f"{own}.down_proj", (down,), (hidden,), inner, has_bias=True, expert=number),
+    )
+
+
+def _head_order(config: ModelConfig) -> HeadOrder | None:
+    """Return the order in which q and k must be read; None: as they are."""
+    rope, half = config.rope, config.head_dim // 2
+    turning = rope.rotary_dim or config.head_dim
+    if turning == config.head_dim and not rope.is_interleaved:
+        return None
+    pairs = [(2 * i, 2 * i + 1) if rope.is_interleaved else (i, turning // 2 + i) for i in range(turning // 2)]
+    rest = list(range(turning, config.head_dim))
+    middle = half - len(pairs)
+    first = [pair[0] for pair in pairs] + rest[:middle]
+    second = [pair[1] for pair in pairs] + rest[middle:]
+    rows = (config.num_heads + config.num_kv_heads) * config.head_dim
+    return HeadOrder(rows, (*first, *second))
+
+
+def rounds_once(config: ModelConfig) -> bool:
+    """True when norms, and all that `layer_norms` names, are kept in float32 whatever the model's dtype is."""
+    return config.norm_kind is not NormKind.RMS
+
+
 def layer_norms(config: ModelConfig) -> dict[str, int]:
-    """Return name -> width of the norms of every layer."""
-    norms = {"input_layernorm.weight": config.hidden_size, "post_attention_layernorm.weight": config.hidden_size}
+    """Return name -> width of the norms of every layer, and of the sinks of its heads."""
+    norms = {f"{name}.weight": config.hidden_size for name in config.norms.names}
     if config.qk_norm:
-        norms |= {"self_attn.q_norm.weight": config.head_dim, "self_attn.k_norm.weight": config.head_dim}
+        heads = (config.num_heads, config.num_kv_heads) if config.qk_norm_is_whole else (1, 1)
+        norms |= {f"self_attn.{name}_norm.weight": n * config.head_dim for name, n in zip("qk", heads, strict=True)}
+    if config.has_sinks:
+        norms["self_attn.sinks"] = config.num_heads
     return norms
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor that such a checkpoint must have (Hugging Face's names)."""
-    layer: dict[str, tuple[int, ...]] = {}
-    for linear in layer_linears(config):
-        for name, rows in zip(linear.parts, linear.rows, strict=True):
-            layer[f"{name}.weight"] = (rows, linear.inputs)
-            if linear.has_bias:
-                layer[f"{name}.bias"] = (rows,)
-    layer |= {name: (width,) for name, width in layer_norms(config).items()}
-    shapes = {f"{layer_prefix(i)}{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(config.num_layers):
+        layer: dict[str, tuple[int, ...]] = {}
+        for linear in layer_linears(config, index):
+            layer |= _stored_shapes(config, linear)
+        layer |= {name: (width,) for name, width in layer_norms(config).items()}
+        shapes |= {f"{layer_prefix(index)}{name}": shape for name, shape in layer.items()}
     shapes |= {EMBEDDING: (config.vocab_size, config.hidden_size), NORM: (config.hidden_size,)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _stored_shapes(config: ModelConfig, linear: LayerLinear) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors that the checkpoint has of a linear layer."""
+    if linear.expert is not None and config.experts is not None:
+        (name,), (outputs, inputs) = linear.parts, linear.shape
+        return {name: (config.experts.count, inputs, outputs), f"{name}_bias": (config.experts.count, outputs)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows in zip(linear.parts, linear.rows, strict=True):
+        shapes[f"{name}.weight"] = (rows, linear.inputs)
+        if linear.has_bias:
+            shapes[f"{name}.bias"] = (rows,)
     return shapes

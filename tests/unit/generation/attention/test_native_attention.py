@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 dtypes = st.sampled_from(library.DTYPES)
 lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
+# A soft cap, and whether there are sinks.
+scores = st.tuples(st.sampled_from([0.0, 0.0, 0.7, 4.0]), st.booleans())
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS, autouse=True)
@@ -29,6 +32,11 @@ def num_blocks(shape: Shape, lengths: list[int]) -> int:
     return sum(-(-length // shape.block_size) for length in lengths) + 2
 
 
+def changed_scores(shape: Shape, softcap: float, has_sinks: bool) -> dict[str, Any]:
+    """Return fields of HeadWeights."""
+    return {"softcap": softcap, "sinks": torch.randn(shape.heads) if has_sinks else None}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     dtype=dtypes,
@@ -37,6 +45,7 @@ def num_blocks(shape: Shape, lengths: list[int]) -> int:
     lengths=lengths,
     seed=st.integers(0, 1000),
     has_norm=st.booleans(),
+    scores=scores,
     data=st.data(),
 )
 def check_reference(
@@ -46,9 +55,11 @@ def check_reference(
     lengths: list[int],
     seed: int,
     has_norm: bool,
+    scores: tuple[float, bool],
     data: st.DataObject,
 ) -> None:
     torch.manual_seed(seed)
+    heads = changed_scores(shape, *scores)
     sequences = contexts(shape, lengths, dtype, seed)
     cuts = [data.draw(st.lists(st.integers(1, n - 1), max_size=2).map(sorted)) if n > 1 else [] for n in lengths]
     cuts = [sorted(set(own)) for own in cuts]
@@ -58,6 +69,7 @@ def check_reference(
 
     def run(attention: Attention, dtype: torch.dtype) -> list[Tensor]:
         layer = Layer(attention, shape, torch.int8 if is_int8 else dtype, num_blocks(shape, lengths), seed)
+        layer.with_heads(**heads)
         if norms:
             layer.with_norms(*(norm.to(dtype) for norm in norms))
         return layer.run([Context(one.qkv_TE.to(dtype)) for one in sequences], cuts)
@@ -82,17 +94,26 @@ def test_attention_reads_and_writes_the_pool_as_the_reference_does() -> None:
     shape=shapes,
     lengths=lengths,
     seed=st.integers(0, 1000),
+    scores=scores,
     data=st.data(),
 )
 def check_composition(
-    dtype: torch.dtype, is_int8: bool, shape: Shape, lengths: list[int], seed: int, data: st.DataObject
+    dtype: torch.dtype,
+    is_int8: bool,
+    shape: Shape,
+    lengths: list[int],
+    seed: int,
+    scores: tuple[float, bool],
+    data: st.DataObject,
 ) -> None:
     sequences = contexts(shape, lengths, dtype, seed)
     kv_dtype = torch.int8 if is_int8 else dtype
-    whole = [
-        Layer(NativeAttention(), shape, kv_dtype, num_blocks(shape, [n]), seed).run([sequence], [[]])[0]
-        for sequence, n in zip(sequences, lengths, strict=True)
-    ]
+    heads = changed_scores(shape, *scores)
+
+    def layer(lengths: list[int], seed: int) -> Layer:
+        return Layer(NativeAttention(), shape, kv_dtype, num_blocks(shape, lengths), seed).with_heads(**heads)
+
+    whole = [layer([n], seed).run([sequence], [[]])[0] for sequence, n in zip(sequences, lengths, strict=True)]
     # Chunks of any size, decode steps at the end, other sequences beside them, other blocks.
     cuts = []
     for n in lengths:
@@ -100,7 +121,7 @@ def check_composition(
         inner = data.draw(st.sets(st.integers(1, max(1, n - 1 - decode)), max_size=3)) if n - decode > 1 else set()
         cuts.append(sorted(inner | set(range(n - decode, n))))
     cuts = [[cut for cut in own if 0 < cut < n] for own, n in zip(cuts, lengths, strict=True)]
-    together = Layer(NativeAttention(), shape, kv_dtype, num_blocks(shape, lengths), seed + 1).run(sequences, cuts)
+    together = layer(lengths, seed + 1).run(sequences, cuts)
     for found, expected in zip(together, whole, strict=True):
         assert torch.equal(found, expected)
 

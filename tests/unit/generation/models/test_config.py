@@ -11,8 +11,8 @@ import torch
 from penstock.common.errors import StartupError
 from penstock.generation.core.model_config import ModelConfig, RopeConfig
 from penstock.generation.layers.rope import RotaryEmbedding, inverse_frequencies
-from penstock.generation.models.registry import read_model_config
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from penstock.generation.models.registry import FAMILIES, read_model_config
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SMALL: dict[str, Any] = {
@@ -59,23 +59,67 @@ def test_families_differ_in_flags_only(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", LlamaConfig), ("qwen2", Qwen2Config), ("qwen3", Qwen3Config), ("mistral", MistralConfig)],
-)
-def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str, kind: type[PreTrainedConfig]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_have_transformers_defaults(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    config, expected = read_model_config(tmp_path), kind()
+    config, expected = read_model_config(tmp_path), AutoConfig.for_model(family)
     assert config.num_layers == expected.num_hidden_layers
     assert config.num_heads == expected.num_attention_heads
-    assert config.num_kv_heads == expected.num_key_value_heads
+    assert config.num_kv_heads == (expected.num_key_value_heads or config.num_heads)
     assert config.head_dim == (getattr(expected, "head_dim", None) or expected.hidden_size // config.num_heads)
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps"):
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
         assert getattr(config, name) == getattr(expected, name)
-    assert config.rope.theta == expected.rope_parameters["rope_theta"]
+    assert config.rms_norm_eps == getattr(expected, "rms_norm_eps", getattr(expected, "layer_norm_eps", None))
+    rope = expected.rope_parameters
+    rope = rope.get("full_attention", rope)
+    assert (config.rope.theta, config.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
+    assert (config.rope.rotary_dim or config.head_dim) == config.head_dim * rope.get("partial_rotary_factor", 1.0)
     assert config.tie_word_embeddings == expected.tie_word_embeddings
     assert config.bos_token_id == expected.bos_token_id
-    assert config.eos_token_ids == (() if expected.eos_token_id is None else (expected.eos_token_id,))
+    eos = expected.eos_token_id
+    assert config.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_give_transformers_windows_and_experts(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    config, expected = read_model_config(tmp_path), AutoConfig.for_model(family)
+    types = getattr(expected, "layer_types", None)
+    window = getattr(expected, "sliding_window", None) or None
+    if types is not None:
+        assert config.sliding_windows == tuple(window if one == "sliding_attention" else None for one in types)
+    else:
+        assert config.sliding_windows == (window,) * config.num_layers
+    if config.experts is not None:
+        experts = config.experts
+        assert (experts.count, experts.per_row) == (expected.num_experts, expected.num_experts_per_tok)
+        assert experts.inner == getattr(expected, "moe_intermediate_size", expected.intermediate_size)
+        assert experts.shared_inner == getattr(expected, "shared_expert_intermediate_size", 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' is not supported"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor has 1 numbers, 8 dims turn in pairs",
+        ),
+        ("glm4", {"partial_rotary_factor": 0.4}, "must leave an even number of 128 dims"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries, num_hidden_layers is 4"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm is not supported"),
+        ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, "is more than num_local_experts"),
+        ("qwen3_moe", {"num_experts": 10**9}, "num_experts must be at most"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit other than 7.0 is not supported"),
+    ],
+)
+def test_a_field_that_a_family_cannot_honour_is_named(
+    tmp_path: Path, family: str, fields: dict[str, Any], message: str
+) -> None:
+    assert message in refused(tmp_path, family, **fields)
 
 
 def test_kv_heads_null_means_one_per_query_head(tmp_path: Path) -> None:

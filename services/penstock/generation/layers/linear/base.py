@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from penstock.generation.core.model_config import Activation
+
 if TYPE_CHECKING:
     from penstock.generation.layers.kernels import LayerKernels
     from penstock.generation.layers.lora import SiteAdapters
@@ -102,9 +104,16 @@ class LinearMethod(ABC):
         """Take over `weight_OI` (out, in); the caller drops its reference, so no second copy stays in memory."""
         return self._linear(dense(weight_OI), bias_O)
 
-    def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
-        """Return silu(first half of the outputs) * second half as one Linear with half of `weight_OI`'s outputs."""
-        return _Gated(self.linear(weight_OI, bias_O), kernels)
+    def gated(
+        self,
+        weight_OI: Tensor | Weight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels,
+        activation: Activation = Activation.SILU,
+    ) -> Linear:
+        """Return activation(first half of the outputs) * second half as one Linear with half of `weight_OI`'s
+        outputs."""
+        return _Gated(self.linear(weight_OI, bias_O), kernels.gate(activation))
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """Return the last layer, which gives the logits; rounding hurts most there."""
@@ -116,16 +125,16 @@ class LinearMethod(ABC):
 
 
 class _Gated(Linear):
-    def __init__(self, linear: Linear, kernels: LayerKernels) -> None:
+    def __init__(self, linear: Linear, gate: Callable[[Tensor], Tensor]) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features // 2
         self._linear = linear
-        self._kernels = kernels
+        self._gate = gate
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return self._kernels.silu_mul(self._linear(x_TI))
+        return self._gate(self._linear(x_TI))
 
     def adapted(self, x_TI: Tensor, adapters: SiteAdapters) -> Tensor:
-        return self._kernels.silu_mul(self._linear.adapted(x_TI, adapters))
+        return self._gate(self._linear.adapted(x_TI, adapters))
 
     @property
     def quantised_as(self) -> str:

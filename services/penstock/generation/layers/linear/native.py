@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.generation.core.model_config import Activation
 from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight
 
 if TYPE_CHECKING:
@@ -114,10 +115,13 @@ def part_sizes(
 class NativeLinear(Linear):
     """A linear layer for x in bfloat16 or float32; for int8 and int4 every row of x is quantised too, by itself."""
 
-    def __init__(self, packed: PackedWeight) -> None:
+    def __init__(self, packed: PackedWeight, activation: Activation = Activation.SILU) -> None:
+        """Take a weight, and the function that gates it where it is gated."""
         outputs, self.in_features = packed.shape
         self.out_features = outputs // 2 if packed.gated else outputs
         self.packed = packed
+        # csrc/linear/linear.h: 0 is no gate.
+        self.gate = int(activation) if packed.gated else 0
         multiply = partial(
             torch.ops.penstock.linear.default,
             weight=packed.weight,
@@ -126,7 +130,7 @@ class NativeLinear(Linear):
             bias=packed.bias,
             column_scale=packed.scale,
             column_sum=packed.sum,
-            gated=packed.gated,
+            gate=self.gate,
         )
         self._multiply = partial(multiply, as_float=False)
         self._multiply_as_float = partial(multiply, as_float=True)
@@ -160,7 +164,7 @@ class NativeLinear(Linear):
             packed.bias,
             packed.scale,
             packed.sum,
-            packed.gated,
+            self.gate,
             as_float,
         )
         return result
@@ -214,9 +218,15 @@ class NativeLinearMethod(LinearMethod):
     def _linear(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
         return self.linear(weight_OI, bias_O)
 
-    def gated(self, weight_OI: Tensor | Weight, bias_O: Tensor | None, kernels: LayerKernels) -> Linear:
+    def gated(
+        self,
+        weight_OI: Tensor | Weight,
+        bias_O: Tensor | None,
+        kernels: LayerKernels,
+        activation: Activation = Activation.SILU,
+    ) -> Linear:
         """See LinearMethod: the halves meet before anything is written."""
-        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True))
+        return NativeLinear(_pack(weight_OI, bias_O, self._format, self._slabs, gated=True), activation)
 
     def head(self, weight_VI: Tensor | Weight) -> Linear:
         """See LinearMethod."""

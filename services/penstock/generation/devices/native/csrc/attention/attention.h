@@ -25,6 +25,9 @@ struct AttentionArgs {
   int64_t window;  // 0: none
   float scale;
   bool is_bf16;
+  float softcap = 0.0f;  // not 0: scores s become softcap * tanh(s / softcap)
+  // (H), null: none. A score of each head that takes weight and has no value.
+  const float* sinks = nullptr;
 };
 // Rows [first, first + count) of the rows of one sequence and key/value head: (query, head of the
 // group), query first. The same of the following heads, where there are more than one: at most
@@ -45,7 +48,7 @@ struct RopeArgs {
   const void* cos;
   const void* sin;           // (rows, D / 2)
   const int64_t* positions;  // row of cos and sin of each row, or null: its own
-  const void* q_norm;        // (D) or null
+  const void* q_norm;        // (D) or null; floats where norms_round_once, else as qkv
   const void* k_norm;
   void* q;
   void* keys;
@@ -56,6 +59,7 @@ struct RopeArgs {
   int num_heads, num_kv_heads, head_dim;
   float eps;
   bool is_bf16;
+  bool norms_round_once = false;
 };
 
 // `next`: what the thread will probably be given after this, whose first keys are fetched

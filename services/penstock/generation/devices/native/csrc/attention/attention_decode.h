@@ -20,6 +20,7 @@ struct DecodeWork {
   alignas(64) int32_t v[TILE * MAX_HEAD_DIM];
   vf sums[MAX_DECODE_ROWS];
   float high[MAX_DECODE_ROWS], scale[MAX_DECODE_ROWS], step[MAX_DECODE_ROWS];
+  float cap_by[MAX_DECODE_ROWS];
   int32_t bias[MAX_DECODE_ROWS];
   int64_t visible[MAX_DECODE_ROWS], oldest[MAX_DECODE_ROWS];
 };
@@ -157,8 +158,9 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
     const T* source = (const T*)a.q + (first_row + query) * a.q_stride + head * D;
     const float step =
         load_query<T, MODE>(source, D, w.q + m * MAX_HEAD_DIM, 1, MAX_HEAD_DIM / 2, w.bias[m]);
-    w.scale[m] = a.scale * 1.44269504088896341f * step;
-    w.high[m] = -INFINITY, w.sums[m] = vf{};
+    w.scale[m] = softmax_scale(a, step), w.cap_by[m] = cap_scale(a, step);
+    w.high[m] = first_high(a, head, w.scale[m]), w.sums[m] = vf{};
+    w.sums[m][0] = first_sum(a);
     w.visible[m] = pos + 1,
     w.oldest[m] = a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
     begin = std::min(begin, w.oldest[m]), end = std::max(end, pos + 1);
@@ -192,6 +194,12 @@ static void attend_decode(const AttentionArgs& a, const AttentionTask& task,
                                      DecodeScore{w.bias, rows.k_scale});
     else
       product<MODE, false, TILE / L>(scores, M, units, w.s, TILE, false, AsItIs{});
+    if (a.softcap > 0)
+      for (int m = 0; m < M; ++m)
+        for (int t = 0; t < TILE; t += L) {
+          vf* s = (vf*)(w.s + m * TILE + t);
+          *s = capped(*s, splat(w.cap_by[m]), splat(a.softcap));
+        }
     for (int m = 0, fetched = TILE / 2; m < M; ++m) {
       for (; fetched < TILE / 2 + TILE / 2 * (m + 1) / M; ++fetched) next.fetch(fetched, D);
       softmax_decode<MODE>(w, rows.v_scale, m, t0, n, D);

@@ -56,7 +56,7 @@ struct Bf16DecodeWork {
 
 struct Bf16DecodeLanes {
   vi visible, oldest;
-  vf scale;
+  vf scale, cap_by;
 };
 
 // Scores of a run of keys, all lanes.
@@ -210,7 +210,7 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
                 bytes = int64_t(H) * D * sizeof(bf16);
   const int64_t first_row = a.query_start[task.seq],
                 first_pos = a.context_lens[task.seq] - (a.query_start[task.seq + 1] - first_row);
-  Bf16DecodeLanes lanes{vi{}, vi{}, splat(a.scale * 1.44269504088896341f)};
+  Bf16DecodeLanes lanes{vi{}, vi{}, splat(softmax_scale(a, 1.0f)), splat(cap_scale(a, 1.0f))};
   int64_t end = 0, whole_from = 0, whole_to = INT64_MAX;
   for (int m = 0; m < M; ++m) {
     const int64_t pos = first_pos + (task.first + m) / G,
@@ -233,6 +233,10 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
     std::memset(head.o, 0, sizeof(float) * M * D);
     std::memset(head.sums, 0, sizeof(head.sums));
     head.high = splat(-INFINITY);
+    for (int m = 0; m < M && a.sinks != nullptr; ++m) {
+      head.sums[0][m] = first_sum(a);
+      head.high[m] = head.high[m + MAX_DECODE_ROWS] = first_high(a, head_of(h, m), lanes.scale[m]);
+    }
   }
   const AddValues add = pick_values<MAX_DECODE_ROWS>(M);
   const int32_t* table = a.block_tables + task.seq * a.table_stride;
@@ -258,6 +262,11 @@ static void attend_decode_bf16(const AttentionArgs& a, const AttentionTask& task
         if (g * RUN < n)
           score_run(tile.k[g] + offset, stride, head.q, D / 2, w.s + g * RUN * MAX_DECODE_ROWS);
       }
+      if (a.softcap > 0)
+        for (int i = 0; i < (n + RUN - 1) / RUN * PAIRS_OF_RUN; ++i) {
+          vf* s = (vf*)(w.s + i * L);
+          *s = capped(*s, lanes.cap_by, splat(a.softcap));
+        }
       whole ? softmax_decode_bf16<false>(w, head, lanes, M, t0, n, D)
             : softmax_decode_bf16<true>(w, head, lanes, M, t0, n, D);
       const int slices = D / (2 * L);

@@ -277,6 +277,29 @@ static float load_query(const T* q, int D, int32_t* to, int64_t stride, int64_t 
   return 1.0f;
 }
 
+constexpr float LOG2E = 1.44269504088896341f;
+
+// Gemma 2's scores: cap * tanh(score * by), where `by` is the factor on scores through the cap.
+// Softmax's own factor on them is log2(e) then.
+static inline vf capped(vf score, vf by, vf cap) {
+  const vf y = score * by, one = splat(1.0f);
+  const vf e = exp2_nonpositive((y < vf{} ? y : -y) * splat(2 * LOG2E));
+  const vf magnitude = cap * ((one - e) / (one + e));
+  return y < vf{} ? -magnitude : magnitude;
+}
+// Factor of softmax on a row's scores, whose query was stored in `step`s: into powers of 2.
+static inline float softmax_scale(const AttentionArgs& a, float step) {
+  return a.softcap > 0 ? LOG2E : a.scale * LOG2E * step;
+}
+static inline float cap_scale(const AttentionArgs& a, float step) {
+  return a.softcap > 0 ? a.scale * step / a.softcap : 0.0f;
+}
+// The highest score that a row has before it has seen a key, and its weight: its head's sink.
+static inline float first_high(const AttentionArgs& a, int64_t head, float scale) {
+  return a.sinks == nullptr ? -INFINITY : a.sinks[head] * LOG2E / scale;
+}
+static inline float first_sum(const AttentionArgs& a) { return a.sinks == nullptr ? 0.0f : 1.0f; }
+
 // Tiles begin at multiples of TILE, with any rows in the task, so that a row's sums are cut at the
 // same keys everywhere; the first one may leave out keys that no row sees any more.
 static inline int64_t first_key(int64_t oldest) { return oldest - oldest % SUMS; }

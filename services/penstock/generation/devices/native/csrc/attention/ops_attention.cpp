@@ -27,12 +27,15 @@ float* scale_data(const Scales& scales) { return scales ? scales->data_ptr<float
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                            const Scales& key_scales, const Scales& value_scales,
                            const at::Tensor& tables, const at::Tensor& query_start,
-                           const at::Tensor& context_lens, double scale, int64_t window) {
+                           const at::Tensor& context_lens, double scale, int64_t window,
+                           double softcap, const std::optional<at::Tensor>& sinks) {
   const int64_t T = q.size(0), H = q.size(1), D = q.size(2), K = keys.size(2),
                 S = context_lens.size(0);
   check_pool(q, keys, values, key_scales, value_scales);
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == D && keys.size(3) == D && H % K == 0);
   TORCH_CHECK(tables.size(0) == S && tables.stride(1) == 1 && query_start.size(0) == S + 1);
+  TORCH_CHECK(softcap >= 0 && (!sinks || (sinks->is_contiguous() && sinks->numel() == H &&
+                                          sinks->scalar_type() == at::kFloat)));
   auto out = at::empty({T, H, D}, q.options());
   const AttentionArgs args{
       .q = q.const_data_ptr(),
@@ -54,6 +57,8 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at
       .window = window,
       .scale = float(scale),
       .is_bf16 = is_bf16(q),
+      .softcap = float(softcap),
+      .sinks = sinks ? sinks->const_data_ptr<float>() : nullptr,
   };
   const std::vector<AttentionTask> tasks = attention_tasks(args, S, at::get_num_threads());
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks.size());
@@ -78,6 +83,11 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
               sin.numel() == T * D / 2);
   TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T &&
               qkv.scalar_type() == cos.scalar_type());
+  for (const auto* norm : {&q_norm, &k_norm})
+    TORCH_CHECK(!*norm || ((*norm)->is_contiguous() && (*norm)->numel() == D &&
+                           ((*norm)->scalar_type() == qkv.scalar_type() ||
+                            (*norm)->scalar_type() == at::kFloat)),
+                "a norm of the heads has the wrong size or dtype");
   auto q = at::empty({T, num_heads, D}, qkv.options());
   const RopeArgs args{
       .qkv = qkv.const_data_ptr(),
@@ -98,6 +108,7 @@ at::Tensor rope_and_cache(const at::Tensor& qkv, const at::Tensor& cos, const at
       .head_dim = int(D),
       .eps = float(eps),
       .is_bf16 = is_bf16(qkv),
+      .norms_round_once = q_norm && q_norm->scalar_type() != qkv.scalar_type(),
   };
   at::parallel_for(0, T, grain(qkv.size(1)), [&](int64_t first, int64_t last) {
     KERNEL(rope)(args, first, last, 0, int(K));
@@ -111,7 +122,8 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? "
       "value_scales, Tensor tables, "
-      "Tensor query_start, Tensor context_lens, float scale, int window) -> Tensor");
+      "Tensor query_start, Tensor context_lens, float scale, int window, float softcap=0.0, "
+      "Tensor? sinks=None) -> Tensor");
   m.def(
       "rope_and_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor(c!)? key_scales, "

@@ -10,8 +10,8 @@ namespace penstock {
 namespace NS {
 
 // RMSNorm of a head with transformers' roundings.
-template <typename T>
-static void norm_head(const T* x, const T* weight, T* out, int n, float eps) {
+template <typename T, typename W>
+static void norm_head(const T* x, const W* weight, T* out, int n, float eps) {
   vf squares = vf{};
   float rest = 0;
   int i = 0;
@@ -19,6 +19,12 @@ static void norm_head(const T* x, const T* weight, T* out, int n, float eps) {
   for (; i < n; ++i) rest += to_float(x[i]) * to_float(x[i]);
   const float scale = 1.0f / std::sqrt((sum_all(squares) + rest) / float(n) + eps);
   i = 0;
+  if constexpr (!std::is_same_v<T, W>) {
+    // Rounded once, after the product with a weight in float.
+    for (; i + L <= n; i += L) store_all(out + i, load(x + i) * splat(scale) * load(weight + i));
+    for (; i < n; ++i) store(out + i, to_float(x[i]) * scale * to_float(weight[i]));
+    return;
+  }
   for (; i + L <= n; i += L)
     store_all(out + i, rounded(load(x + i) * splat(scale), x) * load(weight + i));
   for (; i < n; ++i) {
@@ -80,7 +86,8 @@ static void turn_head(const RopeArgs& a, int64_t row, int head, const void* weig
   const T* x = (const T*)a.qkv + row * a.qkv_stride + int64_t(head) * D;
   T normed[MAX_HEAD_DIM];
   if (weight != nullptr) {
-    norm_head<T>(x, (const T*)weight, normed, D, a.eps);
+    a.norms_round_once ? norm_head(x, (const float*)weight, normed, D, a.eps)
+                       : norm_head(x, (const T*)weight, normed, D, a.eps);
     x = normed;
   }
   const int64_t at = (a.positions == nullptr ? row : a.positions[row]) * half;

@@ -57,11 +57,11 @@ struct Linear {
   at::Tensor weight;
   std::optional<at::Tensor> bias, scale, sum;
   int64_t inputs, width, granules, panels;
-  bool gated;
+  Gate gate;
 
   // Takes the tensors `name`.weight, `name`.bias, `name`.scale and `name`.sum.
   Linear(Named<at::Tensor>& from, const std::string& name, Format format, int64_t inputs,
-         int64_t width, bool gated)
+         int64_t width, Gate gate)
       : format(format),
         weight(from.take(name + ".weight")),
         bias(from.find(name + ".bias")),
@@ -71,9 +71,9 @@ struct Linear {
         width(width),
         granules(granules_of(format, inputs)),
         panels(weight.numel() / (granules * PANEL * 4)),
-        gated(gated) {
+        gate(gate) {
     TORCH_CHECK(panels > 0 && panels * granules * PANEL * 4 == weight.numel() &&
-                    width <= panels * (gated ? PANEL / 2 : PANEL),
+                    width <= panels * (gate == Gate::NONE ? PANEL : PANEL / 2),
                 "a weight has the wrong size");
     // Numbers for every output, padded ones included; int4 has a scale for each group of inputs.
     const int64_t columns = panels * PANEL,
@@ -89,16 +89,26 @@ struct Linear {
 // The numbers of a model. `inner`: of the gated product; `format`: of the layers' weights.
 struct ModelSizes {
   Format format;
+  Gate gate;
   int64_t hidden, inner, num_heads, num_kv_heads, head_dim;
   Format head_format;
   int64_t vocab;
 };
 
+struct Factors {
+  float eps, attention_scale;
+  float softcap;  // 0: none
+  float embedding_scale;
+  float residual_scale;  // of all that a layer adds to the stream
+};
+
 struct Layer {
-  at::Tensor input_norm, post_attention_norm;
-  std::optional<at::Tensor> q_norm, k_norm;
+  // The first and third are before attention and MLP, the others of what these add to the stream.
+  // A family has some of them.
+  std::optional<at::Tensor> input_norm, attention_out_norm, post_attention_norm, mlp_out_norm;
+  std::optional<at::Tensor> q_norm, k_norm, sinks;
   Linear qkv, output, gated, down;
-  int64_t window;
+  int64_t window, turn;
 };
 constexpr int64_t LINEARS = 4;
 // Stages of a layer: norms, rope, and the rows that linear layers quantise and that adapters shrink
@@ -132,7 +142,10 @@ inline Inputs inputs_of(const at::Tensor& x) { return {x.data_ptr(), x.stride(0)
 // Subject of one forward pass: the arguments of Decoder::forward, in place. The vectors and tensors
 // live longer.
 struct Pass {
-  at::Tensor hidden, cos, sin, pool;
+  at::Tensor hidden;
+  // Of every rotary embedding that the model has.
+  const std::vector<at::Tensor>&cos, &sin;
+  at::Tensor pool;
   std::optional<at::Tensor> scales;
   int64_t rows, sequences;
   const int64_t *positions, *slots;

@@ -22,25 +22,37 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type) {
 }
 
 // The parts of a decoder from tensors and sizes by the names that models/fused.py gives them.
-Layer layer_of(const Tensors& tensors, const ModelSizes& model, int64_t number, int64_t window) {
+Layer layer_of(const Tensors& tensors, const ModelSizes& model, int64_t number, int64_t window,
+               int64_t turn) {
   Named<at::Tensor> from("layer " + std::to_string(number) + " of the decoder", tensors);
   const int64_t heads = model.num_heads * model.head_dim;
   Layer layer{
-      .input_norm = from.take("input_norm"),
-      .post_attention_norm = from.take("post_attention_norm"),
+      .input_norm = from.find("input_norm"),
+      .attention_out_norm = from.find("attention_out_norm"),
+      .post_attention_norm = from.find("post_attention_norm"),
+      .mlp_out_norm = from.find("mlp_out_norm"),
       .q_norm = from.find("q_norm"),
       .k_norm = from.find("k_norm"),
+      .sinks = from.find("sinks"),
       .qkv = Linear(from, "qkv", model.format, model.hidden,
-                    heads + 2 * model.num_kv_heads * model.head_dim, false),
-      .output = Linear(from, "output", model.format, heads, model.hidden, false),
-      .gated = Linear(from, "gated", model.format, model.hidden, model.inner, true),
-      .down = Linear(from, "down", model.format, model.inner, model.hidden, false),
+                    heads + 2 * model.num_kv_heads * model.head_dim, Gate::NONE),
+      .output = Linear(from, "output", model.format, heads, model.hidden, Gate::NONE),
+      .gated = Linear(from, "gated", model.format, model.hidden, model.inner, model.gate),
+      .down = Linear(from, "down", model.format, model.inner, model.hidden, Gate::NONE),
       .window = window,
+      .turn = turn,
   };
   from.check_all_taken();
-  TORCH_CHECK(
-      layer.input_norm.numel() == model.hidden && layer.post_attention_norm.numel() == model.hidden,
-      "a norm has the wrong size");
+  for (const auto* norm : {&layer.input_norm, &layer.attention_out_norm, &layer.post_attention_norm,
+                           &layer.mlp_out_norm})
+    TORCH_CHECK(!*norm || ((*norm)->numel() == model.hidden && (*norm)->is_contiguous()),
+                "a norm has the wrong size");
+  for (const auto* norm : {&layer.q_norm, &layer.k_norm})
+    TORCH_CHECK(!*norm || ((*norm)->numel() == model.head_dim && (*norm)->is_contiguous()),
+                "a norm of the heads has the wrong size");
+  TORCH_CHECK(!layer.sinks || (layer.sinks->numel() == model.num_heads &&
+                               layer.sinks->scalar_type() == at::kFloat),
+              "the sinks have the wrong size");
   return layer;
 }
 
@@ -48,6 +60,7 @@ ModelSizes sizes_of(const Sizes& sizes) {
   Named<int64_t> from("the decoder", sizes);
   const ModelSizes model{
       .format = Format(from.take("format")),
+      .gate = Gate(from.take("gate")),
       .hidden = from.take("hidden"),
       .inner = from.take("inner"),
       .num_heads = from.take("num_heads"),
@@ -60,17 +73,31 @@ ModelSizes sizes_of(const Sizes& sizes) {
   return model;
 }
 
-struct Decoder : torch::CustomClassHolder, ModelSizes {
-  double eps;
+Factors factors_of(const c10::Dict<std::string, double>& factors) {
+  Named<double> from("the decoder", factors);
+  const Factors found{
+      .eps = float(from.take("eps")),
+      .attention_scale = float(from.take("attention_scale")),
+      .softcap = float(from.take("softcap")),
+      .embedding_scale = float(from.take("embedding_scale")),
+      .residual_scale = float(from.take("residual_scale")),
+  };
+  from.check_all_taken();
+  return found;
+}
+
+struct Decoder : torch::CustomClassHolder, ModelSizes, Factors {
   std::vector<Layer> layers;
   at::Tensor final_norm;
   Linear head;
+  size_t num_turns;
 
-  // `layers`: tensors of each by name; `windows`: of each, 0 for none; `end`: the final norm and
-  // the head.
-  Decoder(const Sizes& sizes, double eps, const std::vector<Tensors>& layers,
-          const std::vector<int64_t>& windows, const Tensors& end)
-      : Decoder(sizes_of(sizes), eps, layers, windows,
+  // `layers`: tensors of each by name; `windows`: of each, 0 for none; `turns`: the number of its
+  // rotary embedding; `end`: the final norm and the head.
+  Decoder(const Sizes& sizes, const c10::Dict<std::string, double>& factors,
+          const std::vector<Tensors>& layers, const std::vector<int64_t>& windows,
+          const std::vector<int64_t>& turns, const Tensors& end)
+      : Decoder(sizes_of(sizes), factors_of(factors), layers, windows, turns,
                 Named<at::Tensor>("the decoder's end", end)) {}
 
   Buffers buffers(int64_t rows, int64_t threads, at::ScalarType type, int64_t ranks) const {
@@ -107,10 +134,10 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
   // by `positions`. With `draws` also each row's id of the highest logit, the first of equals, -1
   // where that is none or infinite; else an empty tensor. `wanted` (R), ascending: results of these
   // rows only, R instead of T. `adapters`: of the rows; none: no row has one.
-  std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin,
-                                             at::Tensor positions, at::Tensor slots,
-                                             at::Tensor tables, at::Tensor query_start,
-                                             at::Tensor context_lens,
+  std::tuple<at::Tensor, at::Tensor> forward(at::Tensor hidden_rows, std::vector<at::Tensor> cos,
+                                             std::vector<at::Tensor> sin, at::Tensor positions,
+                                             at::Tensor slots, at::Tensor tables,
+                                             at::Tensor query_start, at::Tensor context_lens,
                                              std::optional<at::Tensor> wanted, bool draws,
                                              at::Tensor pool, std::optional<at::Tensor> scales,
                                              OptionalAdapters adapters) const;
@@ -121,29 +148,43 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
   // the rows of the head.
   std::vector<int64_t> decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                               at::Tensor tables, std::optional<at::Tensor> embedding,
-                              at::Tensor cos, at::Tensor sin, at::Tensor pool,
-                              std::optional<at::Tensor> scales, OptionalAdapters adapters) const;
+                              std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
+                              at::Tensor pool, std::optional<at::Tensor> scales,
+                              OptionalAdapters adapters) const;
 
  private:
-  Decoder(const ModelSizes& sizes, double eps, const std::vector<Tensors>& named,
-          const std::vector<int64_t>& windows, Named<at::Tensor> end)
+  Decoder(const ModelSizes& sizes, const Factors& factors, const std::vector<Tensors>& named,
+          const std::vector<int64_t>& windows, const std::vector<int64_t>& turns,
+          Named<at::Tensor> end)
       : ModelSizes(sizes),
-        eps(eps),
+        Factors(factors),
         final_norm(end.take("norm")),
-        head(end, "head", head_format, hidden, vocab, false) {
+        head(end, "head", head_format, hidden, vocab, Gate::NONE) {
     end.check_all_taken();
     // Quantised rows have room for the groups of the layers' format only.
     TORCH_CHECK(head.format != Format::INT4 || format == Format::INT4,
                 "an int4 head needs int4 layers");
-    TORCH_CHECK(!named.empty() && named.size() == windows.size(), "a window for every layer");
+    TORCH_CHECK(!named.empty() && named.size() == windows.size() && named.size() == turns.size(),
+                "a window and a rotary embedding for every layer");
+    TORCH_CHECK(*std::min_element(turns.begin(), turns.end()) >= 0);
+    num_turns = *std::max_element(turns.begin(), turns.end()) + 1;
     for (size_t i = 0; i < named.size(); ++i)
-      layers.push_back(layer_of(named[i], sizes, i, windows[i]));
+      layers.push_back(layer_of(named[i], sizes, i, windows[i], turns[i]));
+    for (const Layer& layer : layers)
+      for (const auto* norm :
+           {&layer.input_norm, &layer.attention_out_norm, &layer.post_attention_norm,
+            &layer.mlp_out_norm, &layer.q_norm, &layer.k_norm})
+        TORCH_CHECK(!*norm || (*norm)->scalar_type() == final_norm.scalar_type(),
+                    "all norms must have one dtype");
   }
 
-  void check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin,
-             const at::Tensor& pool, const std::optional<at::Tensor>& scales) const;
+  void check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>& cos,
+             const std::vector<at::Tensor>& sin, const at::Tensor& pool,
+             const std::optional<at::Tensor>& scales) const;
   void check(const AdapterBatch& adapters, int64_t rows, bool bf16) const;
   std::pair<at::Tensor, std::vector<int64_t>> compute(const Pass& pass) const;
+  // Embeddings times their scale, in place.
+  at::Tensor scaled(at::Tensor rows) const;
   at::Tensor embedded(const std::vector<int64_t>& ids,
                       const std::optional<at::Tensor>& embedding) const;
   void pick(Step& step, Walk& walk) const;
@@ -219,7 +260,7 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
         .width = layer.width,
         .out_stride = 0,
         .out_bf16 = false,
-        .gated = layer.gated,
+        .gate = layer.gate,
     };
   }
 
@@ -272,6 +313,11 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
     return {share.beginning(args, thread), std::min(bytes, share.bytes_of(args, thread))};
   }
 
+  // Norms in another dtype than the rows are float, and round once.
+  bool rounds_once(const at::Tensor& rows) const {
+    return final_norm.scalar_type() != rows.scalar_type();
+  }
+
   void* residual_of(const Step& step, const Walk& walk) const {
     const bool is_own = walk.thread > 0 && is_small(step.rows, hidden);
     return is_own
@@ -279,21 +325,25 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
                : step.hidden.data_ptr();
   }
 
-  // The norm of `hidden` and what was added; where rows are few, of a copy that is the thread's
-  // own.
-  Inputs norm(Step& step, Walk& walk, const at::Tensor& weight, bool has_added) const {
+  // The norm of `hidden` and what was added, which has a norm of its own in some models; where rows
+  // are few, of a copy that is the thread's own.
+  Inputs norm(Step& step, Walk& walk, const std::optional<at::Tensor>& weight, bool has_added,
+              const std::optional<at::Tensor>& added_norm) const {
     Buffers& b = step.buffers;
     const bool small = is_small(step.rows, hidden);
     const int64_t own = small ? walk.thread : 0, stride = b.normed.stride(0);
     const NormArgs args{
         .hidden = residual_of(step, walk),
         .x = has_added ? b.added.const_data_ptr() : nullptr,
-        .weight = weight.const_data_ptr(),
+        .weight = data<char>(weight),
         .out = (char*)b.normed.data_ptr() + own * step.rows * stride * b.normed.itemsize(),
         .width = hidden,
         .out_stride = stride,
-        .eps = float(eps),
+        .eps = eps,
         .is_bf16 = is_bf16(step.hidden),
+        .rounds_once = rounds_once(step.hidden),
+        .x_weight = data<char>(added_norm),
+        .x_factor = residual_scale,
     };
     if (small)
       by_row(walk, [&](int64_t row) { KERNEL(add_norm)(args, row, row + 1); });
@@ -304,8 +354,9 @@ struct Decoder : torch::CustomClassHolder, ModelSizes {
   }
 };
 
-void Decoder::check(const at::Tensor& hidden_rows, const at::Tensor& cos, const at::Tensor& sin,
-                    const at::Tensor& pool, const std::optional<at::Tensor>& scales) const {
+void Decoder::check(const at::Tensor& hidden_rows, const std::vector<at::Tensor>& cos,
+                    const std::vector<at::Tensor>& sin, const at::Tensor& pool,
+                    const std::optional<at::Tensor>& scales) const {
   TORCH_CHECK(hidden_rows.is_contiguous() && hidden_rows.size(1) == hidden);
   // (layers, 2, blocks, block size, heads, head dim), and the same without the last for the scales
   // of int8.
@@ -315,9 +366,16 @@ void Decoder::check(const at::Tensor& hidden_rows, const at::Tensor& cos, const 
               head_dim <= MAX_HEAD_DIM);
   TORCH_CHECK(!scales || (scales->is_contiguous() && scales->scalar_type() == at::kFloat &&
                           scales->sizes() == pool.sizes().slice(0, 5)));
-  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(-1) == head_dim / 2 &&
-              cos.sizes() == sin.sizes());
-  TORCH_CHECK(is_bf16(cos) == is_bf16(hidden_rows));
+  TORCH_CHECK(cos.size() >= num_turns && cos.size() == sin.size());
+  for (size_t i = 0; i < cos.size(); ++i) {
+    TORCH_CHECK(cos[i].is_contiguous() && sin[i].is_contiguous() &&
+                cos[i].size(-1) == head_dim / 2 && cos[i].sizes() == cos[0].sizes() &&
+                cos[i].sizes() == sin[i].sizes());
+    TORCH_CHECK(cos[i].scalar_type() == hidden_rows.scalar_type() &&
+                sin[i].scalar_type() == hidden_rows.scalar_type());
+  }
+  TORCH_CHECK(!rounds_once(hidden_rows) || final_norm.scalar_type() == at::kFloat,
+              "norms must be of the rows' dtype, or float");
 }
 
 void Decoder::check(const AdapterBatch& adapters, int64_t rows, bool bf16) const {
@@ -337,10 +395,10 @@ void Decoder::check(const AdapterBatch& adapters, int64_t rows, bool bf16) const
 }
 
 std::tuple<at::Tensor, at::Tensor> Decoder::forward(
-    at::Tensor hidden_rows, at::Tensor cos, at::Tensor sin, at::Tensor positions, at::Tensor slots,
-    at::Tensor tables, at::Tensor query_start, at::Tensor context_lens,
-    std::optional<at::Tensor> wanted, bool draws, at::Tensor pool, std::optional<at::Tensor> scales,
-    OptionalAdapters adapters) const {
+    at::Tensor hidden_rows, std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
+    at::Tensor positions, at::Tensor slots, at::Tensor tables, at::Tensor query_start,
+    at::Tensor context_lens, std::optional<at::Tensor> wanted, bool draws, at::Tensor pool,
+    std::optional<at::Tensor> scales, OptionalAdapters adapters) const {
   check(hidden_rows, cos, sin, pool, scales);
   const int64_t T = hidden_rows.size(0), S = context_lens.size(0), R = wanted ? wanted->size(0) : T;
   TORCH_CHECK(slots.is_contiguous() && slots.size(0) == T && positions.is_contiguous() &&
@@ -375,7 +433,7 @@ std::tuple<at::Tensor, at::Tensor> Decoder::forward(
 std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) const {
   const int64_t T = pass.rows, R = pass.num_wanted;
   for (int64_t row = 0; row < T; ++row)
-    TORCH_CHECK(pass.positions[row] >= 0 && pass.positions[row] < pass.cos.size(0),
+    TORCH_CHECK(pass.positions[row] >= 0 && pass.positions[row] < pass.cos[0].size(0),
                 "no such position");
   const at::Tensor& pool = pass.pool;
   const bool bf16 = is_bf16(pass.hidden);
@@ -433,14 +491,16 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .num_kv_heads = int(num_kv_heads),
         .block_size = int(pool.size(3)),
         .window = layers[i].window,
-        .scale = float(1 / std::sqrt(double(head_dim))),
+        .scale = attention_scale,
         .is_bf16 = bf16,
+        .softcap = softcap,
+        .sinks = data<float>(layers[i].sinks),
     });
     rope.push_back({
         .qkv = b.qkv.const_data_ptr(),
         .qkv_stride = b.qkv.size(1),
-        .cos = pass.cos.const_data_ptr(),
-        .sin = pass.sin.const_data_ptr(),
+        .cos = pass.cos[layers[i].turn].const_data_ptr(),
+        .sin = pass.sin[layers[i].turn].const_data_ptr(),
         .positions = pass.positions,
         .q_norm = data<char>(layers[i].q_norm),
         .k_norm = data<char>(layers[i].k_norm),
@@ -453,8 +513,9 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
         .num_heads = int(num_heads),
         .num_kv_heads = int(num_kv_heads),
         .head_dim = int(head_dim),
-        .eps = float(eps),
+        .eps = eps,
         .is_bf16 = bf16,
+        .norms_round_once = rounds_once(pass.hidden),
     });
   }
   step.tasks = attention_tasks(attention[0], pass.sequences, most_threads);
@@ -476,8 +537,8 @@ std::pair<at::Tensor, std::vector<int64_t>> Decoder::compute(const Pass& pass) c
 
 std::vector<int64_t> Decoder::decode(std::vector<int64_t> ids, std::vector<int64_t> lengths,
                                      at::Tensor tables, std::optional<at::Tensor> embedding,
-                                     at::Tensor cos, at::Tensor sin, at::Tensor pool,
-                                     std::optional<at::Tensor> scales,
+                                     std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
+                                     at::Tensor pool, std::optional<at::Tensor> scales,
                                      OptionalAdapters adapters) const {
   const int64_t S = ids.size(), block_size = pool.size(3);
   TORCH_CHECK(int64_t(lengths.size()) == S && tables.dim() == 2 && tables.size(0) == S &&
@@ -521,10 +582,11 @@ at::Tensor Decoder::embedded(const std::vector<int64_t>& ids,
                              const std::optional<at::Tensor>& embedding) const {
   const int64_t count = ids.size();
   if (!embedding)
-    return packed_rows(head.weight, ids.data(), count, hidden, head.width,
-                       head.format == Format::BF16);
+    return scaled(packed_rows(head.weight, ids.data(), count, hidden, head.width,
+                              head.format == Format::BF16));
   TORCH_CHECK(embedding->is_contiguous() && embedding->dim() == 2 && embedding->size(1) == hidden &&
-              embedding->scalar_type() == final_norm.scalar_type());
+              (embedding->scalar_type() == final_norm.scalar_type() ||
+               final_norm.scalar_type() == at::kFloat));
   at::Tensor out = empty({count, hidden}, embedding->scalar_type());
   const int64_t size = hidden * out.itemsize();
   for (int64_t row = 0; row < count; ++row) {
@@ -532,7 +594,21 @@ at::Tensor Decoder::embedded(const std::vector<int64_t>& ids,
     std::memcpy((char*)out.data_ptr() + row * size,
                 (const char*)embedding->const_data_ptr() + ids[row] * size, size);
   }
-  return out;
+  return scaled(std::move(out));
+}
+
+template <typename T>
+void multiply_all(T* numbers, int64_t count, float factor) {
+  for (int64_t i = 0; i < count; ++i) numbers[i] = T(float(numbers[i]) * factor);
+}
+
+at::Tensor Decoder::scaled(at::Tensor rows) const {
+  if (embedding_scale == 1.0f) return rows;
+  if (is_bf16(rows))
+    multiply_all(rows.data_ptr<at::BFloat16>(), rows.numel(), embedding_scale);
+  else
+    multiply_all(rows.data_ptr<float>(), rows.numel(), embedding_scale);
+  return rows;
 }
 
 // The rest of the last layer is for the wanted rows: their results of attention and their residuals
@@ -561,7 +637,7 @@ void Decoder::pick(Step& step, Walk& walk) const {
 
 // The final norm, and the head where tokens are drawn.
 void Decoder::finish(Step& step, Walk& walk) const {
-  const Inputs normed = norm(step, walk, final_norm, true);
+  const Inputs normed = norm(step, walk, final_norm, true, layers.back().mlp_out_norm);
   const int64_t size = step.out.itemsize(),
                 last = walk.rows * (walk.thread + 1) / step.barrier.threads();
   for (int64_t row = walk.rows * walk.thread / step.barrier.threads(); row < last; ++row)
@@ -606,8 +682,8 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   const bool picks = step.wanted != nullptr && i + 1 == layers.size(),
              writes_alone = step.writes_alone && !picks;
   const std::vector<AttentionTask>& tasks = picks ? step.last_tasks : step.tasks;
-  linear(step, walk, layer.qkv, site + QKV, norm(step, walk, layer.input_norm, i > 0), b.qkv,
-         &layer.output, PREFETCH_DURING_ATTENTION);
+  const Inputs first = norm(step, walk, layer.input_norm, i > 0, layers[i - (i > 0)].mlp_out_norm);
+  linear(step, walk, layer.qkv, site + QKV, first, b.qkv, &layer.output, PREFETCH_DURING_ATTENTION);
   const int64_t threads = step.barrier.threads();
   if (walk.thread < int64_t(tasks.size())) KERNEL(prepare)(attention, tasks[walk.thread]);
   step.barrier.wait(walk.prefetch);
@@ -625,8 +701,9 @@ void Decoder::run(Step& step, Walk& walk, size_t i, const AttentionArgs& attenti
   }
   linear(step, walk, layer.output, site + OUTPUT, inputs_of(b.attended), b.added, &layer.gated);
   step.barrier.wait(walk.prefetch);
-  linear(step, walk, layer.gated, site + GATED, norm(step, walk, layer.post_attention_norm, true),
-         b.inner, &layer.down);
+  linear(step, walk, layer.gated, site + GATED,
+         norm(step, walk, layer.post_attention_norm, true, layer.attention_out_norm), b.inner,
+         &layer.down);
   step.barrier.wait(walk.prefetch);
   linear(step, walk, layer.down, site + DOWN, inputs_of(b.inner), b.added,
          i + 1 < layers.size()      ? &layers[i + 1].qkv
@@ -641,7 +718,8 @@ TORCH_LIBRARY_FRAGMENT(penstock, m) {
   // Decoder's methods take them.
   define_adapters(m);
   m.class_<Decoder>("Decoder")
-      .def(torch::init<const Sizes&, double, const std::vector<Tensors>&,
+      .def(torch::init<const Sizes&, const c10::Dict<std::string, double>&,
+                       const std::vector<Tensors>&, const std::vector<int64_t>&,
                        const std::vector<int64_t>&, const Tensors&>())
       .def("forward", &Decoder::forward)
       .def("decode", &Decoder::decode);

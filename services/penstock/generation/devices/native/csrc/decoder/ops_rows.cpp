@@ -9,8 +9,8 @@ at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tenso
                         double eps) {
   TORCH_CHECK(hidden.is_contiguous() && x.is_contiguous() && hidden.sizes() == x.sizes() &&
               weight.is_contiguous());
-  TORCH_CHECK(hidden.scalar_type() == x.scalar_type() &&
-              hidden.scalar_type() == weight.scalar_type());
+  TORCH_CHECK(hidden.scalar_type() == x.scalar_type() && weight.numel() == hidden.size(-1) &&
+              (hidden.scalar_type() == weight.scalar_type() || weight.scalar_type() == at::kFloat));
   auto out = at::empty_like(hidden);
   const NormArgs args{
       .hidden = hidden.data_ptr(),
@@ -21,6 +21,7 @@ at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tenso
       .out_stride = hidden.size(-1),
       .eps = float(eps),
       .is_bf16 = is_bf16(hidden),
+      .rounds_once = hidden.scalar_type() != weight.scalar_type(),
   };
   at::parallel_for(0, hidden.size(0), grain(args.width),
                    [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });
@@ -28,8 +29,8 @@ at::Tensor add_rms_norm(at::Tensor& hidden, const at::Tensor& x, const at::Tenso
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() &&
-              x.scalar_type() == weight.scalar_type());
+  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && weight.numel() == x.size(-1) &&
+              (x.scalar_type() == weight.scalar_type() || weight.scalar_type() == at::kFloat));
   auto out = at::empty_like(x);
   // Nothing is added, so x is only read.
   const NormArgs args{
@@ -41,6 +42,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
       .out_stride = x.size(-1),
       .eps = float(eps),
       .is_bf16 = is_bf16(x),
+      .rounds_once = x.scalar_type() != weight.scalar_type(),
   };
   at::parallel_for(0, x.size(0), grain(args.width),
                    [&](int64_t first, int64_t last) { KERNEL(add_norm)(args, first, last); });

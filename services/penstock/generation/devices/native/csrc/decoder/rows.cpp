@@ -1,5 +1,7 @@
 // Kernels that read and write each row once: RMSNorm with the residual, SwiGLU.
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 
 #include "decoder/rows.h"
 #include "util/vec.h"
@@ -40,6 +42,84 @@ static void add_norm_row(T* hidden, const T* x, const T* weight, T* out, int64_t
   }
 }
 
+// Factor of a norm: of `n` numbers whose squares these are.
+static float norm_scale(vf squares, float rest, int64_t n, float eps) {
+  return 1.0f / std::sqrt((sum_all(squares) + rest) / float(n) + eps);
+}
+template <typename T>
+static float norm_scale_of(const T* x, int64_t n, float eps) {
+  vf squares = vf{};
+  int64_t i = 0;
+  float rest = 0;
+  for (; i + L <= n; i += L) squares += load(x + i) * load(x + i);
+  for (; i < n; ++i) rest += to_float(x[i]) * to_float(x[i]);
+  return norm_scale(squares, rest, n, eps);
+}
+
+// Kept apart from what comes next: not contracted with it, as it is not where operators follow each
+// other.
+static inline vf apart(vf x) {
+  asm("" : "+x"(x));
+  return x;
+}
+static inline float apart(float x) {
+  asm("" : "+x"(x));
+  return x;
+}
+
+// A normed number times its weight: through T before the product where the weight is a T, else
+// only after it.
+template <typename T>
+static vf weighted(vf x, const T* weight, const T* through) {
+  return rounded(rounded(x, through) * load(weight), through);
+}
+static vf weighted(vf x, const float* weight, const bf16* through) {
+  return rounded(x * load(weight), through);
+}
+template <typename T, typename W>
+static float weighted(float x, const W* weight, const T*) {
+  T value;
+  if constexpr (std::is_same_v<T, W>) {
+    store(&value, x);
+    x = to_float(value);
+  }
+  store(&value, x * to_float(*weight));
+  return to_float(value);
+}
+
+// add_norm_row of models whose layers norm or multiply what they add, or have no norm before it.
+// W: type of the weights.
+template <typename T, typename W>
+static void add_norm_row_of(const NormArgs& a, T* hidden, const T* x, T* out) {
+  const int64_t n = a.width;
+  const W *weight = (const W*)a.weight, *x_weight = (const W*)a.x_weight;
+  int64_t i = 0;
+  if (x != nullptr) {
+    const float by = x_weight != nullptr ? norm_scale_of(x, n, a.eps) : a.x_factor;
+    for (; i + L <= n; i += L) {
+      const vf value = load(x + i) * splat(by);
+      const vf added =
+          x_weight != nullptr ? weighted(value, x_weight + i, hidden) : rounded(value, hidden);
+      store_all(hidden + i, load(hidden + i) + apart(added));
+    }
+    for (; i < n; ++i) {
+      T value;
+      store(&value, to_float(x[i]) * by);
+      const float added = x_weight != nullptr ? weighted(to_float(x[i]) * by, x_weight + i, hidden)
+                                              : to_float(value);
+      store(hidden + i, to_float(hidden[i]) + apart(added));
+    }
+  }
+  if (weight == nullptr) {
+    std::memcpy(out, hidden, sizeof(T) * n);
+    return;
+  }
+  const float scale = norm_scale_of(hidden, n, a.eps);
+  for (i = 0; i + L <= n; i += L)
+    store_all(out + i, weighted(load(hidden + i) * splat(scale), weight + i, hidden));
+  for (; i < n; ++i) store(out + i, weighted(to_float(hidden[i]) * scale, weight + i, hidden));
+}
+
 template <typename T>
 static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
   int64_t i = 0;
@@ -52,7 +132,21 @@ static void silu_mul_row(const T* gate, const T* up, T* out, int64_t n) {
   }
 }
 
+template <typename T>
+static void add_norm_rows_of(const NormArgs& a, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    T *hidden = (T*)a.hidden + row * a.width, *out = (T*)a.out + row * a.out_stride;
+    const T* x = a.x == nullptr ? nullptr : (const T*)a.x + row * a.width;
+    a.rounds_once ? add_norm_row_of<T, float>(a, hidden, x, out)
+                  : add_norm_row_of<T, T>(a, hidden, x, out);
+  }
+}
+
 void add_norm(const NormArgs& a, int64_t first, int64_t last) {
+  if (!a.is_plain()) {
+    a.is_bf16 ? add_norm_rows_of<bf16>(a, first, last) : add_norm_rows_of<float>(a, first, last);
+    return;
+  }
   for (int64_t row = first; row < last; ++row) {
     int64_t at = row * a.width, to = row * a.out_stride;
     if (a.is_bf16)

@@ -8,11 +8,21 @@ namespace penstock {
 struct NormArgs {
   void* hidden;
   const void* x;
-  const void* weight;
+  const void* weight;  // null: there is no norm
   void* out;
   int64_t width, out_stride;  // of `out`'s rows; the others lie side by side
   float eps;
   bool is_bf16;
+  // The weights are float whatever the rows are, and the product is rounded once.
+  bool rounds_once = false;
+  // Of `x` before it is added: a norm (null: none), and a factor.
+  const void* x_weight = nullptr;
+  float x_factor = 1.0f;
+
+  // Nothing but `x` is added and one norm applied, in the rows' dtype.
+  bool is_plain() const {
+    return weight != nullptr && !rounds_once && x_weight == nullptr && x_factor == 1.0f;
+  }
 };
 
 struct SiluArgs {

@@ -228,10 +228,27 @@ static Tile pick(Format format, int rows) {
   }
 }
 
+// The outputs of gates and the values that they gate, both through T already.
+template <Gate GATE, typename T>
+static inline vf gated(vf gate, vf value, const T* through) {
+  if constexpr (GATE == Gate::SILU) return rounded(silu(gate), through) * value;
+  if constexpr (GATE == Gate::GELU_TANH) return rounded(gelu_tanh(gate), through) * value;
+  if constexpr (GATE == Gate::CLAMPED) {
+    // gpt-oss's numbers.
+    const vf most = splat(7.0f), least = splat(-7.0f), one = splat(1.0f);
+    const vf low = gate > most ? most : gate;
+    value = value > most ? most : value;
+    value = value < least ? least : value;
+    return rounded(value + one, through) * rounded(low * sigmoid(low * splat(1.702f)), through);
+  }
+  return value;
+}
+
 // Stores a panel's sums; `bias` and the widths are the same for all rows.
-template <typename T, bool GATED>
+template <typename T, Gate GATE>
 static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t row, int64_t rows,
                        int64_t panel, Beyond beyond) {
+  constexpr bool GATED = GATE != Gate::NONE;
   constexpr int COLUMNS = GATED ? PANEL / 2 : PANEL, N = COLUMNS / L;
   const int64_t first = panel * COLUMNS;
   const int count = int(std::min<int64_t>(COLUMNS, a.width - first));
@@ -245,7 +262,7 @@ static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t
     for (int v = 0; v < V; ++v) value[v] = load(block[r] + v * L) + bias[v];
     if constexpr (GATED)
       for (int v = 0; v < N; ++v)
-        value[v] = rounded(silu(rounded(value[v], out)), out) * rounded(value[v + N], out);
+        value[v] = gated<GATE>(rounded(value[v], out), rounded(value[v + N], out), out);
     if (count == COLUMNS) {
       for (int v = 0; v < N; ++v) store_all(out + v * L, value[v]);
     } else {
@@ -253,6 +270,22 @@ static void store_rows(const LinearArgs& a, const float (*block)[PANEL], int64_t
       for (int v = 0; v < N; ++v) store_all(values + v * L, value[v]);
       for (int c = 0; c < count; ++c) store(out + c, values[c]);
     }
+  }
+}
+
+typedef void (*Store)(const LinearArgs&, const float (*)[PANEL], int64_t, int64_t, int64_t, Beyond);
+
+template <typename T>
+static Store pick_store(Gate gate) {
+  switch (gate) {
+    case Gate::NONE:
+      return store_rows<T, Gate::NONE>;
+    case Gate::SILU:
+      return store_rows<T, Gate::SILU>;
+    case Gate::GELU_TANH:
+      return store_rows<T, Gate::GELU_TANH>;
+    default:
+      return store_rows<T, Gate::CLAMPED>;
   }
 }
 
@@ -382,9 +415,7 @@ void multiply(const LinearArgs& a, const LinearTask& task) {
           update_argmax(a, blocks + first, task.first_row + first, last - first, panel, beyond);
           continue;
         }
-        const auto put = a.out_bf16
-                             ? (a.gated ? store_rows<bf16, true> : store_rows<bf16, false>)
-                             : (a.gated ? store_rows<float, true> : store_rows<float, false>);
+        const Store put = a.out_bf16 ? pick_store<bf16>(a.gate) : pick_store<float>(a.gate);
         put(a, blocks + first, task.first_row + first, last - first, panel, beyond);
       }
     }

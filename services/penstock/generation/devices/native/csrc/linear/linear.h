@@ -13,6 +13,8 @@ constexpr int GROUP = 32;
 constexpr int64_t ROW_BLOCK = 264;
 
 enum class Format : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+// The function of the gates of a gated weight; numbered as core/model_config.py's Activation.
+enum class Gate : int { NONE = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3 };
 
 // Columns of an adapter's B that lie side by side: a granule of them is a cache line.
 constexpr int HALF = PANEL / 2;
@@ -67,8 +69,8 @@ struct LinearArgs {
   void* out;                  // (rows, width)
   int64_t width, out_stride;  // in elements
   bool out_bf16;
-  bool gated;  // a panel is 16 gates and the 16 values that they gate: out is silu(gate) * value,
-               // half as wide
+  Gate gate;  // not NONE: a panel is 16 gates and the 16 values that they gate, and out, such as
+              // silu(gate) * value, is half as wide
   // Not null: nothing is written to `out`; (rows, PANEL) of the highest output in each column of
   // the panels so far, NaN where there was one, and of the first panel that has it.
   float* highest = nullptr;

@@ -152,9 +152,10 @@ void advise_large_pages(const at::Tensor& memory) {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_number,
                   int64_t width, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& column_scale,
-                  const std::optional<at::Tensor>& column_sum, bool gated, bool as_float,
+                  const std::optional<at::Tensor>& column_sum, int64_t gate, bool as_float,
                   const AdapterBatch* adapters, int64_t site) {
   const Format format = Format(format_number);
+  TORCH_CHECK(gate >= int(Gate::NONE) && gate <= int(Gate::CLAMPED), "there is no such gate");
   TORCH_CHECK(adapters == nullptr || (site >= 0 && site < adapters->num_sites));
   const int64_t rows = x.size(0), inputs = x.size(1), granules = granules_of(format, inputs);
   const int64_t panels = weight.numel() / (granules * PANEL * 4);
@@ -163,7 +164,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
       "x is not the weight's input");
   TORCH_CHECK(format >= Format::INT8 || is_bf16(x) == (format == Format::BF16),
               "x is not of the weight's dtype");
-  TORCH_CHECK(width <= panels * (gated ? PANEL / 2 : PANEL) &&
+  TORCH_CHECK(width <= panels * (gate != int(Gate::NONE) ? PANEL / 2 : PANEL) &&
               (!bias || bias->numel() == panels * PANEL));
   const bool out_bf16 = is_bf16(x) && !as_float;
   auto out = at::empty({rows, width}, x.options().dtype(out_bf16 ? at::kBFloat16 : at::kFloat));
@@ -183,7 +184,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, int64_t format_
       .width = width,
       .out_stride = width,
       .out_bf16 = out_bf16,
-      .gated = gated,
+      .gate = Gate(gate),
   };
   at::Tensor source, scale, sum;
   if (format >= Format::INT8) {
@@ -257,7 +258,7 @@ at::Tensor packed_rows(const at::Tensor& weight, const int64_t* id, int64_t coun
 TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "linear(Tensor x, Tensor weight, int format, int width, Tensor? bias, Tensor? column_scale, "
-      "Tensor? column_sum, bool gated, "
+      "Tensor? column_sum, int gate, "
       "bool as_float) -> Tensor");
   m.def("packed_size(int outputs, int inputs, int format, bool gated) -> int", packed_size);
   m.def(
@@ -271,8 +272,8 @@ TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("linear",
          [](const at::Tensor& x, const at::Tensor& weight, int64_t format, int64_t width,
             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& column_scale,
-            const std::optional<at::Tensor>& column_sum, bool gated, bool as_float) {
-           return linear(x, weight, format, width, bias, column_scale, column_sum, gated, as_float,
+            const std::optional<at::Tensor>& column_sum, int64_t gate, bool as_float) {
+           return linear(x, weight, format, width, bias, column_scale, column_sum, gate, as_float,
                          nullptr, 0);
          });
   m.impl("pack_rows", pack_rows);

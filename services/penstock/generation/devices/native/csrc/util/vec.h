@@ -132,11 +132,17 @@ static inline vf exp2_nonpositive(vf x) {
 #endif
 }
 
-// x * sigmoid(x), through 2^-|x|: no overflow on either side.
-static inline vf silu(vf x) {
+// Through 2^-|x|: no overflow on either side.
+static inline vf sigmoid(vf x) {
   const vf log2e = splat(1.44269504088896341f), one = splat(1.0f);
   vf e = exp2_nonpositive((x < vf{} ? x : -x) * log2e);
-  return x * ((x < vf{} ? e : one) / (one + e));
+  return (x < vf{} ? e : one) / (one + e);
+}
+static inline vf silu(vf x) { return x * sigmoid(x); }
+// The approximation of gelu by tanh: (1 + tanh(y)) / 2 is sigmoid(2 y).
+static inline vf gelu_tanh(vf x) {
+  const vf cubed = x * x * x;
+  return x * sigmoid(splat(1.59576912160573072f) * (x + splat(0.044715f) * cubed));
 }
 
 }  // namespace NS

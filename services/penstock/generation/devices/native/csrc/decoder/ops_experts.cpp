@@ -1,0 +1,221 @@
+// The products of a layer's experts in one parallel region: torch.classes.penstock.Experts. Rows
+// are sorted by expert, so that a weight is read once for all of its rows; a row's sums have one
+// order, whatever rows are beside it.
+#include <omp.h>
+
+#include <cstring>
+#include <vector>
+
+#include "decoder/decoder_parts.h"
+
+namespace penstock {
+namespace {
+
+// Inputs of products, one row for each choice of an expert: of the rows' dtype in whole granules,
+// or quantised.
+class ExpertInputs {
+ public:
+  ExpertInputs(Format format, int64_t rows, int64_t width, at::ScalarType type)
+      : format_(format),
+        width_(width),
+        size_(format < Format::INT8 ? at::elementSize(type) : 1),
+        padded_(granules_of(format, width) * granule_inputs(format)),
+        stride_(spread(padded_ * size_)),
+        groups_(format == Format::INT4 ? padded_ / GROUP : 1),
+        is_bf16_(type == at::kBFloat16),
+        rows_(at::detail::empty_cpu({rows, stride_}, at::kByte)) {
+    if (format < Format::INT8) return;
+    scale_ = at::detail::empty_cpu({rows, groups_}, at::kFloat);
+    sum_ = at::detail::empty_cpu({rows, groups_}, at::kInt);
+  }
+
+  // Fills one row from `x`, `width` numbers.
+  void fill(int64_t row, const void* x) {
+    char* to = (char*)at(row);
+    if (format_ < Format::INT8) {
+      std::memcpy(to, x, width_ * size_);
+      std::memset(to + width_ * size_, 0, (padded_ - width_) * size_);
+      return;
+    }
+    KERNEL(quantize)
+    ({.x = x,
+      .width = width_,
+      .x_stride = width_,
+      .is_bf16 = is_bf16_,
+      .grouped = format_ == Format::INT4,
+      .out = (int8_t*)to,
+      .padded = padded_,
+      .stride = stride_,
+      .scale = scale_.data_ptr<float>() + row * groups_,
+      .sum = sum_.data_ptr<int32_t>() + row * groups_},
+     0, 1);
+  }
+
+  // Arguments of `layer`'s product of the rows from `first` on; without the outputs.
+  LinearArgs args(const Linear& layer, int64_t first) const {
+    const bool quantised = format_ >= Format::INT8;
+    return {
+        .format = format_,
+        .x = at(first),
+        .x_stride = stride_ / 4,
+        .weight = (const char*)layer.weight.const_data_ptr(),
+        .granules = layer.granules,
+        .bias = data<float>(layer.bias),
+        .row_scale = quantised ? scale_.const_data_ptr<float>() + first * groups_ : nullptr,
+        .column_scale = data<float>(layer.scale),
+        .column_sum = data<int32_t>(layer.sum),
+        .row_sum = quantised ? sum_.const_data_ptr<int32_t>() + first * groups_ : nullptr,
+        .out = nullptr,
+        .width = layer.width,
+        .out_stride = 0,
+        .out_bf16 = false,
+        .gate = layer.gate,
+    };
+  }
+
+ private:
+  void* at(int64_t row) const { return (char*)rows_.data_ptr() + row * stride_; }
+
+  Format format_;
+  int64_t width_, size_, padded_, stride_, groups_;
+  bool is_bf16_;
+  at::Tensor rows_, scale_, sum_;
+};
+
+// Products of several weights with the rows of each, as tasks that any threads share.
+class Products {
+ public:
+  explicit Products(int64_t threads) : threads_(threads), progress_(threads) {}
+
+  void add(const LinearArgs& args, int64_t rows, int64_t panels) {
+    const LinearShare share(args, rows, panels, threads_);
+    for (int64_t i = 0; i < share.blocks * share.parts; ++i)
+      tasks_.emplace_back(int32_t(args_.size()), share.task(i));
+    args_.push_back(args);
+  }
+  // One thread's part: a run of the tasks, which are in the order of the weights, then what others
+  // have left.
+  void run(int64_t thread) {
+    const int64_t count = tasks_.size();
+    for (int64_t i = 0; i < threads_; ++i) {
+      const int64_t owner = (thread + i) % threads_, first = count * owner / threads_,
+                    end = count * (owner + 1) / threads_;
+      for (int64_t task; (task = first + progress_[owner].next.fetch_add(1)) < end;)
+        KERNEL(multiply)(args_[tasks_[task].first], tasks_[task].second);
+    }
+  }
+
+ private:
+  int64_t threads_;
+  std::vector<LinearArgs> args_;
+  std::vector<std::pair<int32_t, LinearTask>> tasks_;
+  std::vector<Progress> progress_;
+};
+
+struct Experts : torch::CustomClassHolder {
+  Format format;
+  Gate gate;
+  int64_t hidden, inner;
+  std::vector<Linear> gated, down;
+
+  // `sizes`: format, gate, hidden, inner; `experts`: tensors of each by name, those of gated and
+  // down.
+  Experts(const Sizes& sizes, const std::vector<Tensors>& experts) {
+    Named<int64_t> from("a mixture of experts", sizes);
+    format = Format(from.take("format")), gate = Gate(from.take("gate"));
+    hidden = from.take("hidden"), inner = from.take("inner");
+    from.check_all_taken();
+    TORCH_CHECK(gate != Gate::NONE && gate <= Gate::CLAMPED, "experts are gated");
+    for (const Tensors& tensors : experts) {
+      Named<at::Tensor> own("an expert", tensors);
+      gated.emplace_back(own, "gated", format, hidden, inner, gate);
+      down.emplace_back(own, "down", format, inner, hidden, Gate::NONE);
+      own.check_all_taken();
+    }
+  }
+
+  // (T, hidden) in float: the sum of each row's experts times its shares in them, in the order of
+  // `chosen` (T, any), which are numbers of experts; `shares` of the same shape.
+  at::Tensor forward(at::Tensor x, at::Tensor chosen, at::Tensor shares) const {
+    TORCH_CHECK(x.dim() == 2 && x.size(1) == hidden &&
+                    (format >= Format::INT8 || is_bf16(x) == (format == Format::BF16)),
+                "x is not the experts' input");
+    TORCH_CHECK(chosen.dim() == 2 && chosen.is_contiguous() && chosen.size(0) == x.size(0) &&
+                chosen.sizes() == shares.sizes() && shares.is_contiguous() &&
+                chosen.scalar_type() == at::kLong && shares.scalar_type() == at::kFloat);
+    x = x.contiguous();
+    const int64_t T = x.size(0), each = chosen.size(1), count = T * each, size = x.itemsize();
+    const int64_t* expert = chosen.const_data_ptr<int64_t>();
+    std::vector<int64_t> starts(gated.size() + 1), place(count), row(count);
+    for (int64_t i = 0; i < count; ++i) {
+      TORCH_CHECK_INDEX(expert[i] >= 0 && expert[i] < int64_t(gated.size()), "no such expert");
+      ++starts[expert[i] + 1];
+    }
+    for (size_t e = 0; e < gated.size(); ++e) starts[e + 1] += starts[e];
+    std::vector<int64_t> next(starts);
+    for (int64_t i = 0; i < count; ++i) {
+      place[i] = next[expert[i]]++;
+      row[place[i]] = i / each;
+    }
+    const int64_t threads = at::get_num_threads();
+    ExpertInputs inputs(format, count, hidden, x.scalar_type()),
+        middle(format, count, inner, x.scalar_type());
+    const at::Tensor inner_rows = at::detail::empty_cpu({count, inner}, x.scalar_type()),
+                     products = at::detail::empty_cpu({count, hidden}, at::kFloat);
+    at::Tensor out = at::detail::empty_cpu({T, hidden}, at::kFloat);
+    Products first(threads), second(threads);
+    for (size_t e = 0; e < gated.size(); ++e) {
+      const int64_t begin = starts[e], rows = starts[e + 1] - begin;
+      if (rows == 0) continue;
+      LinearArgs up = inputs.args(gated[e], begin), back = middle.args(down[e], begin);
+      up.out = (char*)inner_rows.data_ptr() + begin * inner * size;
+      up.out_stride = inner, up.out_bf16 = is_bf16(x);
+      back.out = products.data_ptr<float>() + begin * hidden, back.out_stride = hidden;
+      first.add(up, rows, gated[e].panels);
+      second.add(back, rows, down[e].panels);
+    }
+    Barrier barrier;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+      barrier.set_threads(omp_get_num_threads());
+      const int64_t thread = omp_get_thread_num(), running = barrier.threads();
+      const auto own_rows = [&](int64_t rows, auto work) {
+        for (int64_t i = rows * thread / running; i < rows * (thread + 1) / running; ++i) work(i);
+      };
+      Prefetch nothing;
+      own_rows(count, [&](int64_t i) {
+        inputs.fill(i, (const char*)x.const_data_ptr() + row[i] * hidden * size);
+      });
+      barrier.wait(nothing);
+      first.run(thread);
+      barrier.wait(nothing);
+      own_rows(count, [&](int64_t i) {
+        middle.fill(i, (const char*)inner_rows.const_data_ptr() + i * inner * size);
+      });
+      barrier.wait(nothing);
+      second.run(thread);
+      barrier.wait(nothing);
+      own_rows(T, [&](int64_t i) {
+        float* to = out.data_ptr<float>() + i * hidden;
+        std::memset(to, 0, sizeof(float) * hidden);
+        for (int64_t j = i * each; j < (i + 1) * each; ++j) {
+          const float* from = products.const_data_ptr<float>() + place[j] * hidden;
+          const float share = shares.const_data_ptr<float>()[j];
+          for (int64_t d = 0; d < hidden; ++d) to[d] += share * from[d];
+        }
+      });
+    }
+    return out;
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(penstock, m) {
+  m.class_<Experts>("Experts")
+      .def(torch::init<const Sizes&, const std::vector<Tensors>&>())
+      .def("forward", &Experts::forward);
+}
+
+}  // namespace penstock

@@ -1,0 +1,113 @@
+"""A mixture of experts in the place of an MLP: a router gives each row a few of many MLPs and shares in them.
+
+Rows are sorted by expert, so that the weights of an expert are read once a step for all of its rows. A row sums up its
+experts in the order of their numbers, whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from penstock.generation.layers.linear.native import NativeLinear
+
+if TYPE_CHECKING:
+    from penstock.generation.core.model_config import Experts
+    from penstock.generation.layers.linear.base import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every row goes through beside its experts, times the sigmoid of one more output."""
+
+    gated: Linear
+    down: Linear
+    gate: Linear
+
+    def add_to(self, out_TI: Tensor, x_TI: Tensor) -> None:
+        """Add its part to `out_TI` in float32."""
+        out_TI += torch.sigmoid(self.gate.as_float(x_TI)) * self.down.as_float(self.gated(x_TI))
+
+
+class MixtureOfExperts:
+    """A router, experts and, in some models, an MLP that all rows share."""
+
+    def __init__(
+        self,
+        config: Experts,
+        router: Linear,
+        experts: Sequence[tuple[Linear, Linear]],
+        shared: SharedExpert | None = None,
+    ) -> None:
+        """Take the router (hidden to experts), gated and down of every expert, and the shared MLP."""
+        self._config = config
+        self._router = router
+        self._experts = tuple(experts)
+        self._shared = shared
+        self._multiply = _grouped(self._experts) or self._one_by_one
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Products that --quantization changes."""
+        shared = () if self._shared is None else (self._shared.gated, self._shared.down)
+        return (*(linear for expert in self._experts for linear in expert), *shared)
+
+    def __call__(self, x_TI: Tensor, step: object) -> Tensor:
+        """Map (T, hidden) to (T, hidden). Nothing of `step` matters here: no adapter changes an expert."""
+        experts_TE, shares_TE = self.route(self._router.as_float(x_TI))
+        out_TI = self._multiply(x_TI, experts_TE, shares_TE)
+        if self._shared is not None:
+            self._shared.add_to(out_TI, x_TI)
+        return out_TI.to(x_TI.dtype)
+
+    def route(self, scores_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's experts in ascending order and its shares in them, (T, experts of a row) both, by the
+        router's scores (T, experts) in float32."""
+        shares, experts = scores_TX.softmax(-1).topk(self._config.per_row, dim=-1)
+        experts, order = experts.sort(-1)
+        shares = shares.gather(-1, order)
+        return experts, shares / shares.sum(-1, keepdim=True) if self._config.sums_to_one else shares
+
+    def _one_by_one(self, x_TI: Tensor, experts_TE: Tensor, shares_TE: Tensor) -> Tensor:
+        """Return the sum of each row's experts in float32: one product an expert that has rows."""
+        flat, per_row = experts_TE.flatten(), experts_TE.shape[1]
+        order = flat.argsort(stable=True)
+        rows, shares = order // per_row, shares_TE.flatten()[order].unsqueeze(1)
+        out_TI = x_TI.new_zeros(x_TI.shape, dtype=torch.float32)
+        first = 0
+        for (gated, down), count in zip(
+            self._experts, flat.bincount(minlength=len(self._experts)).tolist(), strict=True
+        ):
+            if count:
+                own = rows[first : first + count]
+                product = down.as_float(gated(x_TI[own]))
+                out_TI.index_add_(0, own, product.mul_(shares[first : first + count]))
+                first += count
+        return out_TI
+
+
+def _grouped(experts: Sequence[tuple[Linear, Linear]]) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return the products of all experts as one call of the C++ kernels (csrc/decoder/ops_experts.cpp), with the
+    arguments of MixtureOfExperts._one_by_one; None where they are not native."""
+    tensors = []
+    for gated, down in experts:
+        if not isinstance(gated, NativeLinear) or not isinstance(down, NativeLinear):
+            return None
+        both = {"gated": gated, "down": down}
+        tensors.append(
+            {f"{name}.{part}": own for name, one in both.items() for part, own in one.packed.parts().items()}
+        )
+    gated, _ = cast("tuple[NativeLinear, NativeLinear]", experts[0])
+    sizes = {
+        "format": int(gated.format),
+        "gate": gated.gate,
+        "hidden": gated.in_features,
+        "inner": gated.out_features,
+    }
+    handle: Any = torch.classes.penstock.Experts(sizes, tensors)
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = handle.forward
+    return multiply
