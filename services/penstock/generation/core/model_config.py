@@ -34,6 +34,22 @@ class RopeConfig:
     truncate: bool = True
 
 
+# Values of --model-route.
+ROUTES = ("auto", "native", "fallback")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoute:
+    """Choice of the code that runs a model: native families, or transformers' own modules."""
+
+    # One of ROUTES; auto: native where the model type is.
+    route: str = "auto"
+    # Python code of the model's folder may run.
+    trust_remote_code: bool = False
+    # A model of the fallback is compared with transformers' own attention at its start.
+    self_check: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything the decoder, the KV pool and GetModelInfo need to know of a checkpoint."""
@@ -68,6 +84,9 @@ class ModelConfig:
     dtype: str = ""
     # Number of distinct parameters, tied ones counted once; set by the loader.
     num_parameters: int = 0
+    # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
+    # loader, and fields of native layers mean nothing.
+    route: str = "native"
 
 
 class ConfigReader:
