@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB_SIZE = 160
 LAYERS = 4
+_MOST_PARAMETERS = 5_000_000
 # Shorter than the prompts of the tests.
 WINDOW, CHUNK = 12, 16
 _SIZES: Mapping[str, Any] = {
@@ -79,7 +80,10 @@ _SIZES: Mapping[str, Any] = {
     "max_window_layers": 2,
 }
 # Fields of single types that no rule gives.
-_OWN: Mapping[str, Mapping[str, Any]] = {}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+}
 
 
 def model_types() -> tuple[str, ...]:
@@ -109,7 +113,7 @@ def _fields(standard: Any, model_type: str, changes: Mapping[str, Any]) -> dict[
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     layers = getattr(standard, "num_hidden_layers", None)
     for name, value in known.items():
-        if isinstance(value, list) and layers and len(value) == layers and name not in changes:
+        if isinstance(value, list) and layers and len(value) == layers and name not in sizes:
             fields[name] = list(_cut(value))
     return fields
 
@@ -128,8 +132,12 @@ def _cut(values: list[Any]) -> Iterator[Any]:
 def tiny_model_type(
     folder: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Path:
-    """Write a random model of a type to `folder` and return it. Weights are wide enough that ids vary and are no ties."""
+    """Write a random model of a type to `folder` and return it. Weights are wide: ids vary, and are no ties."""
     config = tiny_config(model_type, **changes)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if (count := sum(parameter.numel() for parameter in empty.parameters())) > _MOST_PARAMETERS:
+        raise ValueError(f"{model_type} has {count} parameters: give it sizes of its own")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from factories.engine.fake_engine import engine_config, request, run
 from factories.engine.model_engine import model_engine
-from factories.models.model_types import VOCAB_SIZE, greedy_ids, model_types, reference_of, tiny_model_type
+from factories.models.model_types import VOCAB_SIZE, greedy_ids, reference_of, tiny_model_type
 from factories.models.run_kernels import cpu_device
 from penstock.generation.core.model_config import ModelRoute
 from penstock.generation.core.request import Request
@@ -17,8 +17,8 @@ from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model
 
 NEW_TOKENS = 64
-# One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; experts; a window that no
-# argument tells; a head with a scale of its own.
+# One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; a window that no
+# argument tells; the fused projections of Phi; a head with a scale of its own.
 USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite")
 FALLBACK = ModelRoute("fallback")
 
@@ -50,7 +50,8 @@ def check_ids(folder: Path) -> None:
     alone = run(model_engine(model), requests(all_prompts)[0])
     assert alone["0"].ids == {0: wanted[0]}
     # Room for about half of the sequences at full length.
-    crowded = engine_config(num_blocks=84, max_batch_tokens=20, max_running_sequences=7)
+    blocks = sum(len(prompt) + NEW_TOKENS for prompt in all_prompts) // 4 * 4 // 7
+    crowded = engine_config(num_blocks=blocks, max_batch_tokens=20, max_running_sequences=7)
     engine = model_engine(model, crowded)
     for _ in range(2):
         found = run(engine, *requests(all_prompts))

@@ -56,12 +56,12 @@ def check_paged(model: TransformersModel, recording: Recording, *, is_quantised:
             found = _paged(model.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
     except (UnsupportedAttention, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise _refused(model, f"transformers' modules cannot run it on the paged pool ({error})") from error
-    errors = [_first_difference(ours, theirs, steps, tolerance) for ours, theirs in zip(found, wanted, strict=True)]
-    worst = min((error for error in errors if error is not None), default=None)
+    found_errors = [_first_difference(*pair, steps, tolerance) for pair in zip(found, wanted, strict=True)]
+    worst = min((one for one in found_errors if one is not None), default=None)
     if worst is not None:
-        place, error = worst
+        place, distance = worst
         name = _name(place, model.config.num_layers) if wanted[0].tracks_layers else "its output"
-        raise _refused(model, f"{name} differs from transformers' own by {error:.2g}")
+        raise _refused(model, f"{name} differs from transformers' own by {distance:.2g}")
     _log.info(
         "self-check passed",
         model_type=model.config.model_type,

@@ -38,7 +38,7 @@ class TransformersModel:
 
     def __init__(
         self,
-        causal: nn.Module,
+        causal: Any,
         config: ModelConfig,
         calls: Sequence[AttentionCall],
         attention: Attention,
@@ -55,7 +55,7 @@ class TransformersModel:
         self.num_bytes = num_bytes
         self.mapped_bytes = 0
         self.attention = attention
-        self.causal: Any = causal
+        self.causal = causal
         self.calls = tuple(calls)
         self._unsupported = dict(unsupported)
         self._decoder: Any = decoder_of(causal)
@@ -238,8 +238,9 @@ def attending_by(causal: Any, name: str) -> Iterator[None]:
 
 def _set_attention(causal: Any, name: str) -> None:
     causal.set_attn_implementation(name)
-    configs = [module.config for module in causal.modules() if hasattr(module, "config")]
-    if any(getattr(config, "_attn_implementation", name) != name for config in configs):
+    # Parts such as rotary embeddings may have copies of their own, which attend to nothing.
+    models = [module for module in causal.modules() if hasattr(module, "set_attn_implementation")]
+    if any(getattr(model.config, "_attn_implementation", name) != name for model in models):
         raise UnsupportedAttention("its attention does not go through transformers' AttentionInterface")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +66,6 @@ def read_transformers_config(
         )
     number = _Numbers(config, text)
     heads, hidden = number("num_attention_heads"), number("hidden_size")
-    kv_heads = number("num_key_value_heads", heads)
     names = (getattr(one, "dtype", None) for one in (whole, text))
     dtype = next((str(name).removeprefix("torch.") for name in names if name is not None), None)
     return ModelConfig(
@@ -78,8 +76,9 @@ def read_transformers_config(
         intermediate_size=number("intermediate_size", 4 * hidden),
         num_layers=number("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=number("head_dim", max(1, hidden // heads)),
+        # Recorded by the loader: some models have others in some layers.
+        num_kv_heads=heads,
+        head_dim=max(1, hidden // heads),
         max_position_embeddings=_context(text, number, model_type),
         rms_norm_eps=0.0,
         rope=RopeConfig("default", 0.0),
@@ -180,7 +179,7 @@ def transformers_version() -> str:
 def _check_type(model_type: str, config: ConfigReader, route: ModelRoute) -> None:
     """Refuse what transformers has no decoder for. Raises StartupError."""
     version = transformers_version()
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -205,7 +204,7 @@ def _check_type(model_type: str, config: ConfigReader, route: ModelRoute) -> Non
             "--trust-remote-code runs it, with all the rights of this process",
             flag="--trust-remote-code",
         )
-    if model_type in CONFIG_MAPPING_NAMES:
+    if model_type in CONFIG_MAPPING:
         raise config.error("model_type", f"{model_type!r} has no causal language model in transformers {version}")
     raise config.error(
         "model_type",
@@ -316,7 +315,9 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
         if getattr(own.get_text_config(decoder=True), "output_router_logits", False):
             own.get_text_config(decoder=True).output_router_logits = False
         causal: Any
-        causal, info = AutoModelForCausalLM.from_pretrained(
+        info: dict[str, Any]
+        factory: Any = AutoModelForCausalLM
+        causal, info = factory.from_pretrained(
             folder,
             config=own,
             dtype=dtype,
@@ -423,8 +424,9 @@ def _log_geometry(config: ModelConfig, recording: Recording) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' bars and advice out of the log inside the block."""
-    from transformers.utils import logging
+    from transformers.utils import logging as untyped
 
+    logging: Any = untyped
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
