@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB_SIZE = 160
 LAYERS = 4
-_MOST_PARAMETERS = 5_000_000
+_MOST_PARAMETERS = 20_000_000
 # Shorter than the prompts of the tests.
 WINDOW, CHUNK = 12, 16
 _SIZES: Mapping[str, Any] = {
@@ -81,8 +81,10 @@ _SIZES: Mapping[str, Any] = {
 }
 # Fields of single types that no rule gives.
 _OWN: Mapping[str, Mapping[str, Any]] = {
-    "codegen": {"rotary_dim": 8},
-    "gptj": {"rotary_dim": 8},
+    **dict.fromkeys(
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+        {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+    ),
 }
 
 
@@ -104,9 +106,10 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 def _fields(standard: Any, model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     known, aliases = standard.to_dict(), standard.attribute_map
-    sizes = {**_SIZES, **_OWN.get(model_type, {}), **changes}
+    own = {**_OWN.get(model_type, {}), **changes}
+    sizes = {**_SIZES, **own}
     # Of a field with two names the one in the file counts.
-    fields = {name: value for name, value in sizes.items() if name in known or name in aliases or name in changes}
+    fields = {name: value for name, value in sizes.items() if name in known or name in aliases or name in own}
     if "qk_rope_head_dim" in fields:
         # Of the rotated part there; every head has its key and value.
         fields["head_dim"] = fields["qk_rope_head_dim"]

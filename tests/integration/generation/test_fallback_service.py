@@ -1,4 +1,4 @@
-"""A real service whose model transformers' modules run: streams, facts, refusals, reload; and as a process of its own."""
+"""A real service whose model transformers' modules run: streams, facts, refusals, reload; and as a process."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_beams_of_another_type_are_those_of_transformers(tmp_path: Path) -> None
     folder = tiny_model_type(tmp_path, "gemma2")
     loaded = load_service(folder)
     assert loaded.model.config.route == "fallback"
-    arguments = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 16}
+    arguments = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 16, "eos_token_id": 2}
     prompt = [token % VOCAB_SIZE for token in PROMPT]
     expected, scores = reference_answer(reference_of(folder), prompt, arguments)
     answer = generate(loaded, prompt, arguments)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
-from penstock.generation.models.transformers_fallback import attending_by, decoder_of
+from penstock.generation.models.transformers_fallback import attending_by
 
 NUM_TOKENS = 6
 _NAME = "penstock_recording"
@@ -32,6 +32,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Recording:
     """Facts of a pass."""
 
+    # Module that gives the hidden states: the outermost one that the model calls.
+    decoder: nn.Module
     # In the order of the pass.
     calls: tuple[AttentionCall, ...]
     # Linear layers whose weight other modules read: they must stay as they are.
@@ -57,10 +59,9 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
         "return_dict": True,
         "output_hidden_states": True,
     }
-    decoder: Any = decoder_of(causal)
     recorder = _Recorder(longest)
     with torch.inference_mode(), _registered(recorder), attending_by(causal, _NAME), _watched(causal) as read:
-        output = decoder(input_ids=ids, **arguments)
+        decoder, output = _called(causal, input_ids=ids, **arguments)
         calls = tuple(recorder.calls)
         began = time.perf_counter()
         embeds = _with_embeds(causal, decoder, ids, arguments)
@@ -75,12 +76,38 @@ def record(causal: Any, num_layers: int, longest: int) -> Recording:
     states = output.hidden_states
     hidden: Tensor = output.last_hidden_state
     return Recording(
+        decoder,
         calls,
         frozenset(read),
-        states is not None and len(states) == num_layers + 1 == len(calls) + 1,
+        _are_states(states, num_layers, hidden) and num_layers == len(calls),
         embeds is not None and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3)),
         seconds,
     )
+
+
+def _are_states(states: Any, num_layers: int, hidden: Tensor) -> bool:
+    """True when there is one of the usual shape for the embedding and each layer."""
+    return states is not None and len(states) == num_layers + 1 and all(one.shape == hidden.shape for one in states)
+
+
+def _called(causal: Any, **arguments: Any) -> tuple[nn.Module, Any]:
+    """Run the model; return the first module that it calls of those that have its embedding inside, and its output."""
+    embedding = causal.get_input_embeddings()
+    found: list[nn.Module] = []
+    outputs: dict[nn.Module, Any] = {}
+    hooks = []
+    for module in causal.modules():
+        if module not in (causal, embedding) and any(inner is embedding for inner in module.modules()):
+            hooks.append(module.register_forward_pre_hook(lambda module, _: found.append(module)))
+            hooks.append(module.register_forward_hook(lambda module, _, output: outputs.update({module: output})))
+    try:
+        causal(**arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found:
+        raise UnsupportedAttention("its decoder cannot be told from its head")
+    return found[0], outputs[found[0]]
 
 
 def _with_embeds(causal: Any, decoder: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:

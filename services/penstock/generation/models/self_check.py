@@ -1,5 +1,5 @@
-"""Check of a model of transformers at its start, with the very weights that will serve: its own eager attention over
-whole sequences, against a paged run of chunks and decode steps of two sequences side by side.
+"""Check of a model of transformers at its start, with the very weights that will serve: its own eager attention and
+cache, against a paged run of chunks and decode steps of two sequences side by side.
 
 Windows and chunks are cut for the time of the check, so that short sequences go past them.
 """
@@ -52,7 +52,7 @@ def check_paged(model: TransformersModel, recording: Recording, *, is_quantised:
     try:
         with torch.inference_mode(), _small_windows(model.causal, max(2, length // _WINDOWS)):
             calls = record(model.causal, model.config.num_layers, model.config.max_position_embeddings).calls
-            wanted = [_eager(model, ids, recording) for ids in sequences]
+            wanted = [_eager(model, ids, steps, recording) for ids in sequences]
             found = _paged(model.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
     except (UnsupportedAttention, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise _refused(model, f"transformers' modules cannot run it on the paged pool ({error})") from error
@@ -88,18 +88,25 @@ class _Run:
         return [torch.cat(rows) for rows in zip(*self.states, strict=True)]
 
 
-def _eager(model: TransformersModel, ids: Tensor, recording: Recording) -> _Run:
-    """Run a whole sequence as transformers does."""
+def _eager(model: TransformersModel, ids: Tensor, num_steps: int, recording: Recording) -> _Run:
+    """Run a sequence as generate() does: its prompt at once, then token by token over the cache of its own."""
     ids = ids.to(model.device).unsqueeze(0)
     positions = torch.arange(ids.shape[1], device=model.device).unsqueeze(0)
+    begin, cache, run = 0, None, _Run()
     with attending_by(model.causal, "eager"):
-        output = model.causal(
-            input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, output_hidden_states=True
-        )
-    given = output.hidden_states if recording.has_hidden_states else None
-    states = [] if given is None else [state[0] for state in given]
-    run = _Run(tracks_layers=bool(states))
-    run.add([*states, output.logits[0].float()])
+        for end in range(ids.shape[1] - num_steps, ids.shape[1] + 1):
+            output = model.causal(
+                input_ids=ids[:, begin:end],
+                position_ids=positions[:, begin:end],
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                output_hidden_states=True,
+            )
+            begin, cache = end, output.past_key_values
+            given = output.hidden_states if recording.has_hidden_states else None
+            run.tracks_layers = given is not None
+            run.add([*(() if given is None else (state[0] for state in given)), output.logits[0].float()])
     return run
 
 

@@ -39,6 +39,7 @@ class TransformersModel:
     def __init__(
         self,
         causal: Any,
+        decoder: Any,
         config: ModelConfig,
         calls: Sequence[AttentionCall],
         attention: Attention,
@@ -48,7 +49,8 @@ class TransformersModel:
         num_bytes: int,
         unsupported: Mapping[str, str],
     ) -> None:
-        """Take a `PreTrainedModel` with a head, in evaluation mode; `calls` are those of its attention in one pass."""
+        """Take a `PreTrainedModel` with a head, in evaluation mode, and the module in it that gives the hidden states;
+        `calls` are those of its attention in one pass."""
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -58,9 +60,9 @@ class TransformersModel:
         self.causal = causal
         self.calls = tuple(calls)
         self._unsupported = dict(unsupported)
-        self._decoder: Any = decoder_of(causal)
+        self._decoder = decoder
         self._embedding: Any = self.causal.get_input_embeddings()
-        self._head = Head(causal)
+        self._head = Head(causal, decoder)
 
     @property
     def can_draw(self) -> bool:
@@ -166,9 +168,8 @@ class TransformersModel:
 class Head:
     """The rest of a model behind its decoder, as its own `forward` computes it."""
 
-    def __init__(self, causal: nn.Module) -> None:
+    def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
         """Take the model, which stays as it is; its decoder is left out in a copy that shares every weight."""
-        decoder = decoder_of(causal)
         self._ready = _Ready()
         # The modules on the way to the decoder are copied, so that it can be replaced in the copies.
         self._model: Any = _with(causal, decoder, self._ready)
@@ -207,19 +208,6 @@ class _Ready(nn.Module):
 
     def forward(self, *arguments: object, **named: object) -> _Output | None:
         return self.output
-
-
-def decoder_of(causal: nn.Module) -> nn.Module:
-    """Return the module of a model that gives the hidden states. Raises UnsupportedAttention where it has none."""
-    base: nn.Module = causal.base_model  # type: ignore[assignment]
-    if base is not causal:
-        return base
-    # Some classes name another part of it.
-    embedding = causal.get_input_embeddings()  # type: ignore[operator]
-    for child in causal.children():
-        if child is not embedding and any(module is embedding for module in child.modules()):
-            return child
-    raise UnsupportedAttention("its decoder cannot be told from its head")
 
 
 @contextmanager

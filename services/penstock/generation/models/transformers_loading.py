@@ -124,12 +124,13 @@ def load_transformers_model(
     method = device.linear_method(compute, quantization)
     causal = _loaded(folder, config, route, compute).to(device.torch_device)
     parameters = sum(parameter.numel() for parameter in causal.parameters())
-    try:
-        recording = record(causal, config.num_layers, config.max_position_embeddings)
-    except UnsupportedAttention as error:
-        raise StartupError(
-            f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
-        ) from error
+    with _as_startup_error(f"MODEL: transformers' modules of model_type {config.model_type!r} do not run"):
+        try:
+            recording = record(causal, config.num_layers, config.max_position_embeddings)
+        except UnsupportedAttention as error:
+            raise StartupError(
+                f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
+            ) from error
     packed_bytes = 0 if method.name == "plain" else _swap_linears(causal, recording, method, compute, quantization)
     kv_heads = max(call.num_kv_heads for call in recording.calls)
     width = max(max(call.key_width, call.value_width) for call in recording.calls)
@@ -145,6 +146,7 @@ def load_transformers_model(
     )
     model = TransformersModel(
         causal,
+        recording.decoder,
         config,
         recording.calls,
         device.attention(compute, config.head_dim),

@@ -75,7 +75,7 @@ def test_a_model_that_cannot_run_is_refused_with_the_reason(
 def test_a_known_type_needs_no_code_of_its_folder(tmp_path: Path) -> None:
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_gpt2.Own"}}
     assert read(tmp_path, model_type="gpt2", **NUMBERS, **code).route == "fallback"
-    assert read(tmp_path, model_type="qwen2", **NUMBERS, intermediate_size=48, **code).route == "native"
+    assert read(tmp_path, model_type="qwen2", **NUMBERS, num_key_value_heads=2, **code).route == "native"
 
 
 def test_other_names_of_fields_are_known(tmp_path: Path) -> None:
