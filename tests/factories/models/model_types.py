@@ -6,11 +6,16 @@ a layer are cut so that every kind of layer stays.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.model_engine import model_engine
+from penstock.generation.core.request import Request
+from penstock.generation.models.language_model import LanguageModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -88,6 +93,24 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; a window that no
+# argument tells; the fused projections of Phi; a head with a scale of its own.
+USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite")
+# The others that the fallback runs.
+FURTHER = (
+    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+    "flex_olmo", "flint", "fuyu", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "lfm2", "llama", "llama4",
+    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+    "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "persimmon", "phi", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma", "youtu",
+)  # fmt: skip
+
+
 def model_types() -> tuple[str, ...]:
     """Return every type that transformers maps to a causal language model."""
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -162,6 +185,33 @@ def reference_of(folder: Path) -> PreTrainedModel:
     # It would go before the settings of a call.
     model.generation_config = GenerationConfig()
     return model
+
+
+def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
+    """Check that ids equal generate()'s: alone, beside others in chunks, after preemption, and over cached prefixes."""
+    source = random.Random(5)
+    long = [source.randrange(3, VOCAB_SIZE) for _ in range(41)]
+    short = [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 17)]
+    prompts = [long, *short, long[:24], [*long[:30], 7, 9]]
+    reference = reference_of(folder)
+    wanted = [greedy_ids(reference, prompt, new_tokens) for prompt in prompts]
+
+    def requests() -> list[Request]:
+        return [
+            request(prompt, max_new_tokens=new_tokens, request_id=str(place)) for place, prompt in enumerate(prompts)
+        ]
+
+    alone = run(model_engine(model), requests()[0])["0"].ids
+    assert alone == {0: wanted[0]}, f"alone {alone}, by generate() {wanted[0]}"
+    # Room for about half of the sequences at full length.
+    blocks = sum(len(prompt) + new_tokens for prompt in prompts) // 7
+    engine = model_engine(model, engine_config(num_blocks=blocks, max_batch_tokens=20, max_running_sequences=5))
+    for _ in range(2):
+        found = run(engine, *requests())
+        ids = [found[str(place)].ids[0] for place in range(len(prompts))]
+        assert ids == wanted, f"together {ids}, by generate() {wanted}"
+    assert engine.stats.preemptions > 0
+    assert engine.stats.prefix_hit_tokens > 0
 
 
 def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.common.progress import CountBytes
 from penstock.generation.attention.transformers_interface import UnsupportedAttention
 from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
-from penstock.generation.layers.linear.base import Linear, NotFinite
+from penstock.generation.models.module_swaps import ModuleSwaps
 from penstock.generation.models.recording import Recording, record
 from penstock.generation.models.self_check import check_paged
 from penstock.generation.models.transformers_fallback import (
@@ -29,7 +28,6 @@ from penstock.generation.weights.files import file_names, read_header
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.layers.linear.base import LinearMethod
 
 _log = get_logger("penstock.generation")
 # Context of a model that names no largest position.
@@ -131,7 +129,17 @@ def load_transformers_model(
             raise StartupError(
                 f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
             ) from error
-    packed_bytes = 0 if method.name == "plain" else _swap_linears(causal, recording, method, compute, quantization)
+    swaps = ModuleSwaps(causal, compute)
+    if method.name != "plain":
+        swaps.linears(method, recording.read_linears)
+    swaps.norms(device.layer_kernels(compute))
+    if quantization != "none":
+        _log.info(
+            "linear layers of transformers are quantised; other weights stay as they are",
+            quantization=quantization,
+            quantised_parameters=swaps.num_swapped,
+            other_parameters=sum(parameter.numel() for parameter in causal.parameters()),
+        )
     kv_heads = max(call.num_kv_heads for call in recording.calls)
     width = max(max(call.key_width, call.value_width) for call in recording.calls)
     config = replace(
@@ -152,7 +160,7 @@ def load_transformers_model(
         device.attention(compute, config.head_dim),
         dtype=compute,
         device=device.torch_device,
-        num_bytes=packed_bytes + _dense_bytes(causal),
+        num_bytes=swaps.num_bytes + _dense_bytes(causal),
         unsupported=_unsupported(recording, kv_heads),
     )
     _log_geometry(config, recording)
@@ -339,54 +347,6 @@ def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.d
             "tensors of the checkpoint that the model does not have", count=len(unexpected), some=unexpected[:5]
         )
     return causal.eval().requires_grad_(False)
-
-
-class LinearModule(nn.Module):
-    """One of our linear layers in the place of an `nn.Linear`."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (…, in) to (…, out), in x's dtype."""
-        rows = self._linear(x.reshape(-1, self.in_features).contiguous())
-        return rows.view(*x.shape[:-1], self.out_features)
-
-
-def _swap_linears(
-    causal: Any, recording: Recording, method: LinearMethod, dtype: torch.dtype, quantization: str
-) -> int:
-    """Replace the model's linear layers by those of `method`, one by one; return their bytes.
-
-    Layers whose weight other modules read stay, as do products that are no `nn.Linear`, such as most experts.
-    """
-    head = causal.get_output_embeddings()
-    swapped = bytes_taken = 0
-    left = 0
-    for parent in list(causal.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child in recording.read_linears or child.weight.dtype is not dtype:
-                continue
-            bias = None if child.bias is None else child.bias.detach()
-            try:
-                is_head = child is head and bias is None
-                linear = method.head(child.weight.detach()) if is_head else method.linear(child.weight.detach(), bias)
-            except NotFinite as error:
-                raise StartupError(f"MODEL: {name}: {error}", flag="MODEL") from error
-            swapped += child.weight.numel()
-            setattr(parent, name, LinearModule(linear))
-            bytes_taken += linear.num_bytes
-    left = sum(parameter.numel() for parameter in causal.parameters() if parameter.dim() > 1)
-    if quantization != "none":
-        _log.info(
-            "linear layers of transformers are quantised; other weights stay as they are",
-            quantization=quantization,
-            quantised_parameters=swapped,
-            other_parameters=left,
-        )
-    return bytes_taken
 
 
 def _dense_bytes(causal: Any) -> int:
