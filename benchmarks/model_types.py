@@ -115,10 +115,10 @@ def page(rows: list[Row], options: argparse.Namespace) -> str:
     lines = [
         "# Model types",
         "",
-        f"{len(served)} of the {len(rows)} types that transformers {transformers.__version__} knows as causal language "
-        f"models start and give its greedy ids, {native} of them natively: small random",
-        "models over 64 tokens, alone and in a full engine (`benchmarks/model_types.py`, which wrote this page). `speed` is "
-        f"generate()'s time over Penstock's for {options.batch} sequences of",
+        f"{len(served)} of the {len(rows)} types that transformers {transformers.__version__} knows as causal "
+        f"language models start and give its greedy ids, {native} of them natively: small random",
+        "models over 64 tokens, alone and in a full engine (`benchmarks/model_types.py`, which wrote this page). "
+        f"`speed` is generate()'s time over Penstock's for {options.batch} sequences of",
         f"{options.tokens} tokens in float32, processor time of one thread, hidden size {WIDE['hidden_size']}: there most "
         f"of the time is Python's on both sides, and larger models are nearer to, or above, 1"
         + (f" (median {timed[len(timed) // 2]:.2f})." if timed else "."),

@@ -85,11 +85,12 @@ _SIZES: Mapping[str, Any] = {
     "max_window_layers": 2,
 }
 # Fields of single types that no rule gives.
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 _OWN: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(
-        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-        {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
-    ),
+    "qwen2": _SLIDING,
+    "qwen2_moe": _SLIDING,
+    "qwen3": _SLIDING,
+    "qwen3_moe": _SLIDING,
 }
 
 

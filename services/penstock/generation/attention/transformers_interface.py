@@ -157,12 +157,12 @@ class _Group:
 
     num_seqs: int
     num_rows: int
-    # (N * num_rows).
-    rows: Tensor
+    # (N * num_rows), or a slice where they are adjacent.
+    rows: Tensor | slice
     # (N * C): slots of the pool.
     slots: Tensor
-    # (N, 1, 1, num_rows, C): True where a row sees the key.
-    visible: Tensor
+    # (N, 1, 1, num_rows, C): True where a row does not see the key.
+    unseen: Tensor
 
 
 def _attend(
@@ -183,23 +183,21 @@ def _attend(
             x.view(group.num_seqs, -1, kv.num_kv_heads, kv.head_dim)[:, :, :kv_heads].transpose(1, 2)
             for x in kv.read(layer, group.slots, q_THD.dtype)
         )
-        k, v = k[..., : call.key_width].unsqueeze(2), v[..., : call.value_width].unsqueeze(2)
-        # (N, K, heads of a key/value head, num_rows, width).
-        q = (
-            q_THD[group.rows]
-            .view(group.num_seqs, group.num_rows, kv_heads, heads // kv_heads, -1)
-            .permute(0, 2, 3, 1, 4)
-        )
-        scores = (q @ k.transpose(-1, -2)).float() * scale
+        k, v = k[..., : call.key_width], v[..., : call.value_width]
+        # The query heads of one key/value head become rows: keys are read once.
+        split = (group.num_seqs, group.num_rows, kv_heads, heads // kv_heads, -1)
+        q = q_THD[group.rows].reshape(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        scores = (q @ k.transpose(-1, -2)).float().mul_(scale)
         if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill_(~group.visible, -torch.inf)
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        # (N, K, heads of a key/value head, num_rows, C).
+        scores = scores.unflatten(2, (-1, group.num_rows)).masked_fill_(group.unseen, -torch.inf)
         if sinks_H is None:
             weights = scores.softmax(-1)
         else:
             sinks = sinks_H.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-        out = weights.to(v.dtype) @ v
+        out = (weights.flatten(2, 3).to(v.dtype) @ v).unflatten(2, (-1, group.num_rows))
         out_THD[group.rows] = out.permute(0, 3, 1, 2, 4).reshape(-1, heads, call.value_width)
     return out_THD
 
@@ -240,7 +238,7 @@ def _groups(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -
         end = begin + 1
         while end < len(single) and end - begin < most and (longest <= _SMALL_CONTEXT or single[end][0] * 2 >= longest):
             end += 1
-        members = [index for _, index in single[begin:end]]
+        members = sorted(index for _, index in single[begin:end])
         yield _group(metadata, members, [starts[index] for index in members], 1, None, call, block_size)
         begin = end
 
@@ -282,5 +280,9 @@ def _group(
     source_NC = torch.where(position_NC >= 0, position_NC, length_N1 - 1)
     tables = metadata.block_tables[torch.tensor(members, device=device)].long()
     slots = (tables.gather(1, source_NC // block_size) * block_size + source_NC % block_size).flatten()
-    rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(num_rows, device=device)).flatten()
-    return _Group(len(members), num_rows, rows, slots, visible[:, None, None])
+    rows: Tensor | slice
+    if num_rows * len(members) == first_rows[-1] + num_rows - first_rows[0] and first_rows == sorted(first_rows):
+        rows = slice(first_rows[0], first_rows[-1] + num_rows)
+    else:
+        rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(num_rows, device=device)).flatten()
+    return _Group(len(members), num_rows, rows, slots, ~visible[:, None, None])

@@ -1,4 +1,4 @@
-"""What the fallback refuses, by which words; the self-check; code that a folder brings."""
+"""Refusals of the fallback and their words; the self-check; code that a folder brings."""
 
 from __future__ import annotations
 
