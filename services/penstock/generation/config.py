@@ -16,6 +16,7 @@ from penstock.common.config import (
 )
 from penstock.common.errors import StartupError
 from penstock.generation.adapters.limits import AdapterLimits
+from penstock.generation.core.model_config import ROUTES, ModelRoute
 from penstock.generation.devices import KERNELS
 from penstock.generation.engine.config import PREEMPTIONS, SWAP, EngineConfig
 from penstock.generation.engine.failpoints import Failpoint
@@ -96,6 +97,24 @@ class GenerationServiceConfig(ServerConfig):
         "Weights of the linear layers, quantised at load: faster, less exact. int4: smallest, and fastest for a "
         "stream or two; int8: more exact, and faster than int4 with several streams and for prompts; none: as "
         "--dtype; auto: as `penstock pack` wrote MODEL, otherwise none.",
+        group=MODEL,
+    )
+    model_route: str = option(
+        "auto",
+        "Code that runs the model: native is Penstock's own, fallback transformers' modules on the same scheduler and "
+        "KV pool; auto: native where the model type is (docs/guide/models.md).",
+        group=MODEL,
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run Python code that MODEL's folder brings (auto_map of its config.json), with all the rights of this "
+        "process, where transformers runs the model.",
+        group=MODEL,
+    )
+    self_check: bool = option(
+        True,
+        "Compare a model that transformers' modules run with its own attention at the start, and refuse one whose "
+        "answers would differ.",
         group=MODEL,
     )
     threads: int | None = option(
@@ -586,6 +605,7 @@ class GenerationServiceConfig(ServerConfig):
             ("--kernels", self.kernels, KERNELS),
             ("--quantization", self.quantization, ("auto", *QUANTIZATIONS)),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
+            ("--model-route", self.model_route, ROUTES),
             ("--preemption", self.preemption, PREEMPTIONS),
         ):
             if value not in allowed:
@@ -619,6 +639,11 @@ class GenerationServiceConfig(ServerConfig):
                 f"{self.max_running_sequences}: every running sequence needs a token a step",
                 flag="--max-batch-tokens",
             )
+
+    @property
+    def route(self) -> ModelRoute:
+        """Choice of the code that runs the model."""
+        return ModelRoute(self.model_route, self.trust_remote_code, self.self_check)
 
     @property
     def is_model_open(self) -> bool:

@@ -21,7 +21,7 @@ from penstock import __version__
 from penstock.common.checkpoint import source_name
 from penstock.common.errors import StartupError
 from penstock.common.units import format_size
-from penstock.generation.core.model_config import ModelConfig
+from penstock.generation.core.model_config import ModelConfig, ModelRoute
 from penstock.generation.devices.registry import open_device
 from penstock.generation.host.mapped import map_file, populate
 from penstock.generation.layers.linear.base import Linear
@@ -79,7 +79,7 @@ def pack(
     except StartupError as error:
         # There is no --kernels to change here.
         raise StartupError(error.message, flag=None if error.flag == "--kernels" else error.flag) from error
-    config = read_model_config(folder)
+    config = read_model_config(folder, ModelRoute("native"))
     weights = checkpoint_weights(folder, config, device, dtype, quantization, map_embeddings=False)
     name = str(weights.dtype).removeprefix("torch.")
     if name not in DTYPES:

@@ -29,7 +29,7 @@ from penstock.generation.host.mapped import MappedFile, weights_written
 from penstock.generation.host.memory import trim_heap
 from penstock.generation.metrics import EngineFigures, GenerationMetrics, GraphFigures
 from penstock.generation.service import GenerationCore, WatermarkCalls
-from penstock.generation.startup.load import LoadedModel, adapter_opener, load_again
+from penstock.generation.startup.load import LoadedModel, adapter_opener, load_again, opens_graphs
 from penstock.generation.wire.embeds_intake import EmbedsIntake
 
 _log = get_logger("penstock.generation")
@@ -198,7 +198,7 @@ class RunningEngine:
 
     def _open_access(self, loaded: LoadedModel, loop: EngineLoop, hub: OutputHub) -> ModelAccess | None:
         config = self._config
-        if not config.is_model_open:
+        if not opens_graphs(config, loaded.model):
             return None
         limits = GraphLimits.of(config, loaded.served.max_context_tokens, loaded.engine_config.queue_full_retry_seconds)
         access = ModelAccess(loaded, config.request_limits(), limits, loop, hub.wait_idle, self._metrics.graphs)

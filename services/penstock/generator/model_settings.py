@@ -133,7 +133,7 @@ ROWS: tuple[Row, ...] = (
     Row("npu_device_id", int, "Number of the device, among those that are visible.", minimum=0),
     Row("local_rank", int, "This process's rank on its machine, among the visible devices.", minimum=0),
     Row("num_threads", int, "Threads of post-processing, which compute token masks: --mask-threads.", 8, minimum=1),
-    Row("trust_remote_code", bool, "Trust code in the model's folder; none is ever run here.", False),
+    Row("trust_remote_code", bool, "Trust code in the model's folder; only --trust-remote-code does.", False),
     Row("model_name", str, "Name of the model: --served-model-name.", None, check=_check_model_name),
     Row("inference_mode", str, "Name of a plugin's mode; here each request says it.", None, check=_check_text),
     Row("max_position_embeddings", int, "Longest prompt and output together: --max-context.", None, minimum=1),
@@ -221,7 +221,7 @@ class ModelSettings:
         """Fields that are set and change nothing here."""
         found = []
         if self.trust_remote_code:
-            found.append("trust_remote_code has no effect: code in a model's folder is never run")
+            found.append("trust_remote_code has no effect: code of a folder runs by the option of that name only")
         if self.inference_mode is not None:
             found.append("inference_mode has no effect: each request says how it is decoded")
         return tuple(found)

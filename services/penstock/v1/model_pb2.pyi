@@ -161,6 +161,7 @@ class GetModelInfoResponse(_message.Message):
     LOAD_NUMBER_FIELD_NUMBER: _builtins.int
     LOAD_STAGE_FIELD_NUMBER: _builtins.int
     CAN_LOAD_FIELD_NUMBER: _builtins.int
+    MODEL_ROUTE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     architecture: _builtins.str
     """As in config.json, e.g. Qwen2ForCausalLM."""
@@ -188,6 +189,8 @@ class GetModelInfoResponse(_message.Message):
     """Stage of a load under way: receive, load_weights, tune, warm_up; empty when there is none."""
     can_load: _builtins.bool
     """LoadModel and UnloadModel are allowed here (--model-access)."""
+    model_route: _builtins.str
+    """"native": Penstock's own layers run it; "fallback": transformers' modules (--model-route)."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -242,10 +245,11 @@ class GetModelInfoResponse(_message.Message):
         load_number: _builtins.int = ...,
         load_stage: _builtins.str = ...,
         can_load: _builtins.bool = ...,
+        model_route: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "bos_token_id", b"bos_token_id", "default_config", b"default_config", "default_stop", b"default_stop", "kv", b"kv", "limits", b"limits", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "_pad_token_id", b"_pad_token_id", "adapters", b"adapters", "architecture", b"architecture", "assistant_model", b"assistant_model", "bos_token_id", b"bos_token_id", "can_load", b"can_load", "default_config", b"default_config", "default_stop", b"default_stop", "devices", b"devices", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "forward_graphs", b"forward_graphs", "hidden_size", b"hidden_size", "kv", b"kv", "limits", b"limits", "load_number", b"load_number", "load_stage", b"load_stage", "model", b"model", "model_route", b"model_route", "model_type", b"model_type", "num_attention_heads", b"num_attention_heads", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "percent_loaded", b"percent_loaded", "quantization", b"quantization", "state", b"state", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
@@ -407,6 +411,8 @@ class LoadModelOptions(_message.Message):
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAP_EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    MODEL_ROUTE_FIELD_NUMBER: _builtins.int
+    SELF_CHECK_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     quantization: _builtins.str
     kv_memory: _builtins.str
@@ -418,6 +424,9 @@ class LoadModelOptions(_message.Message):
     max_batch_tokens: _builtins.int
     max_running_sequences: _builtins.int
     map_embeddings: _builtins.bool
+    model_route: _builtins.str
+    """auto, native or fallback."""
+    self_check: _builtins.bool
     def __init__(
         self,
         *,
@@ -431,10 +440,12 @@ class LoadModelOptions(_message.Message):
         max_batch_tokens: _builtins.int | None = ...,
         max_running_sequences: _builtins.int | None = ...,
         map_embeddings: _builtins.bool | None = ...,
+        model_route: _builtins.str | None = ...,
+        self_check: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dtype", b"_dtype", "_kv_cache_dtype", b"_kv_cache_dtype", "_kv_memory", b"_kv_memory", "_map_embeddings", b"_map_embeddings", "_max_batch_tokens", b"_max_batch_tokens", "_max_context", b"_max_context", "_max_running_sequences", b"_max_running_sequences", "_prefix_cache", b"_prefix_cache", "_quantization", b"_quantization", "block_size", b"block_size", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "kv_memory", b"kv_memory", "map_embeddings", b"map_embeddings", "max_batch_tokens", b"max_batch_tokens", "max_context", b"max_context", "max_running_sequences", b"max_running_sequences", "prefix_cache", b"prefix_cache", "quantization", b"quantization"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dtype", b"_dtype", "_kv_cache_dtype", b"_kv_cache_dtype", "_kv_memory", b"_kv_memory", "_map_embeddings", b"_map_embeddings", "_max_batch_tokens", b"_max_batch_tokens", "_max_context", b"_max_context", "_max_running_sequences", b"_max_running_sequences", "_model_route", b"_model_route", "_prefix_cache", b"_prefix_cache", "_quantization", b"_quantization", "_self_check", b"_self_check", "block_size", b"block_size", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "kv_memory", b"kv_memory", "map_embeddings", b"map_embeddings", "max_batch_tokens", b"max_batch_tokens", "max_context", b"max_context", "max_running_sequences", b"max_running_sequences", "model_route", b"model_route", "prefix_cache", b"prefix_cache", "quantization", b"quantization", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dtype", b"_dtype", "_kv_cache_dtype", b"_kv_cache_dtype", "_kv_memory", b"_kv_memory", "_map_embeddings", b"_map_embeddings", "_max_batch_tokens", b"_max_batch_tokens", "_max_context", b"_max_context", "_max_running_sequences", b"_max_running_sequences", "_prefix_cache", b"_prefix_cache", "_quantization", b"_quantization", "block_size", b"block_size", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "kv_memory", b"kv_memory", "map_embeddings", b"map_embeddings", "max_batch_tokens", b"max_batch_tokens", "max_context", b"max_context", "max_running_sequences", b"max_running_sequences", "prefix_cache", b"prefix_cache", "quantization", b"quantization"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dtype", b"_dtype", "_kv_cache_dtype", b"_kv_cache_dtype", "_kv_memory", b"_kv_memory", "_map_embeddings", b"_map_embeddings", "_max_batch_tokens", b"_max_batch_tokens", "_max_context", b"_max_context", "_max_running_sequences", b"_max_running_sequences", "_model_route", b"_model_route", "_prefix_cache", b"_prefix_cache", "_quantization", b"_quantization", "_self_check", b"_self_check", "block_size", b"block_size", "dtype", b"dtype", "kv_cache_dtype", b"kv_cache_dtype", "kv_memory", b"kv_memory", "map_embeddings", b"map_embeddings", "max_batch_tokens", b"max_batch_tokens", "max_context", b"max_context", "max_running_sequences", b"max_running_sequences", "model_route", b"model_route", "prefix_cache", b"prefix_cache", "quantization", b"quantization", "self_check", b"self_check"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
@@ -452,10 +463,14 @@ class LoadModelOptions(_message.Message):
     _WhichOneofArgType__max_context: _TypeAlias = _typing.Literal["_max_context", b"_max_context"]  # noqa: Y015
     _WhichOneofReturnType__max_running_sequences: _TypeAlias = _typing.Literal["max_running_sequences"]  # noqa: Y015
     _WhichOneofArgType__max_running_sequences: _TypeAlias = _typing.Literal["_max_running_sequences", b"_max_running_sequences"]  # noqa: Y015
+    _WhichOneofReturnType__model_route: _TypeAlias = _typing.Literal["model_route"]  # noqa: Y015
+    _WhichOneofArgType__model_route: _TypeAlias = _typing.Literal["_model_route", b"_model_route"]  # noqa: Y015
     _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
     _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
     _WhichOneofReturnType__quantization: _TypeAlias = _typing.Literal["quantization"]  # noqa: Y015
     _WhichOneofArgType__quantization: _TypeAlias = _typing.Literal["_quantization", b"_quantization"]  # noqa: Y015
+    _WhichOneofReturnType__self_check: _TypeAlias = _typing.Literal["self_check"]  # noqa: Y015
+    _WhichOneofArgType__self_check: _TypeAlias = _typing.Literal["_self_check", b"_self_check"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__block_size) -> _WhichOneofReturnType__block_size | None: ...
     @_typing.overload
@@ -473,9 +488,13 @@ class LoadModelOptions(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_running_sequences) -> _WhichOneofReturnType__max_running_sequences | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model_route) -> _WhichOneofReturnType__model_route | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__quantization) -> _WhichOneofReturnType__quantization | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__self_check) -> _WhichOneofReturnType__self_check | None: ...
 
 Global___LoadModelOptions: _TypeAlias = LoadModelOptions  # noqa: Y015
 

@@ -50,6 +50,8 @@ LOAD_OPTIONS = (
     "max_batch_tokens",
     "max_running_sequences",
     "map_embeddings",
+    "model_route",
+    "self_check",
 )
 
 

@@ -104,6 +104,22 @@ class Experts:
     is_stacked: bool = False
 
 
+# Values of --model-route.
+ROUTES = ("auto", "native", "fallback")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoute:
+    """Choice of the code that runs a model: native families, or transformers' own modules."""
+
+    # One of ROUTES; auto: native where the model type is.
+    route: str = "auto"
+    # Python code of the model's folder may run.
+    trust_remote_code: bool = False
+    # A model of the fallback is compared with transformers' own attention at its start.
+    self_check: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything the decoder, the KV pool and GetModelInfo need to know of a checkpoint."""
@@ -171,6 +187,9 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """True when the layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+    # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
+    # loader, and fields of native layers mean nothing.
+    route: str = "native"
 
 
 class ConfigReader:

@@ -26,6 +26,7 @@ from penstock.generation.graphs.graph_runner import DTYPES, GraphCall, GraphRunn
 from penstock.generation.graphs.leases import Lease, Leases
 from penstock.generation.graphs.sequences import PoolSequence, SequenceBlocks
 from penstock.generation.metrics import GraphFigures
+from penstock.generation.models.decoder import CausalLM
 from penstock.generation.options.request_options import GenerateOptions
 from penstock.generation.options.resolve import resolve
 from penstock.generation.options.table import OutputOptions
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from penstock.generation.graphs.limits import GraphLimits
     from penstock.generation.layers.linear.base import Linear
     from penstock.generation.metrics import GraphMetrics
-    from penstock.generation.models.decoder import CausalLM
     from penstock.generation.options.limits import RequestLimits
     from penstock.generation.startup.load import LoadedModel
 
@@ -102,6 +102,7 @@ class ModelAccess:
     ) -> None:
         """`wait_idle` returns when there are no requests. Named sequences get the pool's further blocks."""
         kv, model = loaded.kv, loaded.model
+        assert isinstance(model, CausalLM), "only a native model has graphs"
         self.limits = limits
         self.graphs = describe_graphs(model, limits)
         self._loaded = loaded

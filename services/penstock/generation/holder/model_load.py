@@ -213,7 +213,9 @@ class ModelLoad:
         """Refuse a model that does not fit before its weights come. Raises StartupError."""
         stored = sum(file.num_bytes for file in self._order.files if file.name.endswith(WEIGHTS_SUFFIX))
         available = open_device(self._config.device).memory().available
-        check_weights(stored, read_model_config(folder), self._config.quantization, available)
+        model = read_model_config(folder, self._config.route)
+        is_as_stored = model.route == "fallback"
+        check_weights(stored, None if is_as_stored else model, self._config.quantization, available)
 
     def _configured(self, config: GenerationServiceConfig) -> GenerationServiceConfig:
         """Return the configuration of this load. Raises InvalidArgument naming the option."""

@@ -89,6 +89,11 @@ class CausalLM:
         """True when `forward_and_draw` and `decode` may be called."""
         return self._fused is not None
 
+    @property
+    def unsupported(self) -> Mapping[str, str]:
+        """Fields of a request that it cannot do: none."""
+        return {}
+
     def shallow(self, num_layers: int) -> CausalLM:
         """Return a model of the first `num_layers` layers on these very weights, to measure a step; its logits mean
         nothing."""

@@ -9,7 +9,7 @@ import torch
 
 from penstock.common.errors import StartupError
 from penstock.common.progress import CountBytes
-from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
+from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, ModelRoute, read_json
 from penstock.generation.models.dense_families import COHERE, COHERE2, GLM, GLM4, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3
 from penstock.generation.models.gemma import GEMMA2, GEMMA3
 from penstock.generation.models.llama import LLAMA
@@ -18,6 +18,7 @@ from penstock.generation.models.mistral import MISTRAL
 from penstock.generation.models.mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from penstock.generation.models.qwen2 import QWEN2
 from penstock.generation.models.qwen3 import QWEN3
+from penstock.generation.models.transformers_loading import load_transformers_model, read_transformers_config
 from penstock.generation.weights.checkpoint import Checkpoint
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
@@ -26,7 +27,7 @@ from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.language_model import LanguageModel
 
 FAMILIES = {
     family.model_type: family
@@ -35,22 +36,31 @@ FAMILIES = {
         *(GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
     )
 }
+_AUTO = ModelRoute()
 _CHECKPOINT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, route: ModelRoute = _AUTO) -> ModelConfig:
     """Read the checked config.json (and eos of generation_config.json) of `folder`.
 
-    Raises StartupError naming the file and field; for a model type that is not native, the supported ones.
+    Raises StartupError naming the file and field; for a model type that neither route runs, the flag or version that
+    would help.
     """
     values = read_json(folder / CONFIG_FILE)
     config = ConfigReader(values, str(folder / CONFIG_FILE))
     model_type = config.text("model_type")
-    if model_type not in FAMILIES:
-        raise config.error("model_type", f"{model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
     path = folder / "generation_config.json"
     generation = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
-    return FAMILIES[model_type].model_config(config, generation)
+    if model_type in FAMILIES and route.route != "fallback":
+        return FAMILIES[model_type].model_config(config, generation)
+    if route.route == "native":
+        raise config.error(
+            "model_type",
+            f"{model_type!r} is not native; native are {', '.join(FAMILIES)}, and others may run by --model-route auto",
+        )
+    if is_packed(folder):
+        raise StartupError("MODEL was packed for the native route: leave --model-route out", flag="--model-route")
+    return read_transformers_config(config, generation, folder, route)
 
 
 def load_model(
@@ -61,16 +71,19 @@ def load_model(
     device: Device,
     progress: CountBytes | None = None,
     map_embeddings: bool = True,
-) -> CausalLM:
+    route: ModelRoute = _AUTO,
+) -> LanguageModel:
     """Load a Hugging Face folder (single or sharded safetensors), or one that `penstock pack` wrote.
 
     `dtype` is "auto" (the checkpoint's, where the device has it) or a name. `quantization` is "none", "int8" or "int4"
     (of the linear layers' weights, quantised as they are read), or "auto": as packed, none otherwise. `progress` is
     called with the weights' bytes that are loaded and all of them, which are equal in the end. `map_embeddings`: the
     embedding of a checkpoint is used where the page cache has it, as all of a packed model is: see
-    `device.mapped_files`. Raises StartupError naming the file, tensor or field at fault.
+    `device.mapped_files`; the fallback maps nothing. Raises StartupError naming the file, tensor or field at fault.
     """
-    config = read_model_config(folder)
+    config = read_model_config(folder, route)
+    if config.route == "fallback":
+        return load_transformers_model(folder, config, route, device, dtype, quantization, progress)
     weights: Weights
     if is_packed(folder):
         weights = PackedWeights(folder, config, device, dtype, quantization, progress)

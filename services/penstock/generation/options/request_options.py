@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.generation.core.sampling_params import SamplingParams
@@ -87,6 +87,8 @@ class ModelFacts:
     hidden_size: int = 0
     # The output head is the embedding.
     tied_embeddings: bool = False
+    # Fields of a request that the model cannot do, and the reasons, which follow the field's name.
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     # Name of the draft model that is served beside it; empty: none.
     assistant_model: str = ""
     # (parameters but for the length, prompt tokens) -> most new tokens per sequence that context and KV pool hold; may

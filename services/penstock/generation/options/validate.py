@@ -32,6 +32,8 @@ def validate(request: GenerateOptions, model: ModelFacts, limits: RequestLimits)
     check_assistant(request.options.assistant_model, model.assistant_model)
     check_stop(request.stop, model, limits)
     check_embeds(request, model, limits)
+    if model.unsupported:
+        _check_supported(request, model)
     _check_output(request.output, request.num_prompt_tokens, limits)
     _check_tokens(request, model)
 
@@ -101,6 +103,19 @@ def _check_output(output: OutputOptions, prompt_tokens: int, limits: RequestLimi
                 "output.prompt_logprobs",
                 f"prompt tokens times (alternatives + 1) must be at most {limits.max_prompt_logprob_entries}",
             )
+
+
+def _check_supported(request: GenerateOptions, model: ModelFacts) -> None:
+    """Refuse what the model cannot do. Raises InvalidArgument naming the field."""
+    asked = {
+        "inputs_embeds": request.inputs_embeds is not None,
+        "config.dola_layers": request.options.dola_layers is not None,
+        "output.output_hidden_states": bool(request.output.output_hidden_states),
+        "output.output_attentions": bool(request.output.output_attentions),
+    }
+    for name, reason in model.unsupported.items():
+        if asked[name]:
+            raise InvalidArgument(name, reason)
 
 
 def _check_tokens(request: GenerateOptions, model: ModelFacts) -> None:

@@ -9,7 +9,7 @@ import grpc
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
 from penstock.generation.graphs.access import MESSAGE_BYTES, ModelAccess
-from penstock.generation.service import Lifecycle
+from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import graphs as wire
 from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc
 
@@ -88,7 +88,7 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
     ) -> graphs_pb2.FreeTensorsResponse:
         """Free tensors and sequences."""
         # Also while the process drains.
-        access = _opened(self._lifecycle.loaded().access)
+        access = _opened(self._lifecycle.loaded())
         tensors, sequences = access.free(
             request.model, request.lease_id, list(request.handles), list(request.sequences), everything=request.all
         )
@@ -101,10 +101,15 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
         return wire.from_sampled(await access.sample(command))
 
     def _access(self) -> ModelAccess:
-        return _opened(self._lifecycle.accepting().access)
+        return _opened(self._lifecycle.accepting())
 
 
-def _opened(access: ModelAccess | None) -> ModelAccess:
+def _opened(core: GenerationCore) -> ModelAccess:
+    access = core.access
+    if access is None and core.loaded.model.config.route == "fallback":
+        raise FailedPrecondition(
+            "the model has no graphs: transformers' modules run it (--model-route), layers and all", reason="NO_GRAPHS"
+        )
     if access is None:
         raise FailedPrecondition(
             "the model is not open to callers here: --model-access is local by default, which is for services on "

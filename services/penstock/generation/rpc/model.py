@@ -134,6 +134,7 @@ class ModelServicer(GraphCalls):
         return model_pb2.GetModelInfoResponse(
             architecture=config.architecture,
             model_type=config.model_type,
+            model_route=config.route,
             dtype=convert.from_dtype(str(loaded.model.dtype)),
             devices=[loaded.device.describe()],
             world_size=1,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.adapter import Adapter
     from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
-    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.language_model import LanguageModel
 
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 64
 
@@ -148,7 +148,7 @@ class InputBatch:
 
 
 def embed_step(
-    model: CausalLM,
+    model: LanguageModel,
     scheduled: Seq[ScheduledSequence],
     inputs: ModelInputs,
     adapters: AdapterBatch | None = None,
@@ -191,7 +191,7 @@ class AdapterRows:
     def __init__(self) -> None:
         self._last: tuple[tuple[Adapter | None, ...], list[int], AdapterBatch] | None = None
 
-    def of(self, model: CausalLM, adapters: tuple[Adapter | None, ...], row_starts: list[int]) -> AdapterBatch:
+    def of(self, model: LanguageModel, adapters: tuple[Adapter | None, ...], row_starts: list[int]) -> AdapterBatch:
         """Return the batch of a step's entries; `row_starts` as in ModelInputs."""
         last = self._last
         # Adapters are equal when they are the same.

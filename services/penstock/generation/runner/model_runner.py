@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.host_kv import HostKVPool
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.layers.lora import AdapterBatch
-    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.language_model import LanguageModel
     from penstock.generation.sampling.token_masks import TokenMasks
 
 # No live sequence has a negative id.
@@ -63,7 +63,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         kv: KVCachePool,
         *,
         prompt_logprob_rows: int = 64,
@@ -94,7 +94,7 @@ class ModelRunner:
         # State that the next step may go on from.
         self._steady: SteadyDecode | None = None
 
-    def over(self, model: CausalLM) -> ModelRunner:
+    def over(self, model: LanguageModel) -> ModelRunner:
         """Return a runner of another model of the same shape over the same pool. It knows nothing of any sequence."""
         return self._again(model)
 
@@ -211,9 +211,14 @@ class ModelRunner:
         self.release([sequence.seq_id for sequence in sequences])
 
     def _shallow(self, num_layers: int) -> ModelRunner:
-        """Return this runner, with the same buffers, over the first layers of its model and pool only."""
-        twin, num_layers = copy.copy(self), min(num_layers, len(self._model.layers))
-        twin._model, twin._kv = self._model.shallow(num_layers), self._kv.shallow(num_layers)
+        """Return this runner, with the same buffers, over the first layers of its model and pool only, or over all
+        where the model cannot be cut."""
+        num_layers = min(num_layers, self._model.config.num_layers)
+        model = self._model.shallow(num_layers)
+        if model is self._model:
+            return self
+        twin = copy.copy(self)
+        twin._model, twin._kv = model, self._kv.shallow(num_layers)
         return twin
 
     def run_prompt(self, num_tokens: int, *, draws: bool = True) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.generation.core.sequence import Sequence
     from penstock.generation.core.step import ScheduledSequence
     from penstock.generation.layers.lora import AdapterBatch
-    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.language_model import LanguageModel
     from penstock.generation.sampling.kernels import SamplingKernels
 
 
@@ -50,7 +50,7 @@ class MeanPooling:
 class PromptScorer:
     """Scorer of prompt rows. It computes logits of the needed rows only, a bounded number of them at a time."""
 
-    def __init__(self, model: CausalLM, max_rows: int, kernels: SamplingKernels) -> None:
+    def __init__(self, model: LanguageModel, max_rows: int, kernels: SamplingKernels) -> None:
         """`max_rows`: most rows of logits at once; each takes vocabulary x 4 bytes, thrice."""
         self._model = model
         self._max_rows = max_rows

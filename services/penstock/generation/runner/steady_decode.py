@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.generation.attention.kv_cache import KVCachePool
     from penstock.generation.core.step import ScheduledSequence, SchedulerOutput
     from penstock.generation.layers.lora import AdapterBatch
-    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.language_model import LanguageModel
 
 # Blocks by which the sequences may grow before the tables are made anew.
 _SPARE_BLOCKS = 16
@@ -51,7 +51,7 @@ class SteadyDecode:
         # A tensor over the same memory.
         self._tables_SB = torch.from_numpy(self._tables)
 
-    def step(self, output: SchedulerOutput, model: CausalLM, kv: KVCachePool) -> RunnerOutput | None:
+    def step(self, output: SchedulerOutput, model: LanguageModel, kv: KVCachePool) -> RunnerOutput | None:
         """Run the step if it directly follows the last one. None: it does not, or some row has no token.
 
         After None the usual way must run the step, which does all of it again, and this object must not be used again.

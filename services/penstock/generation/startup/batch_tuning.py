@@ -13,7 +13,7 @@ from penstock.generation.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.models.decoder import CausalLM
+    from penstock.generation.models.language_model import LanguageModel
 
 _PROBE_TOKENS = 32
 _REPEATS = 2
@@ -97,16 +97,21 @@ _LAYERS = 3
 
 
 class PromptTimer:
-    """Timer of steps with a prompt. It has a small KV pool of its own for as long as it lives."""
+    """Timer of steps with a prompt. It has a small KV pool of its own for as long as it lives.
 
-    def __init__(self, model: CausalLM, kv: KVCachePool, device: Device, *, most_tokens: int) -> None:
+    A model that cannot be cut runs whole each time.
+    """
+
+    def __init__(self, model: LanguageModel, kv: KVCachePool, device: Device, *, most_tokens: int) -> None:
         """`model` and `kv` are those that will serve. `most_tokens`: longest prompt that will be timed."""
-        layers = min(_LAYERS, len(model.layers))
+        all_layers = model.config.num_layers
+        self._is_whole = model.shallow(1) is model
+        layers = all_layers if self._is_whole else min(_LAYERS, all_layers)
         blocks = min(kv.num_blocks, most_tokens // kv.block_size + 1)
         small = KVCachePool(layers, blocks, kv.block_size, kv.num_kv_heads, kv.head_dim, kv.dtype, kv.device)
         self._device = device
         # Number of layers, without the last, per such layer that is timed.
-        self._share = (len(model.layers) - 1) / max(1, layers - 1)
+        self._share = (all_layers - 1) / max(1, layers - 1)
         self._none = ModelRunner(model.shallow(0), small, kernels=device.sampling_kernels())
         self._last = ModelRunner(model.shallow(1), small.shallow(1), kernels=device.sampling_kernels())
         self._some = ModelRunner(model.shallow(layers), small, kernels=device.sampling_kernels())
@@ -116,6 +121,9 @@ class PromptTimer:
 
     def __call__(self, num_tokens: int) -> tuple[float, float]:
         """Return the seconds of a step with a prompt of `num_tokens`, and the seconds that this call took."""
+        if self._is_whole:
+            seconds = self._time(self._some, num_tokens, draws=True)
+            return seconds, seconds
         began = time.perf_counter()
         if self._drawing is None:
             self._drawing = min(self._time(self._none, 1, draws=True) for _ in range(2))

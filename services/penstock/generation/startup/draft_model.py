@@ -26,6 +26,7 @@ from penstock.generation.engine.config import EngineConfig
 from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory
 from penstock.generation.layers.lora import AdapterBatch
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.runner.drafter import ModelDrafter
 from penstock.generation.runner.grammar_masks import MaskFiller
@@ -41,7 +42,7 @@ class DraftModel:
     """A draft model in memory with a pool of its own, ready to draft."""
 
     name: str
-    model: CausalLM
+    model: LanguageModel
     kv: KVCachePool
     runner: ModelRunner
     drafter: ModelDrafter
@@ -64,7 +65,7 @@ class DraftModel:
 
 def load_draft_weights(
     config: GenerationServiceConfig, folder: Path, device: Device, show: ShowProgress
-) -> CausalLM | None:
+) -> LanguageModel | None:
     """Load the weights of `config.assistant_model`, whose token ids must be those of the model in `folder`.
 
     None: no draft model is asked for. To be called before the pools are sized. Raises StartupError naming
@@ -74,7 +75,7 @@ def load_draft_weights(
         return None
     with _about_the_draft_model():
         own = resolve_model(config.assistant_model, show=show)
-        served, drafting = read_model_config(folder).vocab_size, read_model_config(own).vocab_size
+        served, drafting = (read_model_config(one, config.route).vocab_size for one in (folder, own))
         _check_vocabulary(folder, own, served, drafting)
         with Stage(show, LOAD_WEIGHTS, model_name(config.assistant_model)) as stage:
             weights = load_model(
@@ -84,12 +85,21 @@ def load_draft_weights(
                 device=device,
                 progress=stage.count,
                 map_embeddings=config.map_embeddings,
+                route=config.route,
             )
-        return weights if served == drafting else ResizedVocabulary(weights, served)
+        if served == drafting:
+            return weights
+        if not isinstance(weights, CausalLM):
+            raise StartupError(
+                f"{MODEL_FLAG} has a vocabulary of {drafting} and the served model one of {served}: only a native "
+                "draft model may have another",
+                flag=MODEL_FLAG,
+            )
+        return ResizedVocabulary(weights, served)
 
 
 def make_draft_model(
-    config: GenerationServiceConfig, weights: CausalLM, device: Device, engine: EngineConfig, masks: MaskFiller
+    config: GenerationServiceConfig, weights: LanguageModel, device: Device, engine: EngineConfig, masks: MaskFiller
 ) -> DraftModel:
     """Make pool, runner and drafter around loaded weights, and warm up.
 
@@ -113,7 +123,7 @@ def make_draft_model(
 
 
 def _pool(
-    config: GenerationServiceConfig, weights: CausalLM, device: Device, engine: EngineConfig, context: int
+    config: GenerationServiceConfig, weights: LanguageModel, device: Device, engine: EngineConfig, context: int
 ) -> KVCachePool:
     facts, size = weights.config, engine.block_size
     geometry = (size, facts.num_kv_heads, facts.head_dim)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock.common.checkpoint import resolve_model
-from penstock.common.errors import PenstockError, StartupError
+from penstock.common.errors import InvalidArgument, PenstockError, StartupError
 from penstock.common.fingerprint import tokenizer_fingerprint
 from penstock.common.logging import get_logger
 from penstock.common.progress import LOAD_WEIGHTS, TUNE, WARM_UP, CountBytes, ShowProgress, Stage
@@ -33,6 +33,7 @@ from penstock.generation.grammar.state import MaskWorkers
 from penstock.generation.host.arena import Arena
 from penstock.generation.host.memory import format_weights, kv_pool_blocks, parse_memory, trim_heap
 from penstock.generation.models.decoder import CausalLM
+from penstock.generation.models.language_model import LanguageModel
 from penstock.generation.models.registry import load_model, read_model_config
 from penstock.generation.options.hf_json import load_defaults
 from penstock.generation.options.request_options import ModelDefaults, ModelFacts
@@ -51,13 +52,16 @@ from penstock.generation.weights.files import is_packed, least_weight_bytes
 from penstock.text.token_bytes import TokenBytes, TokenPrefixes, UnsupportedTokenizer
 
 _log = get_logger("penstock.generation")
+# Fields of ModelConfig that loading sets, and those that it sets in the fallback.
+_LOADED = ("dtype", "num_parameters")
+_RECORDED = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model in memory with its KV pool and the facts that requests are checked against."""
 
-    model: CausalLM
+    model: LanguageModel
     kv: KVCachePool
     runner: ModelRunner
     device: Device
@@ -91,7 +95,7 @@ class LoadedModel:
         millions = model.config.num_parameters / 1e6
         tokens = kv.num_blocks * kv.block_size
         return [
-            f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
+            f"model     {self.served.name} ({model.config.architecture}{_by(model)}, {millions:.1f} M parameters, "
             f"{model.config.dtype}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
             f"on {self.device.describe()}",
             # Before the rest: `penstock serve` has room for three lines.
@@ -123,14 +127,17 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
     Raises StartupError when the folder cannot be read, holds another model or tokenizer, or memory is short.
     """
     folder, old = loaded.folder, loaded.model.config
-    found = replace(read_model_config(folder), dtype=old.dtype, num_parameters=old.num_parameters)
+    # The loader sets these.
+    known = {name: getattr(old, name) for name in (*_LOADED, *(_RECORDED if old.route == "fallback" else ()))}
+    found = replace(read_model_config(folder, config.route), **known)
     tokenizer = "" if loaded.tokenizer_folder is None else tokenizer_fingerprint(loaded.tokenizer_folder)
     if found != old or tokenizer != loaded.served.tokenizer_fingerprint:
         raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
     device = open_device(config.device)
     device.start(num_threads=config.threads, kernels=config.kernels)
     stored, packed = stored_weight_bytes(folder), is_packed(folder)
-    check_weights(stored, None if packed else found, config.quantization, device.memory().available)
+    is_as_stored = packed or found.route == "fallback"
+    check_weights(stored, None if is_as_stored else found, config.quantization, device.memory().available)
     model = load_model(
         folder,
         dtype=config.dtype,
@@ -138,6 +145,7 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
         device=device,
         progress=count,
         map_embeddings=config.map_embeddings,
+        route=config.route,
     )
     if model.config != old:
         raise StartupError("MODEL's weights have another number format: start a process for them", flag="MODEL")
@@ -157,7 +165,7 @@ def _load(
     kv_memory = parse_memory(config.kv_memory)
     plugins = load_plugins(config.logits_processor, config.stopping_criteria)
     folder = resolve_model(config.model, show=show)
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, config.route)
     context = _context(config.max_context, model_config)
     tokenizer_folder = _tokenizer_folder(config, folder, show)
     token_bytes = None if tokenizer_folder is None else _token_bytes(tokenizer_folder, model_config)
@@ -172,12 +180,16 @@ def _load(
     # Memory that is already taken for the weights counts as free.
     available = device.memory().available + (0 if arena is None else arena.num_touched)
     packed = is_packed(folder)
-    check_weights(stored_weight_bytes(folder), None if packed else model_config, config.quantization, available)
-    if kv_memory is not None and not packed:
+    # Transformers reads all of them before any is quantised.
+    is_as_stored = packed or model_config.route == "fallback"
+    check_weights(stored_weight_bytes(folder), None if is_as_stored else model_config, config.quantization, available)
+    if kv_memory is not None and not is_as_stored:
         least = least_weight_bytes(folder, config.dtype, config.quantization, map_embeddings=config.map_embeddings)
         check_kv_memory(least, kv_memory, available)
     model, draft_weights = _weights(config, folder, name, device, show)
     weights_are_loaded()
+    if (reason := model.unsupported.get("config.dola_layers")) and defaults.options.dola_layers is not None:
+        raise StartupError(f"generation_config.json: dola_layers {reason}", flag="MODEL")
     if prefixes is not None:
         # No other work may run while steps are measured.
         wait([prefixes])
@@ -198,7 +210,7 @@ def _load(
     engine_config = _engine_config(config, kv, host_kv, context, batch.tokens)
     draft = None if draft_weights is None else make_draft_model(config, draft_weights, device, engine_config, masks)
     most_tokens = partial(most_output_tokens, engine_config, MODES)
-    served = _served(name, tokenizer_folder, model_config, context, has_token_bytes=token_bytes is not None)
+    served = _served(name, tokenizer_folder, model, context, has_token_bytes=token_bytes is not None)
     served = replace(
         served,
         assistant_model="" if draft is None else draft.name,
@@ -210,6 +222,7 @@ def _load(
     timer.end("rest")
     _log.info(
         "loaded",
+        route=model.config.route,
         seconds=timer.seconds,
         weights_bytes=model.num_bytes,
         mapped_bytes=model.mapped_bytes,
@@ -236,13 +249,29 @@ def _load(
     )
 
 
-def adapter_opener(config: GenerationServiceConfig, model: CausalLM) -> OpenAdapter:
-    """Return the function that checks and reads a PEFT folder for `model`."""
+def opens_graphs(config: GenerationServiceConfig, model: LanguageModel) -> bool:
+    """True when callers may run the model's graphs: it has some where its layers are ours."""
+    return config.is_model_open and isinstance(model, CausalLM)
+
+
+def adapter_opener(config: GenerationServiceConfig, model: LanguageModel) -> OpenAdapter:
+    """Return the function that checks and reads a PEFT folder for `model`. It raises InvalidArgument
+    (ADAPTER_UNSUPPORTED) where the model takes none."""
     limits = config.adapter_limits()
-    return lambda path, root: PeftFolder(path, root, model, limits)
+
+    def opened(path: Path, root: Path | None) -> PeftFolder:
+        if not isinstance(model, CausalLM):
+            raise InvalidArgument(
+                "path",
+                "is an adapter, and transformers' modules run this model: merge it",
+                reason="ADAPTER_UNSUPPORTED",
+            )
+        return PeftFolder(path, root, model, limits)
+
+    return opened
 
 
-def _adapters(config: GenerationServiceConfig, name: str, model: CausalLM) -> AdapterStore:
+def _adapters(config: GenerationServiceConfig, name: str, model: LanguageModel) -> AdapterStore:
     """Return the store with the adapters of --lora in it. Raises StartupError."""
     limits = config.adapter_limits()
     store = AdapterStore(limits, adapter_opener(config, model), reserved=name)
@@ -258,7 +287,7 @@ def _adapters(config: GenerationServiceConfig, name: str, model: CausalLM) -> Ad
 
 def _weights(
     config: GenerationServiceConfig, folder: Path, name: str, device: Device, show: ShowProgress
-) -> tuple[CausalLM, CausalLM | None]:
+) -> tuple[LanguageModel, LanguageModel | None]:
     """Load the model and the draft model, before the KV pool, which takes a share of the memory that both leave."""
     with Stage(show, LOAD_WEIGHTS, name) as stage:
         model = load_model(
@@ -268,14 +297,16 @@ def _weights(
             device=device,
             progress=stage.count,
             map_embeddings=config.map_embeddings,
+            route=config.route,
         )
     return model, load_draft_weights(config, folder, device, show)
 
 
 def _served(
-    name: str, tokenizer_folder: Path | None, model: ModelConfig, context: int, *, has_token_bytes: bool
+    name: str, tokenizer_folder: Path | None, loaded: LanguageModel, context: int, *, has_token_bytes: bool
 ) -> ModelFacts:
-    """Return the facts that requests are checked against, as far as the files give them."""
+    """Return the facts that requests are checked against, as far as model and files give them."""
+    model = loaded.config
     return ModelFacts(
         name=name,
         vocab_size=model.vocab_size,
@@ -285,6 +316,7 @@ def _served(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         tied_embeddings=model.tie_word_embeddings,
+        unsupported=loaded.unsupported,
     )
 
 
@@ -343,7 +375,7 @@ def _token_bytes(folder: Path, model: ModelConfig) -> TokenBytes | None:
 
 
 def _kv_pool(
-    config: GenerationServiceConfig, memory: int | None, model: CausalLM, device: Device, context: int
+    config: GenerationServiceConfig, memory: int | None, model: LanguageModel, device: Device, context: int
 ) -> KVCachePool:
     facts, size = model.config, config.block_size
     dtype = kv_cache_dtype(config.kv_cache_dtype, model.dtype)
@@ -366,8 +398,13 @@ def _kv_pool(
         facts.head_dim,
         dtype,
         device.torch_device,
-        num_further_blocks=-(-config.graph_kv_tokens // size) if config.is_model_open else 0,
+        num_further_blocks=-(-config.graph_kv_tokens // size) if opens_graphs(config, model) else 0,
     )
+
+
+def _by(model: LanguageModel) -> str:
+    """Return a remark on the code that runs the model, for people; empty for ours."""
+    return " by transformers" if model.config.route == "fallback" else ""
 
 
 def _host_kv_pool(config: GenerationServiceConfig, kv: KVCachePool, device: Device, context: int) -> HostKVPool | None:
@@ -399,7 +436,7 @@ def _host_line(host: HostKVPool, config: EngineConfig) -> str:
 
 
 def _batch(
-    config: GenerationServiceConfig, model: CausalLM, kv: KVCachePool, device: Device, show: ShowProgress
+    config: GenerationServiceConfig, model: LanguageModel, kv: KVCachePool, device: Device, show: ShowProgress
 ) -> BatchTuning:
     if config.max_batch_tokens is not None:
         return BatchTuning(config.max_batch_tokens)

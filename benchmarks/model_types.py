@@ -1,0 +1,173 @@
+"""Every model type that transformers knows as a causal language model: its route, its ids, its speed.
+
+    python benchmarks/model_types.py [--types gpt2,gemma2] [--kernels native] [--out docs/reference/model-types.md]
+
+For each type a small random model of its own configuration class is made and loaded by the route that `--model-route
+auto` takes. Its greedy ids over 64 tokens must be those of transformers' generate(), alone and in a full engine with
+chunked prompts, preemption and cached prefixes. Then a wider one continues `--batch` prompts, in turns with generate():
+processor time of one thread each, the best of `--rounds`, since the machine may be shared. In so small a model much of
+the time is Python's on both sides. A type that is refused has the reason of its start in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tests")]
+import structlog
+import torch
+import transformers
+from factories.engine.fake_engine import engine_config, request
+from factories.models.model_types import VOCAB_SIZE, check_ids, model_types, reference_of, tiny_model_type
+from penstock.common.errors import StartupError
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.devices.cpu import CPUDevice
+from penstock.generation.engine.engine import Engine
+from penstock.generation.models.language_model import LanguageModel
+from penstock.generation.models.registry import FAMILIES, load_model
+from penstock.generation.runner.model_runner import ModelRunner
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks._arguments import at_least, parts
+from benchmarks._report import environment
+
+PROMPT = 24
+
+
+class Row(NamedTuple):
+    """A line of the table; `speed` 0: not measured."""
+
+    model_type: str
+    route: str
+    ids: str
+    speed: float = 0.0
+    remark: str = ""
+
+
+def measure(model_type: str, device: CPUDevice, options: argparse.Namespace) -> Row:
+    """Make, load, compare and time a type."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            folder = tiny_model_type(Path(place) / "small", model_type)
+        except Exception as error:  # whatever a configuration class raises
+            return Row(model_type, "–", "", remark=f"no small configuration is made of it ({type(error).__name__})")
+        try:
+            model = load_model(folder, dtype="float32", device=device)
+        except StartupError as error:
+            why = error.message.partition(": ")[2] if error.message.startswith("MODEL: ") else error.message
+            return Row(model_type, "refused", "", remark=why.replace(str(folder), "…").replace("|", "/"))
+        try:
+            check_ids(folder, model)
+        except Exception as error:  # of either side
+            return Row(model_type, model.config.route, "differ", remark=f"{type(error).__name__}: {error}"[:160])
+        try:
+            sizes = {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden}
+            wide = tiny_model_type(Path(place) / "wide", model_type, **sizes)
+            speed = relative_speed(wide, load_model(wide, dtype="float32", device=device), device, options)
+        except Exception as error:  # the sizes do not fit every type
+            return Row(model_type, model.config.route, "equal", remark=f"not timed ({type(error).__name__})")
+        return Row(model_type, model.config.route, "equal", speed)
+
+
+def relative_speed(folder: Path, model: LanguageModel, device: CPUDevice, options: argparse.Namespace) -> float:
+    """Return generate()'s processor time over ours for the same tokens."""
+    reference = reference_of(folder)
+    ids = torch.randint(3, VOCAB_SIZE, (options.batch, PROMPT), generator=torch.Generator().manual_seed(1))
+    settings = transformers.GenerationConfig(
+        max_new_tokens=options.tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    ours, theirs = [], []
+    for _ in range(options.rounds):
+        began = time.thread_time()
+        with torch.inference_mode():
+            reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        theirs.append(time.thread_time() - began)
+        engine = new_engine(model, device, options)
+        for row in ids.tolist():
+            engine.add(request(row, max_new_tokens=options.tokens))
+        began = time.thread_time()
+        while engine.has_work:
+            engine.step()
+        ours.append(time.thread_time() - began)
+    return min(theirs) / min(ours)
+
+
+def new_engine(model: LanguageModel, device: CPUDevice, options: argparse.Namespace) -> Engine:
+    """Make an engine with room for all prompts."""
+    facts, blocks = model.config, options.batch * ((PROMPT + options.tokens) // 16 + 1)
+    kv = KVCachePool(facts.num_layers, blocks, 16, facts.num_kv_heads, facts.head_dim, model.dtype, model.device)
+    config = engine_config(num_blocks=blocks, block_size=16, max_batch_tokens=1024, max_running_sequences=options.batch)
+    return Engine(config, ModelRunner(model, kv, kernels=device.sampling_kernels()), None)
+
+
+def page(rows: list[Row], options: argparse.Namespace) -> str:
+    """Return the page."""
+    facts = environment()
+    served = [row for row in rows if row.ids == "equal"]
+    native = sum(row.route == "native" for row in served)
+    timed = sorted(row.speed for row in served if row.speed)
+    lines = [
+        "# Model types",
+        "",
+        f"{len(served)} of the {len(rows)} types that transformers {transformers.__version__} knows as causal "
+        f"language models start and give its greedy ids, {native} of them natively: small random",
+        "models over 64 tokens, alone and in a full engine (`benchmarks/model_types.py`, which wrote this page). "
+        f"`speed` is generate()'s time over Penstock's for {options.batch} sequences",
+        f"of {options.tokens} tokens in float32, processor time of one thread, hidden size {options.hidden}"
+        + (f" (median {timed[len(timed) // 2]:.2f})." if timed else "."),
+        "What the routes are, and what becomes of the others: [models](../guide/models.md).",
+        "",
+        f"Measured {facts['time']}, {facts['cpu']}, {options.kernels} kernels.",
+        "",
+        "| `model_type` | class | route | ids | speed | remark |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(row.model_type, "")
+        speed = f"{row.speed:.2f}" if row.speed else ""
+        lines.append(f"| `{row.model_type}` | {name} | {row.route} | {row.ids} | {speed} | {row.remark} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", type=parts, default=None, help="some of them; all by default")
+    parser.add_argument("--kernels", default="auto", help="auto, native or torch")
+    parser.add_argument("--batch", type=at_least(1), default=8)
+    parser.add_argument("--tokens", type=at_least(1), default=32)
+    parser.add_argument("--hidden", type=at_least(64), default=512, help="hidden size of the models that are timed")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--out", type=Path, default=None, help="the page; standard output by default")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    options = parse()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    device = CPUDevice()
+    device.start(num_threads=1, kernels=options.kernels)
+    options.kernels = "C++" if device.instruction_set else "torch's"
+    rows: list[Row] = []
+    known: list[Any] = [*FAMILIES, *(name for name in model_types() if name not in FAMILIES)]
+    for model_type in options.types or sorted(known):
+        rows.append(measure(model_type, device, options))
+        print(*rows[-1], file=sys.stderr, flush=True)
+        if options.out is not None:
+            options.out.write_text(page(rows, options), encoding="utf-8")
+    if options.out is None:
+        print(page(rows, options))
+
+
+if __name__ == "__main__":
+    main()

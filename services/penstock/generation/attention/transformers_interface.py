@@ -1,0 +1,288 @@
+"""The attention function that transformers' own modules call, over the paged pool.
+
+It is registered with transformers under `NAME`, and no mask function is: transformers then makes no masks. Rows of a
+step come as one sequence (1, heads, T, width). What belongs to the step is in a context variable, since not every
+model hands arguments down to its attention. Calls are told apart by their order in a forward pass: layer numbers are
+not unique in every model, and some models go through a layer twice.
+
+Plain calls, of the pool's number of key/value heads without soft cap, sinks and chunks, go to the device's own
+attention; widths that differ are padded with zeros, which change no product. The others are computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+
+# Name of the function in transformers' registry.
+NAME = "penstock"
+# Scores (heads, rows, keys) that are computed at once; each takes some 12 bytes for a moment.
+_MOST_SCORES = 1 << 24
+# A group of decoding sequences never pads one to more than twice its context, except below so many keys.
+_SMALL_CONTEXT = 128
+
+
+class UnsupportedAttention(ValueError):
+    """Raised for a call of the attention function that Penstock cannot compute. Its text says what is not supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Facts of one call in a forward pass. The i-th call has layer i of the pool."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+    # Number of positions that a row sees, itself included; None: all.
+    window: int | None = None
+    # Positions are in chunks of so many; a row sees its own chunk only. None: there are none.
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    def is_plain(self, num_kv_heads: int) -> bool:
+        """True when `Attention.forward` can compute it over a pool of `num_kv_heads`."""
+        special = self.chunk is not None or self.softcap is not None or self.has_sinks
+        return not special and self.num_kv_heads == num_kv_heads
+
+
+class PagedStep:
+    """One forward pass over the rows of a step. Used once."""
+
+    def __init__(
+        self, calls: Sequence[AttentionCall], metadata: AttentionMetadata, kv: KVCachePool, attention: Attention
+    ) -> None:
+        """`attention` computes the plain calls."""
+        self._calls = calls
+        self._metadata = metadata
+        self._kv = kv
+        self._attention = attention
+        self.num_calls = 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks_H: Tensor | None
+    ) -> Tensor:
+        """Write key and value (1, kv_heads, T, width) and attend with query (1, heads, T, key width); return
+        (1, T, heads, value width)."""
+        layer = self.num_calls
+        if layer >= len(self._calls) or key.shape[0] != 1 or key.shape[2] != self._metadata.num_rows:
+            raise UnsupportedAttention("it attends more often than in the first pass, or to other rows")
+        self.num_calls += 1
+        call, kv = self._calls[layer], self._kv
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        k_TKD, v_TKD = (_padded(x, kv.num_kv_heads, kv.head_dim) for x in (k_TKD, v_TKD))
+        if call.is_plain(kv.num_kv_heads):
+            q_THD = _padded(q_THD, q_THD.shape[1], kv.head_dim)
+            out_THD = self._attention.forward(q_THD, k_TKD, v_TKD, layer, self._metadata, kv, scale, call.window)
+            return out_THD[..., : call.value_width].unsqueeze(0)
+        kv.write(layer, self._metadata.slot_mapping, k_TKD, v_TKD)
+        return _attend(q_THD, layer, call, self._metadata, kv, scale, softcap, sinks_H).unsqueeze(0)
+
+
+_STEP: ContextVar[PagedStep | None] = ContextVar("penstock_paged_step", default=None)
+
+
+@contextmanager
+def paged(step: PagedStep) -> Iterator[None]:
+    """Let the registered function compute `step` inside the block, on this thread."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def register() -> None:
+    """Register the function with transformers, which must be installed. Calling it again is harmless."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend_in_step)
+
+
+def check_arguments(mask: object, arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedAttention for a mask that the model made by itself, and for arguments that change scores."""
+    if mask is not None:
+        raise UnsupportedAttention("it makes attention masks by itself")
+    check_biases(arguments)
+
+
+def check_biases(arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedAttention for arguments that change scores in a way that is not known here."""
+    for name in ("position_bias", "indices", "block_indices", "head_mask"):
+        if arguments.get(name) is not None:
+            raise UnsupportedAttention(f"its attention takes {name}")
+
+
+def _attend_in_step(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks: see its AttentionInterface."""
+    step = _STEP.get()
+    if step is None:
+        raise RuntimeError("a model of the fallback runs through TransformersModel.forward only")
+    check_arguments(attention_mask, arguments)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return step.attend(query, key, value, scale, softcap, s_aux), None
+
+
+def _padded(x_THD: Tensor, num_heads: int, width: int) -> Tensor:
+    """Return x with zeros for further heads and a greater width, contiguous."""
+    heads, own = num_heads - x_THD.shape[1], width - x_THD.shape[2]
+    return F.pad(x_THD, (0, own, 0, heads)) if heads or own else x_THD.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows attended at once: N sequences with `num_rows` each, over C keys."""
+
+    num_seqs: int
+    num_rows: int
+    # (N * num_rows), or a slice where they are adjacent.
+    rows: Tensor | slice
+    # (N * C): slots of the pool.
+    slots: Tensor
+    # (N, 1, 1, num_rows, C): True where a row does not see the key.
+    unseen: Tensor
+
+
+def _attend(
+    q_THD: Tensor,
+    layer: int,
+    call: AttentionCall,
+    metadata: AttentionMetadata,
+    kv: KVCachePool,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attend over what is in the pool, group by group. Scores and softmax are float32."""
+    heads, kv_heads = call.num_heads, call.num_kv_heads
+    out_THD = q_THD.new_empty(q_THD.shape[0], heads, call.value_width)
+    for group in _plan(metadata, call, kv.block_size):
+        k, v = (
+            x.view(group.num_seqs, -1, kv.num_kv_heads, kv.head_dim)[:, :, :kv_heads].transpose(1, 2)
+            for x in kv.read(layer, group.slots, q_THD.dtype)
+        )
+        k, v = k[..., : call.key_width], v[..., : call.value_width]
+        # The query heads of one key/value head become rows: keys are read once.
+        split = (group.num_seqs, group.num_rows, kv_heads, heads // kv_heads, -1)
+        q = q_THD[group.rows].reshape(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        scores = (q @ k.transpose(-1, -2)).float().mul_(scale)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        # (N, K, heads of a key/value head, num_rows, C).
+        scores = scores.unflatten(2, (-1, group.num_rows)).masked_fill_(group.unseen, -torch.inf)
+        if sinks_H is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = sinks_H.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        out = (weights.flatten(2, 3).to(v.dtype) @ v).unflatten(2, (-1, group.num_rows))
+        out_THD[group.rows] = out.permute(0, 3, 1, 2, 4).reshape(-1, heads, call.value_width)
+    return out_THD
+
+
+def _plan(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> list[_Group]:
+    """Return the groups of a step, made once for all layers of the same sight."""
+    key = ("transformers", call.window, call.chunk, call.num_heads)
+    plan = metadata.plans.get(key)
+    if plan is None:
+        plan = metadata.plans[key] = list(_groups(metadata, call, block_size))
+    return cast("list[_Group]", plan)
+
+
+def _groups(metadata: AttentionMetadata, call: AttentionCall, block_size: int) -> Iterator[_Group]:
+    """Yield decoding sequences in groups of similar contexts, and longer queries piece by piece."""
+    # (keys, sequence) of sequences of one row.
+    single: list[tuple[int, int]] = []
+    first = 0
+    starts = []
+    for index, (count, length) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
+        starts.append(first)
+        if count == 1:
+            single.append((length - _first_seen(length - 1, call), index))
+        else:
+            begin = 0
+            while begin < count:
+                # Fewer keys are seen by earlier rows.
+                longest = length - count + min(count, begin + max(1, _MOST_SCORES // (call.num_heads * length)))
+                end = longest - length + count
+                yield _group(metadata, [index], [first + begin], end - begin, longest, call, block_size)
+                begin = end
+        first += count
+    single.sort(reverse=True)
+    begin = 0
+    while begin < len(single):
+        longest = single[begin][0]
+        most = max(1, _MOST_SCORES // (call.num_heads * longest))
+        end = begin + 1
+        while end < len(single) and end - begin < most and (longest <= _SMALL_CONTEXT or single[end][0] * 2 >= longest):
+            end += 1
+        members = sorted(index for _, index in single[begin:end])
+        yield _group(metadata, members, [starts[index] for index in members], 1, None, call, block_size)
+        begin = end
+
+
+def _first_seen(position: int, call: AttentionCall) -> int:
+    """Return the first position that a row at `position` sees."""
+    first = 0
+    if call.window is not None:
+        first = max(first, position - call.window + 1)
+    if call.chunk is not None:
+        first = max(first, position // call.chunk * call.chunk)
+    return first
+
+
+def _group(
+    metadata: AttentionMetadata,
+    members: list[int],
+    first_rows: list[int],
+    num_rows: int,
+    length: int | None,
+    call: AttentionCall,
+    block_size: int,
+) -> _Group:
+    """Return the group of `num_rows` rows from `first_rows` on of each of `members`; `length`: the only member's
+    context at the last of these rows, None: contexts are whole."""
+    device = metadata.slot_mapping.device
+    lengths = [metadata.kv_lens[index] for index in members] if length is None else [length]
+    span = max(own - _first_seen(own - num_rows, call) for own in lengths)
+    length_N1 = torch.tensor(lengths, device=device).unsqueeze(1)
+    # Aligned at the newest key; positions before 0 repeat it, and are masked.
+    position_NC = length_N1 - span + torch.arange(span, device=device)
+    query_NQ = length_N1 - num_rows + torch.arange(num_rows, device=device)
+    key_N1C, row_NQ1 = position_NC.unsqueeze(1), query_NQ.unsqueeze(2)
+    visible = (key_N1C <= row_NQ1) & (key_N1C >= 0)
+    if call.window is not None:
+        visible &= key_N1C > row_NQ1 - call.window
+    if call.chunk is not None:
+        visible &= key_N1C >= row_NQ1 // call.chunk * call.chunk
+    source_NC = torch.where(position_NC >= 0, position_NC, length_N1 - 1)
+    tables = metadata.block_tables[torch.tensor(members, device=device)].long()
+    slots = (tables.gather(1, source_NC // block_size) * block_size + source_NC % block_size).flatten()
+    rows: Tensor | slice
+    if num_rows * len(members) == first_rows[-1] + num_rows - first_rows[0] and first_rows == sorted(first_rows):
+        rows = slice(first_rows[0], first_rows[-1] + num_rows)
+    else:
+        rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(num_rows, device=device)).flatten()
+    return _Group(len(members), num_rows, rows, slots, ~visible[:, None, None])

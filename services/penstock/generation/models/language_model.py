@@ -1,0 +1,90 @@
+"""A loaded model as runner and start see it: a native decoder, or transformers' own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
+    from penstock.generation.models.capture import Capture
+
+
+class LanguageModel(Protocol):
+    """Model of one process. CausalLM documents its methods; shapes and errors are the same everywhere."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    # Memory that the weights take, and the part of it that is used where the page cache has it.
+    num_bytes: int
+    mapped_bytes: int
+    attention: Attention
+
+    @property
+    def can_draw(self) -> bool:
+        """See CausalLM."""
+
+    @property
+    def head_site(self) -> int:
+        """See CausalLM."""
+
+    @property
+    def unsupported(self) -> Mapping[str, str]:
+        """Fields of a request that this model cannot do, and for each the reason."""
+
+    def shallow(self, num_layers: int) -> LanguageModel:
+        """See CausalLM. A model that cannot be cut returns itself, for which pools need all layers."""
+
+    def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
+        """See CausalLM."""
+
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        *,
+        embeds_TI: Tensor | None = None,
+        capture: Capture | None = None,
+        attention: Attention | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> Tensor:
+        """See CausalLM."""
+
+    def forward_and_draw(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        embeds_TI: Tensor | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See CausalLM."""
+
+    def decode(
+        self,
+        ids: list[int],
+        lengths: list[int],
+        longest: int,
+        tables_SB: Tensor,
+        kv: KVCachePool,
+        adapters: AdapterBatch | None = None,
+    ) -> list[int]:
+        """See CausalLM."""
+
+    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """See CausalLM."""
+
+    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """See CausalLM."""

@@ -1,0 +1,254 @@
+"""Facts of a model of transformers, read from one short pass of its own: how it attends, and which of its linear layers
+are no more than that.
+
+Sight is read from the masks that transformers makes for the model, since some models pass no window to their attention
+although their masks have one. A mask is a function of positions there; it is asked about positions far behind the pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.generation.attention.transformers_interface import AttentionCall, UnsupportedAttention, check_biases
+from penstock.generation.models.transformers_fallback import attending_by
+
+NUM_TOKENS = 6
+_NAME = "penstock_recording"
+# Farthest position that a mask is asked about.
+_FARTHEST = 1 << 16
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Facts of a pass."""
+
+    # Module that gives the hidden states: the outermost one that the model calls.
+    decoder: nn.Module
+    # In the order of the pass.
+    calls: tuple[AttentionCall, ...]
+    # Linear layers whose weight other modules read: they must stay as they are.
+    read_linears: frozenset[nn.Module]
+    # True when the decoder gives a hidden state for the embedding and each of `num_layers` layers.
+    has_hidden_states: bool
+    # True when embeddings in place of ids give the same.
+    takes_embeds: bool
+    # Of a pass of NUM_TOKENS tokens.
+    seconds: float
+
+
+def record(causal: Any, num_layers: int, longest: int) -> Recording:
+    """Run the model once on a few ids. `longest`: most positions of a sequence.
+
+    Raises UnsupportedAttention for a model that attends in a way that is not known, or not at all.
+    """
+    device = causal.get_input_embeddings().weight.device
+    ids = torch.arange(1, NUM_TOKENS + 1, device=device).unsqueeze(0)
+    arguments = {
+        "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
+        "use_cache": False,
+        "return_dict": True,
+        "output_hidden_states": True,
+    }
+    recorder = _Recorder(longest)
+    with torch.inference_mode(), _registered(recorder), attending_by(causal, _NAME), _watched(causal) as read:
+        decoder, output = _called(causal, input_ids=ids, **arguments)
+        calls = tuple(recorder.calls)
+        began = time.perf_counter()
+        embeds = _with_embeds(causal, decoder, ids, arguments)
+        seconds = time.perf_counter() - began
+    if not calls:
+        raise UnsupportedAttention("its attention does not go through transformers' AttentionInterface")
+    if len(calls) < num_layers:
+        raise UnsupportedAttention(
+            f"{num_layers - len(calls)} of its {num_layers} layers have no attention: layers with a state of their own "
+            "are not served yet"
+        )
+    states = output.hidden_states
+    hidden: Tensor = output.last_hidden_state
+    return Recording(
+        decoder,
+        calls,
+        frozenset(read),
+        _are_states(states, num_layers, hidden) and num_layers == len(calls),
+        embeds is not None and bool(torch.allclose(embeds, hidden, rtol=1e-3, atol=1e-3)),
+        seconds,
+    )
+
+
+def _are_states(states: Any, num_layers: int, hidden: Tensor) -> bool:
+    """True when there is one of the usual shape for the embedding and each layer."""
+    return states is not None and len(states) == num_layers + 1 and all(one.shape == hidden.shape for one in states)
+
+
+def _called(causal: Any, **arguments: Any) -> tuple[nn.Module, Any]:
+    """Run the model; return the first module that it calls of those that have its embedding inside, and its output."""
+    embedding = causal.get_input_embeddings()
+    found: list[nn.Module] = []
+    outputs: dict[nn.Module, Any] = {}
+    hooks = []
+    for module in causal.modules():
+        if module not in (causal, embedding) and any(inner is embedding for inner in module.modules()):
+            hooks.append(module.register_forward_pre_hook(lambda module, _: found.append(module)))
+            hooks.append(module.register_forward_hook(lambda module, _, output: outputs.update({module: output})))
+    try:
+        causal(**arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found:
+        raise UnsupportedAttention("its decoder cannot be told from its head")
+    return found[0], outputs[found[0]]
+
+
+def _with_embeds(causal: Any, decoder: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+    """Return the hidden states for the ids' embeddings; None where the model does not take them."""
+    try:
+        found: Tensor = decoder(inputs_embeds=causal.get_input_embeddings()(ids), **arguments).last_hidden_state
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        return None
+    return found
+
+
+@dataclass
+class _Recorder:
+    """Functions that transformers calls in place of its own."""
+
+    longest: int
+    calls: list[AttentionCall] = field(default_factory=list)
+    # Masks of the pass, and the sight of each by its memory.
+    _masks: list[Tensor] = field(default_factory=list)
+    _sights: dict[int, AttentionCall] = field(default_factory=dict)
+
+    def mask(self, mask_function: MaskFunction, local_size: int | None = None, **arguments: Any) -> Tensor:
+        """Make a mask as transformers' eager attention needs it, and note what it lets a row see."""
+        from transformers.masking_utils import eager_mask
+
+        arguments.pop("allow_is_bidirectional_skip", None)
+        mask: Tensor = eager_mask(mask_function=mask_function, local_size=local_size, **arguments)
+        self._masks.append(mask)
+        self._sights[mask.untyped_storage().data_ptr()] = sight(mask_function, local_size, self.longest, mask.device)
+        return mask
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend as transformers' eager attention does, and note the call."""
+        check_biases(arguments)
+        if attention_mask is None:
+            raise UnsupportedAttention("it attends without a mask of transformers")
+        seen = self._sights.get(attention_mask.untyped_storage().data_ptr())
+        if seen is None:
+            raise UnsupportedAttention("it makes attention masks by itself")
+        self.calls.append(
+            replace(
+                seen,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_width=key.shape[3],
+                value_width=value.shape[3],
+                softcap=softcap,
+                has_sinks=s_aux is not None,
+            )
+        )
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = (query @ key.transpose(2, 3)).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + attention_mask[..., : key.shape[2]]
+        if s_aux is not None:
+            sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+def sight(mask_function: MaskFunction, local_size: int | None, longest: int, device: torch.device) -> AttentionCall:
+    """Return a call with the window or chunk of a mask, and nothing else. `local_size` is the one that transformers
+    names. Raises UnsupportedAttention for a mask of another kind."""
+    farthest = min(longest, _FARTHEST if local_size is None else 4 * local_size + 8) - 1
+    size = local_size or 16
+    wanted = (0, 1, 2, 7, size - 1, size, size + 1, 2 * size, 2 * size + 3, 3 * size - 1, farthest // 2, farthest)
+    rows = sorted({row for row in wanted if 0 <= row <= farthest})
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    query_Q1 = torch.tensor(rows, device=device).unsqueeze(1)
+    key_1C = torch.arange(farthest + 1, device=device).unsqueeze(0)
+    try:
+        visible_QC = mask_function(zero, zero, query_Q1, key_1C).expand(len(rows), farthest + 1)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise UnsupportedAttention("its masks depend on more than positions") from error
+    causal_QC = key_1C <= query_Q1
+    if bool((visible_QC & ~causal_QC).any()):
+        raise UnsupportedAttention("its rows see later positions: it is no decoder")
+    nothing = AttentionCall(0, 0, 0, 0)
+    if torch.equal(visible_QC, causal_QC):
+        return nothing
+    # The last row sees the newest positions.
+    window = int(visible_QC[-1].sum())
+    if torch.equal(visible_QC, causal_QC & (key_1C > query_Q1 - window)):
+        return replace(nothing, window=window)
+    if local_size is None or not torch.equal(visible_QC, causal_QC & (key_1C >= query_Q1 // size * size)):
+        raise UnsupportedAttention("its masks are neither causal, nor sliding windows, nor chunks")
+    return replace(nothing, chunk=size)
+
+
+@contextmanager
+def _registered(recorder: _Recorder) -> Iterator[None]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    registries = (ALL_ATTENTION_FUNCTIONS, recorder.attend), (ALL_MASK_ATTENTION_FUNCTIONS, recorder.mask)
+    for registry, function in registries:
+        registry.register(_NAME, function)
+    try:
+        yield
+    finally:
+        for registry, _ in registries:
+            # It has no way to take a name back.
+            registry._global_mapping.pop(_NAME, None)
+
+
+@contextmanager
+def _watched(causal: nn.Module) -> Iterator[set[nn.Module]]:
+    """Fill the set with linear layers whose weight is read, inside the block, by anything but themselves."""
+    read: set[nn.Module] = set()
+
+    class Watched(nn.Linear):
+        @property
+        def weight(self) -> Tensor:  # type: ignore[override]
+            read.add(self)
+            return self._parameters["weight"]  # type: ignore[return-value]
+
+        def forward(self, input: Tensor) -> Tensor:
+            weight: Any = self._parameters["weight"]
+            return F.linear(input, weight, self._parameters["bias"])
+
+    linears = [module for module in causal.modules() if type(module) is nn.Linear]
+    for linear in linears:
+        linear.__class__ = Watched
+    try:
+        yield read
+    finally:
+        for linear in linears:
+            linear.__class__ = nn.Linear

@@ -1,0 +1,207 @@
+"""Check of a model of transformers at its start, with the very weights that will serve: its own eager attention and
+cache, against a paged run of chunks and decode steps of two sequences side by side.
+
+Windows and chunks are cut for the time of the check, so that short sequences go past them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.kv_cache import KVCachePool
+from penstock.generation.attention.transformers_interface import UnsupportedAttention
+from penstock.generation.models.recording import Recording, record
+from penstock.generation.models.transformers_fallback import TransformersModel, attending_by
+
+_log = get_logger("penstock.generation")
+_BLOCK_SIZE = 4
+# Tokens of the longer sequence and decode steps of both, for most models and for slow ones.
+_USUAL, _SHORT = (48, 6), (24, 2)
+# Seconds of a pass of a few tokens past which a model is slow.
+_SLOW_SECONDS = 0.1
+# Largest window of the check, in parts of the longer sequence.
+_WINDOWS = 3
+# Median relative error of a stretch of rows at which a layer differs. Reduced formats round otherwise for other numbers
+# of rows, and a router may then choose another expert now and then; a wrong mask changes nearly all rows by far more.
+_TOLERANCE = {torch.float32: 2e-3}
+_REDUCED_TOLERANCE = 0.15
+# Fields of a configuration that its masks are made from.
+_SIZES = ("sliding_window", "attention_chunk_size")
+
+
+def check_paged(model: TransformersModel, recording: Recording, *, is_quantised: bool) -> None:
+    """Compare the two ways. Raises StartupError naming MODEL and the first layer that differs."""
+    began = time.perf_counter()
+    length, steps = _SHORT if recording.seconds > _SLOW_SECONDS else _USUAL
+    length = min(length, model.config.max_position_embeddings - 1)
+    steps = max(1, min(steps, length // 4))
+    vocab = model.config.vocab_size
+    draw = torch.Generator().manual_seed(length)
+    sequences = [torch.randint(min(3, vocab - 1), vocab, (count,), generator=draw) for count in (length, length // 2)]
+    tolerance = _REDUCED_TOLERANCE if is_quantised else _TOLERANCE.get(model.dtype, _REDUCED_TOLERANCE)
+    try:
+        with torch.inference_mode(), _small_windows(model.causal, max(2, length // _WINDOWS)):
+            calls = record(model.causal, model.config.num_layers, model.config.max_position_embeddings).calls
+            wanted = [_eager(model, ids, steps, recording) for ids in sequences]
+            found = _paged(model.with_calls(calls), sequences, steps, tracks_layers=wanted[0].tracks_layers)
+    except (UnsupportedAttention, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise _refused(model, f"transformers' modules cannot run it on the paged pool ({error})") from error
+    found_errors = [_first_difference(*pair, steps, tolerance) for pair in zip(found, wanted, strict=True)]
+    worst = min((one for one in found_errors if one is not None), default=None)
+    if worst is not None:
+        place, distance = worst
+        name = _name(place, model.config.num_layers) if wanted[0].tracks_layers else "its output"
+        raise _refused(model, f"{name} differs from transformers' own by {distance:.2g}")
+    _log.info(
+        "self-check passed",
+        model_type=model.config.model_type,
+        tokens=length,
+        windows_up_to=max((call.window or call.chunk or 0 for call in calls), default=0),
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+@dataclass
+class _Run:
+    """Hidden states (rows, hidden) by layer and logits (rows, vocabulary) of one sequence, in order; the logits are the
+    last entry."""
+
+    states: list[list[Tensor]] = field(default_factory=list)
+    tracks_layers: bool = True
+
+    def add(self, states: list[Tensor]) -> None:
+        """Append rows."""
+        self.states.append(states)
+
+    def joined(self) -> list[Tensor]:
+        """Return each layer's rows."""
+        return [torch.cat(rows) for rows in zip(*self.states, strict=True)]
+
+
+def _eager(model: TransformersModel, ids: Tensor, num_steps: int, recording: Recording) -> _Run:
+    """Run a sequence as generate() does: its prompt at once, then token by token over the cache of its own."""
+    ids = ids.to(model.device).unsqueeze(0)
+    positions = torch.arange(ids.shape[1], device=model.device).unsqueeze(0)
+    begin, cache, run = 0, None, _Run()
+    with attending_by(model.causal, "eager"):
+        for end in range(ids.shape[1] - num_steps, ids.shape[1] + 1):
+            output = model.causal(
+                input_ids=ids[:, begin:end],
+                position_ids=positions[:, begin:end],
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                output_hidden_states=True,
+            )
+            begin, cache = end, output.past_key_values
+            given = output.hidden_states if recording.has_hidden_states else None
+            run.tracks_layers = given is not None
+            run.add([*(() if given is None else (state[0] for state in given)), output.logits[0].float()])
+    return run
+
+
+class _EveryState:
+    """Keeps all rows of all layers: a Capture."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def take(self, layer: int, hidden_TI: Tensor) -> None:
+        self.states.append(hidden_TI)
+
+
+def _paged(model: TransformersModel, sequences: list[Tensor], num_steps: int, *, tracks_layers: bool) -> list[_Run]:
+    """Run the sequences in chunks of different sizes, then token by token."""
+    config, counts = model.config, [-(-len(ids) // _BLOCK_SIZE) for ids in sequences]
+    kv = KVCachePool(
+        len(model.calls), sum(counts), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype, model.device
+    )
+    # No block beside the one before it.
+    free = list(range(0, sum(counts), 2)) + list(range(1, sum(counts), 2))
+    tables = torch.zeros((len(sequences), max(counts)), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+    runs = [_Run(tracks_layers=tracks_layers) for _ in sequences]
+    done = [0] * len(sequences)
+    chunks = [[len(ids) // 3, 2, len(ids) - len(ids) // 3 - 2 - num_steps] for ids in sequences]
+    for row, plan in enumerate(chunks):
+        # The second sequence begins one step later.
+        plan[:] = [0] * row + [count for count in plan if count > 0] + [1] * num_steps
+    for number in range(max(map(len, chunks))):
+        work = [(row, plan[number]) for row, plan in enumerate(chunks) if number < len(plan) and plan[number]]
+        ids = torch.cat([sequences[row][done[row] : done[row] + count] for row, count in work]).to(model.device)
+        lengths = [done[row] + count for row, count in work]
+        metadata, positions = AttentionMetadata.build(
+            [count for _, count in work], lengths, tables[[row for row, _ in work]], _BLOCK_SIZE, model.device
+        )
+        capture = _EveryState() if tracks_layers else None
+        hidden = model.forward(ids, positions, metadata, kv, capture=capture)
+        states = [*(capture.states if capture is not None else ()), model.compute_logits(hidden)]
+        first = 0
+        for row, count in work:
+            runs[row].add([state[first : first + count] for state in states])
+            done[row] += count
+            first += count
+    return runs
+
+
+def _first_difference(found: _Run, wanted: _Run, num_steps: int, tolerance: float) -> tuple[int, float] | None:
+    """Return place and relative error of the first layer that differs; None: none does. The last place is the logits'.
+
+    The first chunk, later ones and decoded tokens are judged each by its median row.
+    """
+    for place, (ours, theirs) in enumerate(zip(found.joined(), wanted.joined(), strict=True)):
+        error_T = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp_min(1e-12)
+        length = len(error_T)
+        for begin, end in ((0, length // 3), (length // 3, length - num_steps), (length - num_steps, length)):
+            if begin < end:
+                error = float(error_T[begin:end].median())
+                # A NaN differs, too.
+                if not error <= tolerance:
+                    return place, error
+    return None
+
+
+def _name(place: int, num_layers: int) -> str:
+    if place == 0:
+        return "its embedding"
+    return f"layer {place - 1}" if place <= num_layers else "its head"
+
+
+@contextmanager
+def _small_windows(causal: Any, largest: int) -> Iterator[None]:
+    """Cut the windows and chunks that masks are made from to `largest` positions inside the block."""
+    configs = {id(module.config): module.config for module in causal.modules() if hasattr(module, "config")}
+    for config in list(configs.values()):
+        if hasattr(config, "get_text_config"):
+            text = config.get_text_config()
+            configs[id(text)] = text
+    old = [
+        (config, name, size)
+        for config in configs.values()
+        for name in _SIZES
+        if isinstance(size := getattr(config, name, None), int) and not isinstance(size, bool) and size > largest
+    ]
+    try:
+        for config, name, _ in old:
+            setattr(config, name, largest)
+        yield
+    finally:
+        for config, name, size in old:
+            setattr(config, name, size)
+
+
+def _refused(model: TransformersModel, why: str) -> StartupError:
+    return StartupError(
+        f"MODEL: the self-check of model_type {model.config.model_type!r} failed: {why}; it is not served", flag="MODEL"
+    )

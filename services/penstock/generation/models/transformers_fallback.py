@@ -1,0 +1,249 @@
+"""A model whose layers are transformers' own modules, on the scheduler and the paged pool of the native ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from penstock.generation.attention.transformers_interface import (
+    NAME,
+    AttentionCall,
+    PagedStep,
+    UnsupportedAttention,
+    paged,
+    register,
+)
+
+if TYPE_CHECKING:
+    from penstock.generation.attention.base import Attention, AttentionMetadata
+    from penstock.generation.attention.kv_cache import KVCachePool
+    from penstock.generation.core.model_config import ModelConfig
+    from penstock.generation.layers.lora import AdapterBatch, AdapterWeights
+    from penstock.generation.models.capture import Capture
+
+# Reasons of requests that are refused.
+NO_ATTENTIONS = "is not possible with this model: transformers' modules run it, with soft caps, sinks or odd heads"
+NO_HIDDEN_STATES = "is not possible with this model: transformers' modules give no hidden states of its layers"
+NO_EMBEDS = "is not possible with this model: its layers look at token ids"
+
+
+class TransformersModel:
+    """See CausalLM for the methods. Rows of a step go through the modules as one sequence (1, T) without padding; the
+    attention function tells the step's sequences apart. Steps are computed whole: no fused layers, no adapters."""
+
+    def __init__(
+        self,
+        causal: Any,
+        decoder: Any,
+        config: ModelConfig,
+        calls: Sequence[AttentionCall],
+        attention: Attention,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_bytes: int,
+        unsupported: Mapping[str, str],
+    ) -> None:
+        """Take a `PreTrainedModel` with a head, in evaluation mode, and the module in it that gives the hidden states;
+        `calls` are those of its attention in one pass."""
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.num_bytes = num_bytes
+        self.mapped_bytes = 0
+        self.attention = attention
+        self.causal = causal
+        self.calls = tuple(calls)
+        self._unsupported = dict(unsupported)
+        self._decoder = decoder
+        self._embedding: Any = self.causal.get_input_embeddings()
+        self._head = Head(causal, decoder)
+
+    @property
+    def can_draw(self) -> bool:
+        """See LanguageModel."""
+        return False
+
+    @property
+    def head_site(self) -> int:
+        """See LanguageModel."""
+        return 0
+
+    @property
+    def unsupported(self) -> Mapping[str, str]:
+        """See LanguageModel."""
+        return self._unsupported
+
+    def with_calls(self, calls: Sequence[AttentionCall]) -> TransformersModel:
+        """Return a model on these very weights that attends otherwise."""
+        twin = copy.copy(self)
+        twin.calls = tuple(calls)
+        return twin
+
+    def shallow(self, num_layers: int) -> TransformersModel:
+        """Return the model itself, which cannot be cut."""
+        return self
+
+    def adapter_batch(self, adapters: Sequence[AdapterWeights | None], counts: Sequence[int]) -> AdapterBatch:
+        """Raise RuntimeError: no adapter can be loaded for such a model."""
+        _refuse("adapters")
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        *,
+        embeds_TI: Tensor | None = None,
+        capture: Capture | None = None,
+        attention: Attention | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> Tensor:
+        """See CausalLM."""
+        if adapters is not None:
+            _refuse("adapters")
+        inputs: dict[str, Any] = {"position_ids": positions_T.unsqueeze(0), "use_cache": False, "return_dict": True}
+        if embeds_TI is None:
+            inputs["input_ids"] = input_ids_T.unsqueeze(0)
+        else:
+            inputs["inputs_embeds"] = embeds_TI.unsqueeze(0)
+        if capture is not None:
+            inputs["output_hidden_states"] = True
+        step = PagedStep(self.calls, metadata, kv, attention or self.attention)
+        with paged(step):
+            output = self._decoder(**inputs)
+        if step.num_calls != len(self.calls):
+            raise UnsupportedAttention(f"it attends {step.num_calls} times instead of {len(self.calls)}")
+        if capture is not None:
+            for number, state in enumerate(output.hidden_states):
+                capture.take(number, state[0])
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if rows_R is None else hidden[rows_R]
+
+    def forward_and_draw(
+        self,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        metadata: AttentionMetadata,
+        kv: KVCachePool,
+        rows_R: Tensor | None = None,
+        embeds_TI: Tensor | None = None,
+        adapters: AdapterBatch | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Raise RuntimeError: `can_draw` is false."""
+        _refuse("fused layers")
+
+    def decode(
+        self,
+        ids: list[int],
+        lengths: list[int],
+        longest: int,
+        tables_SB: Tensor,
+        kv: KVCachePool,
+        adapters: AdapterBatch | None = None,
+    ) -> list[int]:
+        """Raise RuntimeError: `can_draw` is false."""
+        _refuse("fused layers")
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_NI: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """See CausalLM. The model's own head computes them, with its soft cap, scale and multipliers."""
+        return self._head(hidden_NI)
+
+    @torch.inference_mode()
+    def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
+        """See CausalLM."""
+        rows: Tensor = self._embedding(input_ids_T)
+        return rows
+
+
+class Head:
+    """The rest of a model behind its decoder, as its own `forward` computes it."""
+
+    def __init__(self, causal: nn.Module, decoder: nn.Module) -> None:
+        """Take the model, which stays as it is; its decoder is left out in a copy that shares every weight."""
+        self._ready = _Ready()
+        # The modules on the way to the decoder are copied, so that it can be replaced in the copies.
+        self._model: Any = _with(causal, decoder, self._ready)
+
+    def __call__(self, hidden_NI: Tensor) -> Tensor:
+        """Return logits (N, vocabulary) in float32."""
+        self._ready.output = _Output(hidden_NI.unsqueeze(0))
+        ids = torch.zeros((1, hidden_NI.shape[0]), dtype=torch.int64, device=hidden_NI.device)
+        try:
+            logits: Tensor = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        finally:
+            self._ready.output = None
+        return logits.float()
+
+
+class _Output:
+    """Output of a decoder that has hidden states (1, N, hidden) and nothing else."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _Ready(nn.Module):
+    """Stands in a decoder's place with an output that is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: _Output | None = None
+
+    def forward(self, *arguments: object, **named: object) -> _Output | None:
+        return self.output
+
+
+@contextmanager
+def attending_by(causal: Any, name: str) -> Iterator[None]:
+    """Let the model attend by transformers' attention function `name` inside the block, and by ours afterwards.
+
+    Raises UnsupportedAttention where the model has attention of its own.
+    """
+    register()
+    _set_attention(causal, name)
+    try:
+        yield
+    finally:
+        _set_attention(causal, NAME)
+
+
+def _set_attention(causal: Any, name: str) -> None:
+    causal.set_attn_implementation(name)
+    # Parts such as rotary embeddings may have copies of their own, which attend to nothing.
+    models = [module for module in causal.modules() if hasattr(module, "set_attn_implementation")]
+    if any(getattr(model.config, "_attn_implementation", name) != name for model in models):
+        raise UnsupportedAttention("its attention does not go through transformers' AttentionInterface")
+
+
+def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Return a copy of `module` in which `new` is in the place of `old`; all else is shared."""
+    twin = copy.copy(module)
+    children = dict(module._modules)
+    for name, child in children.items():
+        if child is old:
+            children[name] = new
+        elif child is not None and any(one is old for one in child.modules()):
+            children[name] = _with(child, old, new)
+    object.__setattr__(twin, "_modules", children)
+    return twin
+
+
+def _refuse(feature: str) -> NoReturn:
+    raise RuntimeError(f"transformers' modules run this model: there are no {feature}")

@@ -1,0 +1,412 @@
+"""From a folder to a model of transformers: what may be loaded, its configuration, its weights, its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.common.errors import StartupError
+from penstock.common.logging import get_logger
+from penstock.common.progress import CountBytes
+from penstock.generation.attention.transformers_interface import UnsupportedAttention
+from penstock.generation.core.model_config import MAX_LAYERS, ConfigReader, ModelConfig, ModelRoute, RopeConfig
+from penstock.generation.models.module_swaps import ModuleSwaps
+from penstock.generation.models.recording import Recording, record
+from penstock.generation.models.self_check import check_paged
+from penstock.generation.models.transformers_fallback import (
+    NO_ATTENTIONS,
+    NO_EMBEDS,
+    NO_HIDDEN_STATES,
+    TransformersModel,
+)
+from penstock.generation.weights.files import file_names, read_header
+
+if TYPE_CHECKING:
+    from penstock.generation.devices.base import Device
+
+_log = get_logger("penstock.generation")
+# Context of a model that names no largest position.
+_UNBOUNDED_CONTEXT = 32_768
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Layers of a text model that attend to all that they may see, whatever that is.
+_ATTENTION = "attention"
+_STATE_LAYERS = frozenset({"linear_attention"})
+
+
+def read_transformers_config(
+    config: ConfigReader, generation: ConfigReader, folder: Path, route: ModelRoute
+) -> ModelConfig:
+    """Return the configuration of a folder's model as far as its files give it; the loader adds the geometry.
+
+    Raises StartupError naming MODEL, or --trust-remote-code, for what transformers does not run as a decoder.
+    """
+    model_type = config.text("model_type")
+    _check_type(model_type, config, route)
+    with _quiet(), _as_startup_error(f"{config.source} cannot be read by transformers"):
+        from transformers import AutoConfig
+
+        whole: Any = AutoConfig.from_pretrained(
+            folder, trust_remote_code=_runs_code(config, route), local_files_only=True
+        )
+        text: Any = whole.get_text_config(decoder=True)
+    if getattr(whole, "is_encoder_decoder", False):
+        raise _no_decoder(model_type)
+    _refuse_state(model_type, whole, text)
+    if config.has("quantization_config"):
+        raise config.error(
+            "quantization_config", "is not supported by the fallback: give a checkpoint in float32, bfloat16 or float16"
+        )
+    number = _Numbers(config, text)
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    names = (getattr(one, "dtype", None) for one in (whole, text))
+    dtype = next((str(name).removeprefix("torch.") for name in names if name is not None), None)
+    return ModelConfig(
+        model_type=model_type,
+        architecture=next(iter(config.values.get("architectures") or ()), type(whole).__name__),
+        vocab_size=number("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size", 4 * hidden),
+        num_layers=number("num_hidden_layers", maximum=MAX_LAYERS),
+        num_heads=heads,
+        # Recorded by the loader: some models have others in some layers.
+        num_kv_heads=heads,
+        head_dim=max(1, hidden // heads),
+        max_position_embeddings=_context(text, number, model_type),
+        rms_norm_eps=0.0,
+        rope=RopeConfig("default", 0.0),
+        tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", False)),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(),
+        eos_token_ids=generation.token_ids("eos_token_id") or _ids(whole, text, "eos_token_id"),
+        bos_token_id=next(iter(_ids(whole, text, "bos_token_id")), None),
+        pad_token_id=next(iter(_ids(whole, text, "pad_token_id")), None),
+        checkpoint_dtype=dtype if dtype in _NAMED_DTYPES else None,
+        route="fallback",
+    )
+
+
+def load_transformers_model(
+    folder: Path,
+    config: ModelConfig,
+    route: ModelRoute,
+    device: Device,
+    dtype: str,
+    quantization: str,
+    progress: CountBytes | None = None,
+) -> TransformersModel:
+    """Load the weights by transformers, from safetensors only and without the network, and check how the model runs.
+
+    Arguments as of `registry.load_model`. Raises StartupError naming the flag.
+    """
+    headers = {name: one for file in file_names(folder) for name, one in read_header(folder / file).items()}
+    total = sum(one.end - one.begin for one in headers.values())
+    if progress is not None:
+        progress(0, total)
+    stored = _NAMED_DTYPES.get(config.checkpoint_dtype or "")
+    if stored is None:
+        stored = next(
+            (_TORCH_DTYPES[one.dtype] for one in headers.values() if one.dtype in _TORCH_DTYPES), torch.float32
+        )
+    compute = device.compute_dtype(dtype, stored)
+    quantization = "none" if quantization == "auto" else quantization
+    # Before the weights: it may be refused.
+    method = device.linear_method(compute, quantization)
+    causal = _loaded(folder, config, route, compute).to(device.torch_device)
+    parameters = sum(parameter.numel() for parameter in causal.parameters())
+    with _as_startup_error(f"MODEL: transformers' modules of model_type {config.model_type!r} do not run"):
+        try:
+            recording = record(causal, config.num_layers, config.max_position_embeddings)
+        except UnsupportedAttention as error:
+            raise StartupError(
+                f"MODEL: model_type {config.model_type!r} cannot run by the fallback: {error}", flag="MODEL"
+            ) from error
+    swaps = ModuleSwaps(causal, compute)
+    if method.name != "plain":
+        swaps.linears(method, recording.read_linears)
+    swaps.norms(device.layer_kernels(compute))
+    if quantization != "none":
+        _log.info(
+            "linear layers of transformers are quantised; other weights stay as they are",
+            quantization=quantization,
+            quantised_parameters=swaps.num_swapped,
+            other_parameters=sum(parameter.numel() for parameter in causal.parameters()),
+        )
+    kv_heads = max(call.num_kv_heads for call in recording.calls)
+    width = max(max(call.key_width, call.value_width) for call in recording.calls)
+    config = replace(
+        config,
+        num_layers=len(recording.calls),
+        num_heads=max(call.num_heads for call in recording.calls),
+        num_kv_heads=kv_heads,
+        # Kernels take pairs.
+        head_dim=width + width % 2,
+        dtype=str(compute).removeprefix("torch."),
+        num_parameters=parameters,
+    )
+    model = TransformersModel(
+        causal,
+        recording.decoder,
+        config,
+        recording.calls,
+        device.attention(compute, config.head_dim),
+        dtype=compute,
+        device=device.torch_device,
+        num_bytes=swaps.num_bytes + _dense_bytes(causal),
+        unsupported=_unsupported(recording, kv_heads),
+    )
+    _log_geometry(config, recording)
+    if route.self_check:
+        check_paged(model, recording, is_quantised=quantization != "none")
+    else:
+        _log.warning("--no-self-check: nothing tells whether this model's answers are transformers'")
+    if progress is not None:
+        progress(total, total)
+    return model
+
+
+def transformers_version() -> str:
+    """Return the version of the installed transformers. Raises StartupError where there is none."""
+    try:
+        from transformers import __version__
+    except ImportError as error:
+        raise StartupError(
+            "MODEL is of no native family, and transformers, which may know it, is not installed: "
+            "pip install 'penstock[fallback]'",
+            flag="MODEL",
+        ) from error
+    return str(__version__)
+
+
+def _check_type(model_type: str, config: ConfigReader, route: ModelRoute) -> None:
+    """Refuse what transformers has no decoder for. Raises StartupError."""
+    version = transformers_version()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    if config.values.get("is_encoder_decoder") or (
+        model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
+        raise _no_decoder(model_type)
+    if _runs_code(config, route):
+        _log.warning(
+            "--trust-remote-code: Python code of MODEL's folder runs with all the rights of this process",
+            files=sorted({str(name) for name in config.values["auto_map"].values()}),
+        )
+        return
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    if _has_code(config):
+        raise StartupError(
+            f"{config.source}: model_type {model_type!r} brings its own code (auto_map): read it, then "
+            "--trust-remote-code runs it, with all the rights of this process",
+            flag="--trust-remote-code",
+        )
+    if model_type in CONFIG_MAPPING:
+        raise config.error("model_type", f"{model_type!r} has no causal language model in transformers {version}")
+    raise config.error(
+        "model_type",
+        f"{model_type!r} is unknown here and to transformers {version}: a newer transformers may know it "
+        "(pip install -U transformers), or --trust-remote-code where the folder brings its code",
+    )
+
+
+def _has_code(config: ConfigReader) -> bool:
+    auto_map = config.values.get("auto_map")
+    return isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
+
+
+def _runs_code(config: ConfigReader, route: ModelRoute) -> bool:
+    return route.trust_remote_code and _has_code(config)
+
+
+def _no_decoder(model_type: str) -> StartupError:
+    return StartupError(
+        f"MODEL: model_type {model_type!r} is an encoder-decoder: Penstock serves decoder-only models", flag="MODEL"
+    )
+
+
+def _refuse_state(model_type: str, whole: Any, text: Any) -> None:
+    """Refuse models whose layers keep a state of their own, which no block of the pool holds. Raises StartupError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = next(
+        (MODEL_FOR_CAUSAL_LM_MAPPING[type(one)] for one in (whole, text) if type(one) in MODEL_FOR_CAUSAL_LM_MAPPING),
+        None,
+    )
+    layers = getattr(text, "layer_types", None) or ()
+    other = sorted({str(one) for one in layers if _ATTENTION not in str(one) or one in _STATE_LAYERS})
+    if getattr(kind, "_is_stateful", False) or other:
+        raise StartupError(
+            f"MODEL: layers of model_type {model_type!r} keep a state of their own"
+            f"{f' ({chr(44).join(other)})' if other else ''}, as recurrent layers do: such models are not served yet",
+            flag="MODEL",
+        )
+
+
+class _Numbers:
+    """Whole numbers of a configuration of transformers, which knows a field's other names."""
+
+    def __init__(self, config: ConfigReader, text: Any) -> None:
+        self._config = config
+        self._text = text
+
+    def __call__(self, name: str, default: int | None = None, *, maximum: int = 2**31 - 1) -> int:
+        """Return it. Raises StartupError naming the field."""
+        value = getattr(self._text, name, None)
+        # Some models have one for each layer.
+        if isinstance(value, (list, tuple)) and value and all(isinstance(one, int) for one in value):
+            value = max(value)
+        return ConfigReader({name: value}, self._config.source).integer(name, default, maximum=maximum)
+
+
+def _context(text: Any, number: _Numbers, model_type: str) -> int:
+    """Return the most positions of a sequence.
+
+    Rotary embeddings that change with the longest sequence of a batch are the same for all below the length from which
+    on they change: longer sequences would change others.
+    """
+    most = number("max_position_embeddings", _UNBOUNDED_CONTEXT)
+    limits = []
+    for rope in _ropes(text):
+        kind = rope.get("rope_type")
+        if kind == "longrope" or "dynamic" in str(kind):
+            own = rope.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            limits.append(min(most, int(own or most)))
+    least = min(limits, default=most)
+    if least < most:
+        _log.warning(
+            "the context ends where this model's rotary embedding changes for all sequences of a batch",
+            model_type=model_type,
+            context=least,
+            instead_of=most,
+        )
+    return least
+
+
+def _ropes(text: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary embeddings of a configuration, one or several by type of layer."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if isinstance(found, dict):
+        nested = [one for one in found.values() if isinstance(one, dict)]
+        yield from nested or [found]
+
+
+def _ids(whole: Any, text: Any, name: str) -> tuple[int, ...]:
+    for config in (whole, text):
+        value = getattr(config, name, None)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found = tuple(dict.fromkeys(one for one in values if isinstance(one, int) and one >= 0))
+        if found:
+            return found
+    return ()
+
+
+def _loaded(folder: Path, config: ModelConfig, route: ModelRoute, dtype: torch.dtype) -> Any:
+    """Return the model with its weights. Raises StartupError naming missing tensors."""
+    with _quiet(), _as_startup_error(f"MODEL: transformers cannot load {folder}"):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        own: Any = AutoConfig.from_pretrained(folder, trust_remote_code=route.trust_remote_code, local_files_only=True)
+        if getattr(own.get_text_config(decoder=True), "output_router_logits", False):
+            own.get_text_config(decoder=True).output_router_logits = False
+        causal: Any
+        info: dict[str, Any]
+        factory: Any = AutoModelForCausalLM
+        causal, info = factory.from_pretrained(
+            folder,
+            config=own,
+            dtype=dtype,
+            attn_implementation="eager",
+            trust_remote_code=route.trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    for kind in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(one if isinstance(one, str) else one[0]) for one in info.get(kind) or ())
+        if names:
+            what = "lacks" if kind == "missing_keys" else "has in another shape"
+            raise StartupError(f"{folder} {what} {', '.join(names[:5])} ({len(names)} tensors)", flag="MODEL")
+    if unexpected := sorted(map(str, info.get("unexpected_keys") or ())):
+        _log.warning(
+            "tensors of the checkpoint that the model does not have", count=len(unexpected), some=unexpected[:5]
+        )
+    return causal.eval().requires_grad_(False)
+
+
+def _dense_bytes(causal: Any) -> int:
+    """Return the bytes of parameters and buffers, those that are shared once."""
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*causal.parameters(), *causal.buffers())}
+    return sum(tensors.values())
+
+
+def _unsupported(recording: Recording, kv_heads: int) -> dict[str, str]:
+    found = {}
+    if not all(call.is_plain(kv_heads) for call in recording.calls):
+        found["output.output_attentions"] = NO_ATTENTIONS
+    if not recording.has_hidden_states:
+        found |= dict.fromkeys(("output.output_hidden_states", "config.dola_layers"), NO_HIDDEN_STATES)
+    if not recording.takes_embeds:
+        found["inputs_embeds"] = NO_EMBEDS
+    return found
+
+
+def _log_geometry(config: ModelConfig, recording: Recording) -> None:
+    used = sum(call.num_kv_heads * (call.key_width + call.value_width) for call in recording.calls)
+    taken = len(recording.calls) * 2 * config.num_kv_heads * config.head_dim
+    _log.info(
+        "the model runs by transformers' modules",
+        model_type=config.model_type,
+        architecture=config.architecture,
+        layers=len(recording.calls),
+        windows=sorted({call.window for call in recording.calls if call.window is not None}),
+        chunks=sorted({call.chunk for call in recording.calls if call.chunk is not None}),
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        # All layers have the pool's widest geometry.
+        used_of_pool=round(used / taken, 2),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' bars and advice out of the log inside the block."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _as_startup_error(what: str) -> Iterator[None]:
+    """Turn whatever transformers raises inside the block into a StartupError naming MODEL."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:  # of any kind: files and, where trusted, code of other people
+        text = " ".join(str(error).split())
+        raise StartupError(f"{what}: {type(error).__name__}: {text[:300]}", flag="MODEL") from error

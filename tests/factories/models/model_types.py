@@ -1,0 +1,246 @@
+"""Tiny random checkpoints of any model type that transformers knows as a causal language model.
+
+A type's own configuration class says which fields it has: sizes are set by their common names, and lists with an entry
+a layer are cut so that every kind of layer stays.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from factories.engine.fake_engine import engine_config, request, run
+from factories.engine.model_engine import model_engine
+from penstock.generation.core.request import Request
+from penstock.generation.models.language_model import LanguageModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB_SIZE = 160
+LAYERS = 4
+_MOST_PARAMETERS = 40_000_000
+# Shorter than the prompts of the tests.
+WINDOW, CHUNK = 12, 16
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": CHUNK,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # Experts.
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "ffn_hidden_size": 96,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # Attention through a narrow projection.
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 12,
+    # Others.
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "d_kv": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "num_kv_shared_layers": 1,
+    "query_pre_attn_scalar": 16,
+    "mlp_bias": True,
+    "attention_bias": True,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+}
+_VISION: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Fields of single types that no rule gives.
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "qwen2": _SLIDING,
+    "qwen2_moe": _SLIDING,
+    "qwen3": _SLIDING,
+}
+
+
+# One of each kind: learned positions; soft caps and windows; sinks; widths that differ; chunks; a window that no
+# argument tells; the fused projections of Phi; a head with a scale of its own.
+USUAL = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen2_moe", "phi3", "granite")
+# The others that the fallback runs.
+FURTHER = (
+    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "ctrl", "cwm", "deepseek_v2", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+    "flex_olmo", "flint", "fuyu", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "lfm2", "llama", "llama4",
+    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+    "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "persimmon", "phi", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma", "youtu",
+)  # fmt: skip
+
+
+def model_types() -> tuple[str, ...]:
+    """Return every type that transformers maps to a causal language model."""
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """Return a small configuration of a type; `changes` are fields of its text part."""
+    kind = CONFIG_MAPPING[model_type]
+    standard = kind()
+    if standard.get_text_config(decoder=True) is standard:
+        return kind(**_fields(standard, model_type, changes))
+    name = next(name for name in ("text_config", "decoder", "generator") if hasattr(standard, name))
+    text = getattr(standard, name)
+    parts = {name: type(text)(**_fields(text, model_type, changes))}
+    if (vision := getattr(standard, "vision_config", None)) is not None:
+        known = vision.to_dict()
+        parts["vision_config"] = type(vision)(**{one: size for one, size in _VISION.items() if one in known})
+    # Ids of images and sounds are beyond the small vocabulary.
+    ids = {
+        one: VOCAB_SIZE - 1
+        for one, value in standard.to_dict().items()
+        if one.endswith("token_id") and value is not None
+    }
+    return kind(**parts, **ids)
+
+
+def _fields(standard: Any, model_type: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    known, aliases = standard.to_dict(), standard.attribute_map
+    own = {**_OWN.get(model_type, {}), **changes}
+    sizes = {**_SIZES, **own}
+    # Of a field with two names the one in the file counts.
+    fields = {name: value for name, value in sizes.items() if name in known or name in aliases or name in own}
+    if "qk_rope_head_dim" in fields:
+        # Of the rotated part there; every head has its key and value.
+        fields["head_dim"] = fields["qk_rope_head_dim"]
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    layers = getattr(standard, "num_hidden_layers", None)
+    for name, value in known.items():
+        if isinstance(value, list) and layers and len(value) == layers and name not in sizes:
+            fields[name] = list(_cut(value))
+    return fields
+
+
+def _cut(values: list[Any]) -> Iterator[Any]:
+    """Yield as many values as there are layers, every one of them at least once where there is room."""
+    kinds = list(dict.fromkeys(map(str, values)))
+    if len(kinds) == 1:
+        yield from values[:1] * LAYERS
+        return
+    by_name = {str(value): value for value in values}
+    for place in range(LAYERS):
+        yield by_name[kinds[place % len(kinds)]]
+
+
+def tiny_model_type(
+    folder: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Write a random model of a type to `folder` and return it. Weights are wide: ids vary, and are no ties."""
+    config = tiny_config(model_type, **changes)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if (count := sum(parameter.numel() for parameter in empty.parameters())) > _MOST_PARAMETERS:
+        raise ValueError(f"{model_type} has {count} parameters: give it sizes of its own")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.2)
+                elif "norm" in name and name.endswith("weight"):
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def reference_of(folder: Path) -> PreTrainedModel:
+    """Load a checkpoint in transformers, in float32, as `generate` would run it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # It would go before the settings of a call.
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def check_ids(folder: Path, model: LanguageModel, new_tokens: int = 64) -> None:
+    """Check that ids equal generate()'s: alone, beside others in chunks, after preemption, and over cached prefixes."""
+    source = random.Random(5)
+    long = [source.randrange(3, VOCAB_SIZE) for _ in range(41)]
+    short = [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 17)]
+    prompts = [long, *short, long[:24], [*long[:30], 7, 9]]
+    reference = reference_of(folder)
+    wanted = [greedy_ids(reference, prompt, new_tokens) for prompt in prompts]
+
+    def requests() -> list[Request]:
+        return [
+            request(prompt, max_new_tokens=new_tokens, request_id=str(place)) for place, prompt in enumerate(prompts)
+        ]
+
+    alone = run(model_engine(model), requests()[0])["0"].ids
+    assert alone == {0: wanted[0]}, f"alone {alone}, by generate() {wanted[0]}"
+    # Room for about half of the sequences at full length.
+    blocks = sum(len(prompt) + new_tokens for prompt in prompts) // 7
+    engine = model_engine(model, engine_config(num_blocks=blocks, max_batch_tokens=20, max_running_sequences=5))
+    for _ in range(2):
+        found = run(engine, *requests())
+        ids = [found[str(place)].ids[0] for place in range(len(prompts))]
+        assert ids == wanted, f"together {ids}, by generate() {wanted}"
+    assert engine.stats.preemptions > 0
+    assert engine.stats.prefix_hit_tokens > 0
+
+
+def greedy_ids(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Return transformers' own greedy ids after one prompt, past any end."""
+    settings = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.inference_mode():
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            generation_config=settings,
+        )
+    return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]

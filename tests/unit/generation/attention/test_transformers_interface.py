@@ -1,0 +1,124 @@
+"""Attention for transformers' modules equals dense attention written out, for every kind of call and mix of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from factories.engine.pools import unwritten_pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.generation.attention import transformers_interface
+from penstock.generation.attention.base import AttentionMetadata
+from penstock.generation.attention.sdpa import SDPAAttention
+from penstock.generation.attention.transformers_interface import AttentionCall, PagedStep, UnsupportedAttention
+
+BLOCK = 4
+SCALE = 0.3
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of one whole sequence: q, k (heads, T, width), v."""
+    groups = call.num_heads // call.num_kv_heads
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    scores = q @ k.transpose(1, 2) * SCALE
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    row, key = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])[None]
+    seen = key <= row
+    if call.window is not None:
+        seen &= key > row - call.window
+    if call.chunk is not None:
+        seen &= key // call.chunk == row // call.chunk
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, q.shape[1], 1)), -1)
+    return scores.softmax(-1)[..., : q.shape[1]] @ v
+
+
+calls = st.builds(
+    lambda kv_heads, groups, key, value, window, chunk, softcap, sinks: AttentionCall(
+        kv_heads * groups, kv_heads, key, value, window, chunk, softcap, sinks
+    ),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.sampled_from([4, 8]),
+    st.sampled_from([4, 6, 8]),
+    st.sampled_from([None, 1, 5, 40]),
+    st.sampled_from([None, None, 3, 8]),
+    st.sampled_from([None, 2.0]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(call=calls, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3), seed=st.integers(0, 1000))
+def test_paged_attention_is_dense_attention(call: AttentionCall, lengths: list[int], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    sinks = torch.randn(call.num_heads, generator=draw) if call.has_sinks else None
+
+    def rows(heads: int, width: int) -> list[torch.Tensor]:
+        return [torch.randn(heads, length, width, generator=draw) for length in lengths]
+
+    queries = rows(call.num_heads, call.key_width)
+    keys, values = rows(call.num_kv_heads, call.key_width), rows(call.num_kv_heads, call.value_width)
+    each = zip(queries, keys, values, strict=True)
+    wanted = [dense(q, k, v, call, sinks) for q, k, v in each]
+    # A pool of wider heads than the call has, as beside other layers.
+    counts = [-(-length // BLOCK) for length in lengths]
+    kv = unwritten_pool(1, sum(counts), BLOCK, 3, 10, torch.float32)
+    free = torch.randperm(sum(counts), generator=draw).tolist()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+    done = [0] * len(lengths)
+    while any(one < length for one, length in zip(done, lengths, strict=True)):
+        left = [length - one for one, length in zip(done, lengths, strict=True)]
+        work = [
+            (row, min(count, int(torch.randint(1, 9, (), generator=draw)))) for row, count in enumerate(left) if count
+        ]
+        spans = [(row, slice(done[row], done[row] + count)) for row, count in work]
+        metadata, _ = AttentionMetadata.build(
+            [count for _, count in work],
+            [span.stop for _, span in spans],
+            tables[[row for row, _ in work]],
+            BLOCK,
+        )
+        step = PagedStep((call,), metadata, kv, SDPAAttention())
+        q, k, v = (torch.cat([x[row][:, span] for row, span in spans], 1)[None] for x in (queries, keys, values))
+        found = step.attend(q, k, v, SCALE, call.softcap, sinks)
+        assert found.shape == (1, q.shape[2], call.num_heads, call.value_width)
+        first = 0
+        for row, span in spans:
+            count = span.stop - span.start
+            ours = found[0, first : first + count].transpose(0, 1)
+            assert torch.allclose(ours, wanted[row][:, span], rtol=1e-4, atol=1e-5)
+            first += count
+            done[row] += count
+
+
+def test_long_queries_are_computed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = AttentionCall(2, 1, 4, 4, softcap=3.0)
+    q, k, v = torch.randn(2, 50, 4), torch.randn(1, 50, 4), torch.randn(1, 50, 4)
+    kv = unwritten_pool(1, 13, BLOCK, 1, 4, torch.float32)
+    monkeypatch.setattr(transformers_interface, "_MOST_SCORES", 700)
+    metadata, _ = AttentionMetadata.build([50], [50], torch.arange(13, dtype=torch.int32)[None], BLOCK)
+    found = PagedStep((call,), metadata, kv, SDPAAttention()).attend(q[None], k[None], v[None], SCALE, 3.0, None)
+    assert torch.allclose(found[0].transpose(0, 1), dense(q, k, v, call, None), rtol=1e-4, atol=1e-5)
+    (plan,) = metadata.plans.values()
+    assert len(plan) > 1  # type: ignore[arg-type]
+
+
+def test_a_call_that_was_not_recorded_is_refused() -> None:
+    kv = unwritten_pool(1, 2, BLOCK, 1, 4, torch.float32)
+    metadata, _ = AttentionMetadata.build([2], [2], torch.tensor([[0]], dtype=torch.int32), BLOCK)
+    step = PagedStep((AttentionCall(1, 1, 4, 4),), metadata, kv, SDPAAttention())
+    x = torch.zeros(1, 1, 2, 4)
+    step.attend(x, x, x, SCALE, None, None)
+    with pytest.raises(UnsupportedAttention, match="more often"):
+        step.attend(x, x, x, SCALE, None, None)
+    with pytest.raises(UnsupportedAttention, match="masks by itself"):
+        transformers_interface.check_arguments(torch.zeros(1), {})
+    with pytest.raises(UnsupportedAttention, match="position_bias"):
+        transformers_interface.check_arguments(None, {"position_bias": torch.zeros(1)})

@@ -1,0 +1,174 @@
+"""Refusals of the fallback and their words; the self-check; code that a folder brings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories.models.checkpoints import tiny_checkpoint
+from factories.models.model_types import CHUNK, WINDOW, tiny_model_type
+from factories.models.run_kernels import cpu_device
+from penstock.common.errors import StartupError
+from penstock.generation.core.model_config import ModelConfig, ModelRoute
+from penstock.generation.models import self_check
+from penstock.generation.models.recording import Recording, record
+from penstock.generation.models.registry import load_model, read_model_config
+from penstock.generation.models.transformers_fallback import TransformersModel
+from transformers import dynamic_module_utils
+
+FALLBACK = ModelRoute("fallback")
+NUMBERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def written(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def read(folder: Path, **fields: Any) -> ModelConfig:
+    return read_model_config(written(folder, **fields))
+
+
+def load(folder: Path, route: ModelRoute = FALLBACK) -> TransformersModel:
+    model = load_model(folder, dtype="float32", device=cpu_device(), route=route)
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag", "named"),
+    [
+        ({"model_type": "not-known"}, "MODEL", "unknown here and to transformers .*newer.*--trust-remote-code"),
+        ({"model_type": "vit"}, "MODEL", "'vit' has no causal language model in transformers"),
+        ({"model_type": "t5"}, "MODEL", "'t5' is an encoder-decoder"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "MODEL", "'bart' is an encoder-decoder"),
+        ({"model_type": "mamba2"}, "MODEL", "'mamba2' keep a state of their own"),
+        ({"model_type": "falcon_h1"}, "MODEL", "'falcon_h1' keep a state of their own"),
+        ({"model_type": "qwen3_next"}, "MODEL", "'qwen3_next' keep a state of their own .*linear_attention"),
+        (
+            {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+            "MODEL",
+            "'lfm2' keep a state of their own .*conv",
+        ),
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
+            "--trust-remote-code",
+            "brings its own code.*--trust-remote-code runs it",
+        ),
+        ({"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}, "MODEL", "quantization_config"),
+    ],
+    ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
+)
+def test_a_model_that_cannot_run_is_refused_with_the_reason(
+    tmp_path: Path, fields: dict[str, Any], flag: str, named: str
+) -> None:
+    written(tmp_path, **fields)
+    with pytest.raises(StartupError, match=named) as refused:
+        read_model_config(tmp_path)
+    assert refused.value.flag == flag
+    assert "\n" not in refused.value.message
+
+
+def test_a_known_type_needs_no_code_of_its_folder(tmp_path: Path) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_gpt2.Own"}}
+    assert read(tmp_path, model_type="gpt2", **NUMBERS, **code).route == "fallback"
+    assert read(tmp_path, model_type="qwen2", **NUMBERS, num_key_value_heads=2, **code).route == "native"
+
+
+def test_other_names_of_fields_are_known(tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="gpt2", n_embd=48, n_layer=3, n_head=4, n_positions=99, vocab_size=64)
+    assert (config.hidden_size, config.num_layers, config.num_heads) == (48, 3, 4)
+    assert config.max_position_embeddings == 99
+    assert config.architecture == "GPT2Config"
+    config = read(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"], eos_token_id=[3, 4], **NUMBERS)
+    assert (config.architecture, config.eos_token_ids) == ("GPT2LMHeadModel", (3, 4))
+
+
+def test_the_context_ends_where_a_rotary_embedding_would_change(tmp_path: Path) -> None:
+    factors = [1.0] * 8
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 10000.0}
+    fields = {**NUMBERS, "max_position_embeddings": 4096, "original_max_position_embeddings": 512, "pad_token_id": 0}
+    assert read(tmp_path, model_type="phi3", **fields).max_position_embeddings == 4096
+    assert read(tmp_path, model_type="phi3", rope_parameters=rope, **fields).max_position_embeddings == 512
+
+
+def test_geometry_is_recorded(tmp_path: Path) -> None:
+    found = {}
+    for kind in ("gemma2", "llama4_text", "deepseek_v3", "gpt_oss", "qwen2_moe"):
+        model = load(tiny_model_type(tmp_path / kind, kind), ModelRoute(self_check=False))
+        found[kind] = model
+        assert len(model.calls) == model.config.num_layers == 4
+    assert {call.window for call in found["gemma2"].calls} == {WINDOW, None}
+    assert {call.softcap for call in found["gemma2"].calls} == {50.0}
+    assert {call.chunk for call in found["llama4_text"].calls} == {CHUNK, None}
+    assert {(call.key_width, call.value_width) for call in found["deepseek_v3"].calls} == {(16, 12)}
+    assert found["deepseek_v3"].config.head_dim == 16
+    assert all(call.has_sinks for call in found["gpt_oss"].calls)
+    # Its layers slide, and none of them says so to its attention.
+    assert WINDOW in {call.window for call in found["qwen2_moe"].calls}
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama4_text"])
+def test_the_self_check_names_the_first_layer_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def wrong(*arguments: Any) -> Recording:
+        found = record(*arguments)
+        # Its first layer with a window or chunks is 0.
+        return replace(found, calls=tuple(replace(call, window=None, chunk=None) for call in found.calls))
+
+    folder = tiny_model_type(tmp_path, kind)
+    load(folder)
+    monkeypatch.setattr(self_check, "record", wrong)
+    with pytest.raises(StartupError, match=f"self-check of model_type '{kind}' failed: layer 0 differs"):
+        load(folder)
+    load(folder, replace(FALLBACK, self_check=False))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_checkpoint(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight \(1 tensors\)"):
+        load(folder)
+
+
+def test_code_of_a_folder_runs_by_its_flag_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    values = json.loads((folder / "config.json").read_text())
+    values["model_type"] = "penstock-own"
+    values["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'penstock-own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(StartupError, match="--trust-remote-code"):
+        load(folder, ModelRoute())
+    model = load(folder, ModelRoute(trust_remote_code=True))
+    assert type(model.causal).__name__ == "OwnForCausalLM"
+    assert not (tmp_path / "model" / "modules").exists()
+
+
+def test_linear_layers_are_those_of_the_device(tmp_path: Path) -> None:
+    model = load(tiny_model_type(tmp_path, "cohere"))
+    kinds = [type(module).__name__ for module in model.causal.modules()]
+    # Of four layers with seven each, and the head.
+    assert kinds.count("LinearModule") == 4 * 7 + 1
+    assert "Linear" not in kinds
+
+
+@pytest.mark.parametrize(("kind", "count"), [("llama", 4 * 2 + 1), ("gemma2", 4 * 4 + 1), ("cohere", 0)])
+def test_norms_that_give_the_same_are_those_of_the_device(tmp_path: Path, kind: str, count: int) -> None:
+    model = load(tiny_model_type(tmp_path, kind))
+    kinds = [type(module).__name__ for module in model.causal.modules()]
+    assert kinds.count("NormModule") == count
