@@ -187,6 +187,7 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """True when the layer has a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
+
     # "native" or "fallback": the code that runs it. In the fallback, layers and heads are the KV pool's, set by the
     # loader, and fields of native layers mean nothing.
     route: str = "native"
