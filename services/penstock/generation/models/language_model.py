@@ -88,3 +88,6 @@ class LanguageModel(Protocol):
 
     def embed(self, input_ids_T: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
         """See CausalLM."""
+
+    def given_embeds(self, embeds_PI: Tensor) -> Tensor:
+        """See CausalLM."""

@@ -164,6 +164,10 @@ class TransformersModel:
         rows: Tensor = self._embedding(input_ids_T)
         return rows
 
+    def given_embeds(self, embeds_PI: Tensor) -> Tensor:
+        """See CausalLM. A decoder that multiplies embeddings does so itself."""
+        return embeds_PI
+
 
 class Head:
     """The rest of a model behind its decoder, as its own `forward` computes it."""
