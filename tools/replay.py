@@ -95,7 +95,7 @@ class Replay:
             # With other blocks than the trace had, some of them may not be there.
             with contextlib.suppress(PenstockError):
                 self.engine.release_blocks()
-                self.engine.claim_blocks(event["claimed"])
+                self.engine.claim_blocks(event["claimed"], host_blocks=event.get("claimed_host", ()))
         elif "cut" in event:
             self.engine.abort(str(event["cut"]))
         else:

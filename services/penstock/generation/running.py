@@ -88,6 +88,8 @@ class RunningEngine:
         self.status = StatusLog(loop, stats, config.status_seconds)
         self.status.start()
         self._watch: asyncio.Task[None] | None = None
+        # No reload reads the draft model again.
+        self._draft_files = tuple(one for one in loaded.device.mapped_files if one.path.parent != loaded.folder)
         self._watch_mapped(loaded)
         self._compiler = _compiler(loaded, config)
         retry_seconds = loaded.engine_config.queue_full_retry_seconds
@@ -177,12 +179,13 @@ class RunningEngine:
         self.status.stop()
 
     def _watch_mapped(self, loaded: LoadedModel) -> None:
-        """Watch the files that the weights of `loaded` are mapped from, and no others any more."""
+        """Watch the files that the weights of `loaded` and the draft model are mapped from, and no others any more."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        if loaded.device.mapped_files and self._config.weights_check_seconds:
-            self._watch = asyncio.create_task(self._watch_weights(loaded.device.mapped_files))
+        files = tuple({*loaded.device.mapped_files, *self._draft_files})
+        if files and self._config.weights_check_seconds:
+            self._watch = asyncio.create_task(self._watch_weights(files))
 
     async def _watch_weights(self, files: Sequence[MappedFile]) -> None:
         error = await weights_written(files, self._config.weights_check_seconds)

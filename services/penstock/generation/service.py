@@ -16,6 +16,7 @@ from penstock.common.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    NotFound,
     PenstockError,
     ResourceExhausted,
     Unavailable,
@@ -149,7 +150,7 @@ class GenerationCore:
         try:
             await asyncio.wait_for(self.hub.wait_idle(), grace)
         except TimeoutError:
-            aborted = len(self.hub.abort(self.hub.live_ids()))
+            aborted = self.hub.end_drained()
             await self.hub.wait_idle()
             return aborted
         return 0
@@ -168,6 +169,9 @@ class GenerationCore:
         if plugins is not None:
             params = replace(params, plugins=plugins)
         arrival = time.monotonic()
+        # None where `complete` must read it first.
+        adapter = loaded.adapters.get(options.adapter) if options.adapter else None
+        _check_digest(adapter, options)
         request = Request(
             request_id=options.request_id or new_request_id(),
             prompt_token_ids=_prompt(options),
@@ -182,8 +186,7 @@ class GenerationCore:
             warnings=resolved.warnings,
             token_healing=self._token_healing(options) if resolved.params.token_healing else None,
             begins_text=options.begins_text,
-            # None where `complete` must read it first.
-            adapter=loaded.adapters.get(options.adapter) if options.adapter else None,
+            adapter=adapter,
         )
         return DeltaMaker(request, loaded.served.name, resolved.stream_interval)
 
@@ -216,49 +219,69 @@ class GenerationCore:
         from here on. Raises as `EmbedsIntake.room`, `EmbedsIntake.convert`, `GrammarCompiler.compile` and
         `AdapterStore.bring`.
         """
+        request_id, deadline = request.request_id, request.deadline
         if options.adapter and request.adapter is None:
-            bringing = self._bring(options.adapter)
-            request.adapter = await self._before_submission(request, bringing, "adapter")
+            request.adapter = await self._bring(options.adapter, request_id, deadline)
+            _check_digest(request.adapter, options)
         tensor, constraint = options.inputs_embeds, options.constraint
         live_bytes = 0 if tensor is None else self.hub.embeds_bytes
-        with self.embeds_intake.room(tensor, live_bytes):
+        # The adapter counts as used meanwhile: else others would take its place, and it stayed in memory uncounted.
+        with self.loaded.adapters.in_use(request.adapter), self.embeds_intake.room(tensor, live_bytes):
             if tensor is not None:
                 converting = self.embeds_intake.convert(tensor, options.num_placeholders)
-                request.embeds = await self._before_submission(request, converting, "inputs_embeds")
+                request.embeds = await self._before_submission(request_id, deadline, converting, "inputs_embeds")
             if constraint is not None:
                 compiling = self.compiler.compile(constraint)
-                grammar = await self._before_submission(request, compiling, "constraint")
+                grammar = await self._before_submission(request_id, deadline, compiling, "constraint")
                 request.grammar = grammar.ending_itself() if request.params.ignore_eos else grammar
 
-    async def _before_submission(self, request: Request, work: Coroutine[Any, Any, T], stage: str) -> T:
-        remaining = None if request.deadline is None else request.deadline - time.monotonic()
+    async def _before_submission(
+        self, request_id: str, deadline: float | None, work: Coroutine[Any, Any, T], stage: str
+    ) -> T:
+        remaining = None if deadline is None else deadline - time.monotonic()
         try:
             async with asyncio.timeout(remaining):
-                return await self.hub.prepare(request.request_id, work)
+                return await self.hub.prepare(request_id, work)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the deadline passed", reason="DEADLINE_EXCEEDED", metadata={"stage": stage}
             ) from None
 
-    async def score(self, command: ScoreCommand, deadline: float | None) -> list[ItemResult]:
-        """Run a Score to its end. Raises what `check_score` raises, or the first error of an item."""
+    async def score(
+        self, command: ScoreCommand, deadline: float | None, check_open: Callable[[], object] = lambda: None
+    ) -> list[ItemResult]:
+        """Run a Score to its end. Raises what `check_score` raises, or the first error of an item.
+
+        `check_open` is called once an adapter was read, which takes time: it raises where no work is taken any more.
+        """
         check_score(command, self.loaded.served, self.limits)
-        adapter = await self._bring(command.adapter) if command.adapter else None
+        adapter = await self._adapter_of_items(command.adapter, deadline, check_open)
         requests = score_requests(command, time.monotonic(), deadline, adapter)
         return await ItemBatch(self.hub, requests, "items", self.max_items, followers(command.items)).run()
 
-    async def embed(self, command: EmbedCommand, deadline: float | None) -> list[ItemResult]:
-        """Run an Embed to its end. Raises what `check_embed` raises, or the first error of an input."""
+    async def embed(
+        self, command: EmbedCommand, deadline: float | None, check_open: Callable[[], object] = lambda: None
+    ) -> list[ItemResult]:
+        """Run an Embed to its end. Raises what `check_embed` raises, or the first error of an input; see `score`."""
         check_embed(command, self.loaded.served, self.limits, self.loaded.model.config.hidden_size)
-        adapter = await self._bring(command.adapter) if command.adapter else None
+        adapter = await self._adapter_of_items(command.adapter, deadline, check_open)
         requests = embed_requests(command, time.monotonic(), deadline, adapter)
         return await ItemBatch(self.hub, requests, "inputs", self.max_items, {}).run()
 
-    async def _bring(self, name: str) -> Adapter:
-        """Return an adapter, read again on a thread where it is not in memory. Raises as `AdapterStore.bring`."""
-        adapters = self.loaded.adapters
-        adapter = adapters.get(name)
-        return await asyncio.to_thread(adapters.bring, name) if adapter is None else adapter
+    async def _adapter_of_items(
+        self, name: str, deadline: float | None, check_open: Callable[[], object]
+    ) -> Adapter | None:
+        adapter = self.loaded.adapters.get(name) if name else None
+        if name and adapter is None:
+            # The call has no id of its own; as a request that is prepared it is waited for by a drain.
+            adapter = await self._bring(name, new_request_id(), deadline)
+            check_open()
+        return adapter
+
+    async def _bring(self, name: str, request_id: str, deadline: float | None) -> Adapter:
+        """Read an adapter that is not in memory, on a thread. Raises as `AdapterStore.bring`."""
+        bringing = asyncio.to_thread(self.loaded.adapters.bring, name)
+        return await self._before_submission(request_id, deadline, bringing, "adapter")
 
     async def warm_up(self, size: WarmUpSize | None = None) -> None:
         """Run the model as at the start, or as far as `size` asks. The prefix cache is empty afterwards.
@@ -298,6 +321,16 @@ class GenerationCore:
             return await self.watermark_calls.run(detector, command, deadline)
         except TooFewTokens as error:
             raise InvalidArgument("token_ids", str(error)) from None
+
+
+def _check_digest(adapter: Adapter | None, options: GenerateOptions) -> None:
+    """Raise NotFound where an adapter's name stands for other weights than those that the request began with."""
+    if adapter is not None and options.adapter_digest and options.adapter_digest != adapter.digest:
+        raise NotFound(
+            "adapter_digest: the adapter's name stands for other weights here",
+            reason="ADAPTER_DIFFERS",
+            field="adapter_digest",
+        )
 
 
 def _prompt(options: GenerateOptions) -> list[int]:

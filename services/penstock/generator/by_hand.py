@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.common.errors import FailedPrecondition, InvalidArgument
+from penstock.common.errors import InvalidArgument
 from penstock.generation.attention.base import AttentionMetadata
 from penstock.generation.core.sampling_params import SamplingParams, derive_seed
 from penstock.generation.core.sequence import Sequence as EngineSequence
@@ -286,35 +286,27 @@ class HandSampler:
         return sequence
 
 
-def copy_blocks(engine: Engine, loaded: LoadedModel, pairs: Any) -> int:
-    """Copy (source, destination) blocks of the pool that the caller holds, or nobody does. Engine thread.
+def copy_blocks(engine: Engine, pairs: Any) -> int:
+    """Copy (source, destination) blocks of the pool, in order; they are the caller's from then on. Engine thread.
 
-    All sources are read before any destination is written. Returns the number of pairs.
-    Raises as `Engine.claim_blocks`.
+    Returns the number of pairs. Raises as `BlockCommands.copy`.
     """
-    numbers = whole_numbers("blocks", pairs)
+    numbers = whole_numbers("pairs", pairs)
     if numbers.ndim != 2 or numbers.shape[1] != _COPY:
-        raise InvalidArgument("blocks", "must be pairs of a source and a destination")
-    if len(set(numbers[:, 1].tolist())) < len(numbers):
-        raise InvalidArgument("blocks", "no destination may come twice")
-    engine.claim_blocks(numbers.ravel().tolist())
-    loaded.kv.copy_blocks([(int(source), int(destination)) for source, destination in numbers])
+        raise InvalidArgument("pairs", "must be pairs of a source and a destination")
+    BlockCommands(engine, claims=True).copy([(int(source), int(destination)) for source, destination in numbers])
     return len(numbers)
 
 
 def swap_blocks(engine: Engine, swaps: Any) -> int:
-    """Copy blocks [[kind, source, destination]] between the pools; kind 0: host to device, 1: device to host. Engine
-    thread.
+    """Copy blocks [[kind, source, destination]] between the pools, in order; kind 0: host to device, 1: device to host.
+    They are the caller's from then on. Engine thread.
 
-    Returns their number. Raises as `Engine.claim_blocks` and `BlockCommands.swap`.
+    Returns their number. Raises as `BlockCommands.swap`.
     """
     numbers = whole_numbers("swaps", swaps)
     if numbers.ndim != 2 or numbers.shape[1] != _SWAP or not set(numbers[:, 0].tolist()) <= {_FROM_HOST, _TO_HOST}:
         raise InvalidArgument("swaps", "must be [kind, source, destination] each; kind 0: from the host, 1: to it")
-    if engine.host_blocks is None:
-        raise FailedPrecondition("there is no host pool: give host_kv_memory", reason="NO_HOST_POOL")
     rows = [(int(kind), int(source), int(destination)) for kind, source, destination in numbers]
-    own = [destination if kind == _FROM_HOST else source for kind, source, destination in rows]
-    engine.claim_blocks(own, "swaps")
-    BlockCommands(engine).swap(rows, own=frozenset(own))
+    BlockCommands(engine, claims=True).swap(rows)
     return len(rows)

@@ -356,16 +356,17 @@ class Generator:
         return cleared + (self._engine.on_engine(lambda _: self._sampler.clear(numbers)) if numbers else 0)
 
     def copy_blocks(self, pairs: Any) -> int:
-        """Copy (source, destination) blocks in every layer; returns the number of pairs. Blocks as in `forward`."""
+        """Copy (source, destination) blocks in every layer, in order; returns the number of pairs. Blocks as in
+        `forward`."""
         from penstock.generator.by_hand import copy_blocks
 
-        return self._engine.on_engine(lambda engine: copy_blocks(engine, self._engine.loaded, pairs))
+        return self._engine.on_engine(lambda engine: copy_blocks(engine, pairs))
 
     def swap_cache(self, swaps: Any) -> int:
         """Swap blocks [[kind, source, destination]]; kind 0: host to device, 1: device to host. Returns their number.
 
-        Blocks of the device are as in `forward`. Those of the host pool stay as they are until the engine preempts a
-        request or keeps a prefix there. Raises InvalidArgument, and FailedPrecondition: NO_HOST_POOL (see
+        Blocks of the device are as in `forward`. Those of the host pool are the caller's until `release_blocks`, too,
+        and may be new while requests are live. Raises InvalidArgument, and FailedPrecondition: NO_HOST_POOL (see
         host_kv_memory), BUSY, BLOCK_IN_USE.
         """
         from penstock.generator.by_hand import swap_blocks
@@ -380,10 +381,12 @@ class Generator:
         wanted = list(blocks)
         self._engine.on_engine(lambda engine: engine.claim_blocks(wanted))
 
-    def release_blocks(self, blocks: Iterable[int] | None = None) -> int:
-        """Give blocks of `forward` and `copy_blocks` back to the engine, None: all. Returns their number."""
+    def release_blocks(self, blocks: Iterable[int] | None = None, *, host_blocks: Iterable[int] | None = None) -> int:
+        """Give blocks of `forward`, `copy_blocks` and `swap_cache` back to the engine; without arguments all, of both
+        pools. Returns their number."""
         given = None if blocks is None else list(blocks)
-        return self._engine.on_engine(lambda engine: engine.release_blocks(given))
+        on_host = None if host_blocks is None else list(host_blocks)
+        return self._engine.on_engine(lambda engine: engine.release_blocks(given, on_host))
 
     def load_lora(self, lora_id: str, path: str | Path) -> LoraStatus:
         """Load a PEFT folder as adapter `lora_id`, for requests with adapter=`lora_id`."""

@@ -128,7 +128,7 @@ class LocalEngine:
             options = to_generate_options(local.message, core.limits)
             maker = core.prepare(options, None)
             try:
-                if options.take_time:
+                if core.takes_time(maker.request, options):
                     await core.complete(maker.request, options)
                 stream = LocalStream(maker, receive)
                 self.core.hub.submit(maker.request, stream)

@@ -44,6 +44,7 @@ class GenerateRequest(_message.Message):
     BEGINS_TEXT_FIELD_NUMBER: _builtins.int
     INPUTS_EMBEDS_FIELD_NUMBER: _builtins.int
     INPUTS_EMBEDS_BEFORE_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among live requests of the process; chosen by the caller. Empty: the server makes one."""
     attempt_epoch: _builtins.int
@@ -72,6 +73,10 @@ class GenerateRequest(_message.Message):
     """The text of the answer begins anew, as in a chat, and not after the prompt's: stop strings are matched in that."""
     inputs_embeds_before_ids: _builtins.bool
     """inputs_embeds come before prompt_token_ids, of which the model looks up embeddings as ever."""
+    adapter_digest: _builtins.str
+    """Started.adapter_digest of the attempt that `resumed_token_ids` came from; empty: the adapter's weights may be any. NOT_FOUND
+    ADAPTER_DIFFERS where its name stands for others.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty: the beginning-of-sequence id, as generate() without an input."""
@@ -122,10 +127,11 @@ class GenerateRequest(_message.Message):
         begins_text: _builtins.bool = ...,
         inputs_embeds: _common_pb2.Tensor | None = ...,
         inputs_embeds_before_ids: _builtins.bool = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "config", b"config", "constraint", b"constraint", "inputs_embeds", b"inputs_embeds", "output", b"output", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_timeout_seconds", b"_timeout_seconds", "adapter", b"adapter", "adapter_digest", b"adapter_digest", "attempt_epoch", b"attempt_epoch", "begins_text", b"begins_text", "cache_salt", b"cache_salt", "config", b"config", "constraint", b"constraint", "eos_token_ids", b"eos_token_ids", "fair_share_key", b"fair_share_key", "inputs_embeds", b"inputs_embeds", "inputs_embeds_before_ids", b"inputs_embeds_before_ids", "model", b"model", "output", b"output", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed_token_ids", b"resumed_token_ids", "seed", b"seed", "stop", b"stop", "timeout_seconds", b"timeout_seconds", "tokenizer_fingerprint", b"tokenizer_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -154,6 +160,7 @@ class Started(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HEALED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HEALED_TEXT_FIELD_NUMBER: _builtins.int
+    ADAPTER_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     generation_mode: _common_pb2.GenerationMode.ValueType
@@ -161,6 +168,8 @@ class Started(_message.Message):
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     healed_text: _builtins.str
+    adapter_digest: _builtins.str
+    """Digest of the adapter's files; empty: there is no adapter."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Faults of the request that transformers only warns about."""
@@ -186,10 +195,11 @@ class Started(_message.Message):
         prompt_logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         healed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         healed_text: _builtins.str = ...,
+        adapter_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generation_mode", b"generation_mode", "healed_text", b"healed_text", "healed_token_ids", b"healed_token_ids", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_digest", b"adapter_digest", "cached_tokens", b"cached_tokens", "generation_mode", b"generation_mode", "healed_text", b"healed_text", "healed_token_ids", b"healed_token_ids", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

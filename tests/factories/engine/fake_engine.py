@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import zlib
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -43,7 +44,8 @@ _ids = itertools.count()
 class FakeRunner:
     """Runner whose draws are a pure function of (seed, all tokens before), read back from the KV by the block tables.
 
-    `kv[block][offset]` holds (token, position), with a number in place of an embedding's token. A step fails when a
+    `kv[block][offset]` holds (token, position), with a number in place of an embedding's token, and another one with an
+    adapter. A step fails when a
     sequence's context is not what its tokens say, when two sequences write the same slot, when a draw is asked of a row
     that is not the drawer's last, or when a sequence draws without its branch (whose tokens its draw then depends on,
     too).
@@ -57,6 +59,8 @@ class FakeRunner:
         self.host: list[list[tuple[int, int] | None]] = [[None] * config.block_size] * config.num_host_blocks
         self.steps: list[SchedulerOutput] = []
         self.fail_at_step: int | None = None
+        # Of the step's sequences, by seq_id; 0: without an adapter.
+        self._marks: dict[int, int] = {}
         # seq_ids that were computed and not released since.
         self.known: set[int] = set()
 
@@ -73,6 +77,11 @@ class FakeRunner:
         if not output.scheduled:
             return RunnerOutput({}, {})
         assert 0 < output.num_tokens <= self.config.max_batch_tokens
+        adapters = output.adapters or (None,) * len(output.scheduled)
+        self._marks = {
+            entry.sequence.seq_id: 0 if adapter is None else zlib.crc32(adapter.generation.encode()) << 20
+            for entry, adapter in zip(output.scheduled, adapters, strict=True)
+        }
         self._write(output)
         sampled: dict[int, SampledToken] = {}
         prompt_logprobs: dict[int, tuple[PositionLogprobs, ...]] = {}
@@ -88,12 +97,15 @@ class FakeRunner:
                 branch = drawer.unconditional
                 assert branch is None or branch.seq_id in branches, "drawn without its branch"
                 beside = [] if branch is None else [-1, *branches[branch.seq_id]]
+                if mark := self._marks[entry.sequence.seq_id]:
+                    beside.append(mark)
                 sampled[drawer.seq_id] = self.draw(drawer, [*context, *beside])
             for row, probe in entry.probes:
                 before = context[: entry.start + row + 1]
                 assert probe.token_ids == before, "a probe draws from a row that is not its last"
                 assert probe.origin is entry.sequence
-                sampled[probe.seq_id] = self.draw(probe, before)
+                mark = self._marks[entry.sequence.seq_id]
+                sampled[probe.seq_id] = self.draw(probe, [*before, mark] if mark else before)
             ids = prompt_targets(entry)
             if ids:
                 prompt_logprobs[entry.sequence.seq_id] = tuple(
@@ -149,11 +161,11 @@ class FakeRunner:
         return context
 
     def _content(self, sequence: Sequence, position: int) -> int:
-        """Return the token, or a negative number that stands for an embedding in its place."""
-        embeds = sequence.embeds
+        """Return the token, or a negative number that stands for an embedding in its place; with its adapter's mark."""
+        embeds, mark = sequence.embeds, self._marks[sequence.seq_id]
         if embeds is None or position >= embeds.num_tokens:
-            return sequence.token_ids[position]
-        return ~int.from_bytes(embeds.digests[position // self.config.block_size][:4])
+            return sequence.token_ids[position] + mark
+        return ~int.from_bytes(embeds.digests[position // self.config.block_size][:4]) - mark
 
 
 class FakeDrafter:
@@ -251,7 +263,7 @@ def engine_config(**changes: Any) -> EngineConfig:
 def request(prompt: Iterable[int], *, max_new_tokens: int = 8, **fields: Any) -> Request:
     """Make a request from now (time 0). `fields` go to Request where it has them, else to SamplingParams."""
     names = {"request_id", "arrival_time", "resumed_token_ids", "cache_salt", "priority", "deadline", "fair_share_key"}
-    names.add("embeds")
+    names |= {"embeds", "adapter"}
     own = {name: fields.pop(name) for name in list(fields) if name in names}
     params = SamplingParams(max_new_tokens=max_new_tokens, **fields)
     defaults: dict[str, Any] = {"request_id": f"r{next(_ids)}", "arrival_time": 0.0}

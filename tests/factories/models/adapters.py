@@ -118,4 +118,6 @@ def read_adapter(folder: Path, model: CausalLM, *, name: str = "adapter", genera
     """Read an adapter for `model`, without a store."""
     files = PeftFolder(folder, None, model, AdapterLimits(max_rank=1024))
     weights = files.read()
-    return Adapter(name, folder, generation or name, files.rank, files.targets, weights.num_bytes, weights)
+    return Adapter(
+        name, folder, generation or name, files.rank, files.targets, weights.num_bytes, weights, files.digest()
+    )

@@ -100,6 +100,8 @@ class EmittingBackend:
     # Its LoRA adapters: name -> path; and folders, by path, that LoadAdapter finds below its root. It counts changes
     # that are made by `set_adapters` or by calls.
     adapters: dict[str, str] = field(default_factory=dict)
+    # Digests of some of them.
+    digests: dict[str, str] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
     adapters_version: int = 0
     # ListAdapters waits until this is set, LoadAdapter until that.
@@ -278,6 +280,8 @@ class Session:
         refusal = backend.refuse(request) if callable(backend.refuse) else backend.refuse
         if request.adapter and request.adapter not in backend.adapters:
             refusal = NotFound("adapter: not here", reason="ADAPTER_NOT_FOUND", field="adapter")
+        elif request.adapter_digest not in ("", backend.digests.get(request.adapter, "")):
+            refusal = NotFound("adapter_digest: another", reason="ADAPTER_DIFFERS", field="adapter_digest")
         if refusal is not None:
             self._refuse(request, refusal)
             return
@@ -330,6 +334,7 @@ class Session:
             event.started.request_id, event.started.seed = request_id, request.seed
             event.started.model = self._backend.model
             event.started.prompt_tokens = num_prompt_tokens(request, len(request.prompt_token_ids))
+            event.started.adapter_digest = self._backend.digests.get(request.adapter, "")
         live = False
         for index, position in enumerate(running.positions):
             if index in running.ended:

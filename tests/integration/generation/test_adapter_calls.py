@@ -21,7 +21,7 @@ from factories.servers.generation import PATIENCE_SECONDS, Client, generation_se
 from penstock.common.errors import PenstockError, StartupError, from_rpc_error
 from penstock.generation.adapters.store import AdapterStore
 from penstock.generation.config import GenerationServiceConfig
-from penstock.v1 import admin_pb2, generation_pb2, model_pb2
+from penstock.v1 import admin_pb2, config_pb2, generation_pb2, model_pb2
 from prometheus_client import generate_latest
 
 # Loads and unloads under traffic: a short run, and the long one.
@@ -295,6 +295,85 @@ async def test_one_that_left_for_others_comes_back_by_itself(service: Adapters, 
     for name, ids in wanted.items():
         assert await service.ids(name) == ids
     assert (await service.client.load()).adapters_version == 3, "the names are the same: routers need not ask again"
+
+
+async def test_a_reload_waits_for_a_score_whose_adapter_is_being_read(
+    service: Adapters, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora_folder(service.root / "three", model, seed=3)
+    for name in ("one", "two", "three"):
+        await service.load(name)
+    may_read, bring = threading.Event(), AdapterStore.bring
+
+    def held(store: AdapterStore, name: str) -> Any:
+        assert may_read.wait(PATIENCE_SECONDS)
+        return bring(store, name)
+
+    monkeypatch.setattr(AdapterStore, "bring", held)
+    items = [generation_pb2.ScoreItem(prompt_token_ids=[5], continuation_token_ids=[6, 7])]
+    client = service.client
+    score = asyncio.ensure_future(client.generation.Score(generation_pb2.ScoreRequest(items=items, adapter="one")))
+    await client.until(lambda load: load.waiting_requests == 1)
+    reload = asyncio.ensure_future(client.admin.Reload(admin_pb2.ReloadRequest()))
+    await client.until(lambda load: load.draining)
+    may_read.set()
+    assert (await refusal(score)).reason == "DRAINING"
+    assert (await reload).aborted_requests == 0
+    answer = await client.generation.Score(generation_pb2.ScoreRequest(items=items, adapter="one"))
+    assert len(answer.results) == 1
+
+
+async def test_an_adapter_is_in_use_while_its_request_is_prepared(
+    service: Adapters, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be in memory beside the bound, if others could take its place meanwhile."""
+    lora_folder(service.root / "three", model, seed=3)
+    for name in ("one", "two"):
+        await service.load(name)
+    core = service.client.running.service._lifecycle.core  # type: ignore[attr-defined]
+    compiling, may_compile, compile = asyncio.Event(), asyncio.Event(), core.compiler.compile
+
+    async def held(constraint: Any) -> Any:
+        compiling.set()
+        await may_compile.wait()
+        return await compile(constraint)
+
+    monkeypatch.setattr(core.compiler, "compile", held)
+    asked = request(adapter="one", constraint=config_pb2.Constraint(regex="[a-z]+"))
+    prepared = asyncio.ensure_future(service.client.generate(asked))
+    await compiling.wait()
+    await service.load("three")
+    await service.ids("two")
+    found = await service.listed()
+    assert [found[name].loaded for name in ("one", "two", "three")] == [True, True, False]
+    assert found["one"].live_requests == 1
+    may_compile.set()
+    await prepared
+    assert (await service.listed())["one"].live_requests == 0
+
+
+async def test_a_resumed_request_goes_on_with_the_same_weights_only(service: Adapters) -> None:
+    for name, path in (("first", "one"), ("again", "one"), ("other", "two")):
+        await service.load(name, path)
+    digests = {}
+    for name in ("first", "again", "other"):
+        outcome = await service.client.generate(request(adapter=name))
+        digests[name] = outcome.started.adapter_digest
+    assert digests["first"] == digests["again"] != digests["other"]
+    assert len(digests["first"]) == 64
+    assert (await service.client.generate(request())).started.adapter_digest == ""
+    for name in ("first", "again", "other"):
+        outcome = await service.client.generate(request(adapter=name, adapter_digest=digests["first"]))
+        if name == "other":
+            assert outcome.error is not None
+            assert (outcome.error.reason, outcome.error.field) == ("ADAPTER_DIFFERS", "adapter_digest")
+        else:
+            assert outcome.error is None
+    # Its files are others when it is read again.
+    await service.load("first", "two", replace=True)
+    outcome = await service.client.generate(request(adapter="first", adapter_digest=digests["first"]))
+    assert outcome.error is not None
+    assert outcome.error.reason == "ADAPTER_DIFFERS"
 
 
 async def test_a_load_whose_caller_left_is_whole_and_counted(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -555,6 +557,35 @@ async def test_metrics_count_calls_tensors_and_sequences(client: Client) -> None
         assert (value("graph_kv_blocks"), value("graph_kv_blocks_used")) == (4, 1)
         await driver.refused(call_of("embedding", {0: np.array([[VOCAB]], "<i4")}))
         assert value("graph_calls_total", graph="embedding", outcome="error") == errors + 1
+    await nothing_is_left(client)
+
+
+async def test_a_caller_that_leaves_has_its_turn_to_the_end_and_pays_for_it(client: Client) -> None:
+    """Else one call after the other, each left at once, would take the engine for itself."""
+    opened, turns = access(client), list[tuple[str, float]]()
+    begun, may_end, run = threading.Event(), threading.Event(), opened._runner.run
+
+    def held(call: Any) -> Any:
+        begun.set()
+        assert may_end.wait(PATIENCE_SECONDS)
+        return run(call)
+
+    took = opened._turns._took
+    with mock.patch.object(opened._runner, "run", held), mock.patch.object(opened._turns, "_took") as paid:
+        paid.side_effect = lambda seconds: turns.append(("took", seconds)) or took(seconds)
+        call = client.model.Forward()
+        await call.write(call_of("block_0", {0: ROWS}))
+        await asyncio.to_thread(begun.wait, PATIENCE_SECONDS)
+        call.cancel()
+        async with GraphDriver(client.model, LAYERS) as driver:
+            following = asyncio.ensure_future(driver.run("greedy_head", {0: np.zeros((1, VOCAB), "<f4")}))
+            await until(lambda: opened.figures().streams == 2)
+            assert opened._turns._turn.locked()
+            assert not turns
+            may_end.set()
+            await following
+    assert len(turns) == 2
+    assert min(seconds for _, seconds in turns) > 0
     await nothing_is_left(client)
 
 

@@ -27,6 +27,7 @@ from penstock.common.errors import (
     Unavailable,
     from_rpc_error,
 )
+from penstock.generation import running
 from penstock.generation.runner.model_runner import ModelRunner
 from penstock.v1 import admin_pb2, common_pb2, generation_pb2, model_pb2
 from prometheus_client import generate_latest
@@ -240,6 +241,25 @@ async def test_a_reload_serves_the_new_weights_and_counts_on(tmp_path: Path) -> 
         assert (await client.load()).step > before.step
         assert (await client.load()).process_start_id == before.process_start_id
         await client.until_idle()
+
+
+async def test_after_a_reload_the_draft_models_files_are_watched_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[set[Path]] = []
+
+    async def watch(files: Any, seconds: float) -> None:
+        watched.append({one.path for one in files})
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(running, "weights_written", watch)
+    served, draft = (text_checkpoint(tmp_path / name) for name in ("model", "draft"))
+    async with generation_service(served, assistant_model=str(draft), kernels="torch", dtype="float32") as client:
+        await client.generate(request())
+        await client.admin.Reload(admin_pb2.ReloadRequest())
+        await client.generate(request())
+    assert {path.parent for path in watched[0]} == {served, draft}
+    assert watched[1:] == watched[:1]
 
 
 async def test_a_reload_waits_for_live_requests_or_aborts_them(client: Client) -> None:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 from factories.engine.step_gate import held_after
 from factories.servers.generation import PATIENCE_SECONDS, Client, generation_service, request, text_checkpoint
+from factories.servers.graph_driver import GraphDriver, call_of
 from factories.servers.sessions import Session
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.cli.client.models import run_info, run_load, run_unload
@@ -569,6 +571,19 @@ async def test_streams_that_wait_do_not_keep_the_model(empty: Client, folder: Pa
     assert await session.call.code() is grpc.StatusCode.OK
     assert await watch.code() is grpc.StatusCode.OK
     forward.cancel()
+
+
+async def test_a_stream_of_graphs_ends_with_its_model(empty: Client, folder: Path) -> None:
+    await load(empty, sent(folder))
+    async with GraphDriver(empty.model, 2) as old:
+        ids = {0: np.array([[5, 6, 7]], "<i4")}
+        before = await old.run("embedding", ids)
+        await unload(empty)
+        await load(empty, sent(folder))
+        error = await old.refused(call_of("embedding", ids))
+        assert (type(error), error.reason) == (Unavailable, "NO_MODEL")
+    async with GraphDriver(empty.model, 2) as new:
+        assert np.array_equal(await new.run("embedding", ids), before)
 
 
 async def test_many_loads_leave_nothing(empty: Client, folder: Path) -> None:

@@ -129,9 +129,13 @@ def test_copied_blocks_go_on_from_the_same_place(generator: Generator) -> None:
     there = decode(generator, token, 8, [10, 11])
     assert torch.equal(here, there)
     assert generator.release_blocks([0, 1, 10]) == 3
-    for bad, text in (([[1]], "pairs"), ([[1, 2], [3, 2]], "twice"), ([[1, 10**6]], "from 0 to"), ([1, 2], "pairs")):
-        with pytest.raises(InvalidArgument, match=f"blocks: .*{text}"):
+    for bad, text in (([[1]], "pairs"), ([[1, 2], [3, 2]], "twice"), ([[1, 10**6]], "in \\[0, "), ([1, 2], "pairs")):
+        with pytest.raises(InvalidArgument, match=f"pairs.*: .*{text}"):
             generator.copy_blocks(bad)
+    # In order, as over RPC, and nothing is claimed for a call that is refused.
+    generator.copy_blocks([[0, 10], [10, 12]])
+    assert torch.equal(decode(generator, token, 8, [12, 11]), here)
+    assert generator.release_blocks() == 4
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,20 @@ def test_adapters_by_hand_and_by_request_are_the_same(generator: Generator, tmp_
     assert generator.unload_lora("mine") is LoraStatus.INVALID_LORA_ID
 
 
+def test_an_adapter_that_left_memory_is_read_again_and_not_left_out(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", "qwen2")
+    with local_generator(folder, load_tokenizer=False, max_adapters=1) as made:
+        plain = made.generate(PROMPT, max_new_tokens=6, **ENDLESS).token_ids
+        wanted = {}
+        for seed, name in enumerate(("one", "two")):
+            assert made.load_lora(name, lora_folder(tmp_path / name, folder, seed=seed)) is LoraStatus.SUCCESS
+            wanted[name] = made.generate(PROMPT, max_new_tokens=6, adapter=name, **ENDLESS).token_ids
+        assert plain not in wanted.values()
+        for name, ids in wanted.items():
+            assert made.generate(PROMPT, max_new_tokens=6, adapter=name, **ENDLESS).token_ids == ids
+        assert made.adapter_manager.figures().evictions == 3
+
+
 def test_swaps_without_a_host_pool_are_refused(generator: Generator) -> None:
     with pytest.raises(FailedPrecondition, match="no host pool") as caught:
         generator.swap_cache([[0, 1, 2], [1, 2, 3]])
@@ -209,6 +227,10 @@ def test_blocks_go_to_the_host_pool_and_back(tmp_path: Path) -> None:
         assert made.swap_cache([[0, 7, 4], [0, 8, 5], [0, 9, 6]]) == 3
         following = decode(made, token, len(PROMPT) + 1, [4, 5, 6])
         assert [token, int(following.argmax())] == wanted[:2]
+        assert made._engine.on_engine(lambda engine: engine.claimed_host_blocks) == {7, 8, 9}
+        assert made.release_blocks(host_blocks=[8, 100]) == 1
+        assert made.release_blocks([0, 4]) == 2
+        assert made.release_blocks() == 6
 
 
 class Store:

@@ -190,6 +190,35 @@ async def test_a_stream_moves_only_to_a_backend_with_its_adapter() -> None:
         assert list(two.submitted[0].resumed_token_ids[0].ids) == IDS[:5]
 
 
+async def test_a_stream_moves_only_to_the_same_weights_of_its_adapter() -> None:
+    async with (
+        held(allowance=5, adapters={"mine": "m"}, digests={"mine": "new"}) as one,
+        held(allowance=None, adapters={"mine": "m"}, digests={"mine": "old"}, extra_load=100) as old,
+        held(allowance=None, adapters={"mine": "m"}, digests={"mine": "new"}, extra_load=200) as two,
+        running_router(one, old, two) as router,
+    ):
+        request = generate(adapter="mine", output=WANT_IDS)
+        answer = await collect(router.stub.Generate(request), stop_after(5, one.stop))
+        assert answer.ids() == IDS
+        assert [one.adapter_digest for one in (*old.submitted, *two.submitted)] == ["new", "new"]
+        # For new streams either will do.
+        assert (await collect(router.stub.Generate(generate(adapter="mine")))).finished.attempts == 1
+        assert [request.adapter_digest for request in old.submitted] == ["new", ""]
+
+
+async def test_a_lost_stream_whose_adapters_weights_are_nowhere_is_aborted() -> None:
+    async with (
+        held(allowance=5, adapters={"mine": "m"}, digests={"mine": "new"}) as one,
+        held(allowance=None, adapters={"mine": "m"}, digests={"mine": "old"}, extra_load=100) as old,
+        running_router(one, old, failover_wait_seconds=0.2) as router,
+    ):
+        request = generate(adapter="mine", output=WANT_IDS)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(router.stub.Generate(request), stop_after(5, one.stop))
+        assert from_rpc_error(caught.value).code is grpc.StatusCode.ABORTED
+        assert {request.adapter_digest for request in old.submitted} == {"new"}
+
+
 async def test_a_lost_stream_whose_adapter_is_nowhere_is_aborted() -> None:
     async with (
         held(allowance=5, adapters={"mine": "m"}) as one,

@@ -63,6 +63,10 @@ async def test_reloads_under_traffic_change_no_stream(grace: float | None) -> No
                 assert await asyncio.gather(*streams) == expected
                 await router.until("backend_up", 1, backend=one.running.address)
         assert (aborted > 0) == (grace is not None)
+        # The backends were told to, and did nothing wrong.
+        assert not any(
+            router.metric("backend_failures_total", backend=address, outcome="internal") for address in addresses
+        )
         assert (router.metric("moves_total") + router.metric("retries_total") > 0) == (grace is not None)
         for one in backends:
             await one.until_idle()

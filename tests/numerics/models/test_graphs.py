@@ -12,7 +12,12 @@ from factories.engine.model_engine import load_tiny
 from factories.models.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from factories.models.paged import PagedDriver, PagedSequence
 from factories.models.run_kernels import KERNELS, cpu_device
+from penstock.generation.graphs.access import describe_graphs
 from penstock.generation.graphs.blocks import run_block, run_block_in_pool
+from penstock.generation.graphs.graph import Stage
+from penstock.generation.graphs.graph_runner import GraphCall, GraphRunner
+from penstock.generation.graphs.limits import GraphLimits
+from penstock.generation.graphs.sequences import SequenceBlocks
 from penstock.generation.models.decoder import CausalLM
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -124,3 +129,24 @@ def test_positions_turn_the_heads_and_nothing_else(model: CausalLM) -> None:
 
 def test_this_run_has_the_kernels_that_it_says() -> None:
     assert (cpu_device().instruction_set is not None) == (KERNELS == "native")
+
+
+def test_ids_and_positions_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may write into a tensor at the server after it was checked: no place outside a table may be read."""
+    model = load_tiny(tiny_checkpoint(tmp_path / "model", "llama"))
+    kv = PagedDriver(model, num_blocks=4, block_size=BLOCK).kv
+    limits = GraphLimits((Stage(1, 16),), 1 << 24, 1, 1, 1, 1, 1.0, 0.5, 1.0)
+    runner = GraphRunner(model, kv, SequenceBlocks(0, 4, BLOCK, 16), cpu_device().sampling_kernels())
+    graph = describe_graphs(model, limits).named("block_0")
+    positions = torch.arange(3, dtype=torch.int32)[None]
+    inputs = {0: model.embed(torch.tensor([[5, 6, 7]])), 1: positions}
+    sizes = graph.bind({index: tuple(one.shape) for index, one in inputs.items()}, None)
+    expected = runner.run(GraphCall(graph, sizes, dict(inputs)))[0]
+    check = GraphRunner._check_positions
+
+    def written_after(runner: GraphRunner, *arguments: Any) -> None:
+        check(runner, *arguments)
+        positions.fill_(1 << 30)
+
+    monkeypatch.setattr(GraphRunner, "_check_positions", written_after)
+    assert torch.equal(runner.run(GraphCall(graph, sizes, dict(inputs)))[0], expected)

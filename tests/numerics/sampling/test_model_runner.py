@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factories.engine.pools import spoil
 from factories.engine.sequences import params, sequence
 from factories.models.checkpoints import VOCAB_SIZE, reference_model, tiny_checkpoint
 from factories.models.run_kernels import cpu_device, new_runner
@@ -17,6 +18,7 @@ from penstock.generation.core.sequence import Sequence
 from penstock.generation.core.step import BlockCopy, RunnerOutput, ScheduledSequence, SchedulerOutput
 from penstock.generation.models.decoder import CausalLM
 from penstock.generation.models.registry import load_model
+from penstock.generation.runner.model_runner import WarmUpWork
 from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4
@@ -179,6 +181,19 @@ def test_warm_up_leaves_no_trace_in_later_results(model: CausalLM, reference: Pr
     while one.num_output_tokens < 8:
         driver.step(driver.entry(one))
     assert one.token_ids == expected_greedy(reference, [9, 8, 7], 8)
+
+
+def test_a_warm_up_over_what_damaged_weights_left_behind(tmp_path: Path) -> None:
+    """As the Reload that repairs them runs it: it computes prompts in the first layers only."""
+    deep = load_model(tiny_checkpoint(tmp_path, num_hidden_layers=4), dtype="float32", device=cpu_device())
+    config = deep.config
+    kv = KVCachePool(
+        config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim, deep.dtype, deep.device
+    )
+    spoil(kv)
+    runner = new_runner(deep, kv)
+    runner.warm_up(WarmUpWork(2, 10, 3))
+    runner.warm_up()
 
 
 def test_a_row_whose_options_leave_no_token_fails_alone(model: CausalLM, reference: PreTrainedModel) -> None:

@@ -254,6 +254,7 @@ def test_an_attempt_that_begins_and_fails_is_one(outcome: Outcome) -> None:
         (ResourceExhausted("", reason="QUEUE_FULL"), Outcome.NEUTRAL),
         (DeadlineExceeded("", reason="DEADLINE_EXCEEDED"), Outcome.NEUTRAL),
         (Aborted("", reason="ENGINE_STOPPED"), Outcome.NEUTRAL),
+        (Unavailable("", reason="DRAIN_GRACE_OVER"), Outcome.NEUTRAL),
     ],
     ids=lambda value: type(value).__name__,
 )

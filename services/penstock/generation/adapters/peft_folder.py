@@ -6,6 +6,7 @@ peft/utils/other.py:get_pattern_key).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -67,7 +68,8 @@ class PeftFolder:
         self._model = model
         self._path = path
         self._weights = _checked_file(path, WEIGHTS_FILE, root)
-        config = _read_config(_checked_file(path, CONFIG_FILE, root), limits)
+        self._config = _checked_file(path, CONFIG_FILE, root)
+        config = _read_config(self._config, limits)
         self._scale = _scales(config)
         try:
             stored = read_header(self._weights)
@@ -113,6 +115,17 @@ class PeftFolder:
         for parts in sites.values():
             parts.sort(key=lambda part: part.first)
         return self._model.adapter_weights(sites, embedding)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of both files. Raises InvalidArgument (ADAPTER_BROKEN) when they cannot be read."""
+        digest = hashlib.sha256()
+        try:
+            for path in (self._config, self._weights):
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise _broken(f"{path.name} could not be read") from error
+        return digest.hexdigest()
 
     def _tensor(self, file: Any, name: str) -> Tensor:
         tensor: Tensor = file.get_tensor(name)

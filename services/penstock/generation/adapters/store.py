@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,9 @@ class AdapterFiles(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes that its matrices take in memory, nearly."""
+
+    def digest(self) -> str:
+        """Read the files and return their SHA-256. Raises InvalidArgument."""
 
     def read(self) -> Weights:
         """Read the matrices. Raises InvalidArgument."""
@@ -171,6 +175,18 @@ class AdapterStore:
                 raise _unknown("adapter")
             return self._read(name, known.path, known.root, is_new=False)
 
+    @contextmanager
+    def in_use(self, adapter: Adapter | None) -> Iterator[None]:
+        """Count a use of `adapter` inside the block; None: there is none."""
+        if adapter is None:
+            yield
+            return
+        self.acquire(adapter)
+        try:
+            yield
+        finally:
+            self.release(adapter)
+
     def acquire(self, adapter: Adapter) -> None:
         """Count one more request that uses `adapter`, known by now or not."""
         with self._lock:
@@ -205,7 +221,8 @@ class AdapterStore:
         with self._lock:
             self._make_room(files.num_bytes)
         weights = files.read()
-        adapter = Adapter(name, path, secrets.token_hex(16), files.rank, files.targets, weights.num_bytes, weights)
+        generation, digest = secrets.token_hex(16), files.digest()
+        adapter = Adapter(name, path, generation, files.rank, files.targets, weights.num_bytes, weights, digest)
         with self._lock:
             self._loads += 1
             known = self._known.get(name)
@@ -262,9 +279,7 @@ class AdapterStore:
 
 
 def _without_weights(adapter: Adapter) -> Adapter:
-    return Adapter(
-        adapter.name, adapter.path, adapter.generation, adapter.rank, adapter.targets, adapter.num_bytes, None
-    )
+    return replace(adapter, weights=None)
 
 
 def _unknown(field: str) -> NotFound:

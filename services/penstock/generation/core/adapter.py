@@ -21,3 +21,5 @@ class Adapter:
     num_bytes: int
     # Its matrices as the model takes them (layers.lora.AdapterWeights).
     weights: object = field(repr=False)
+    # SHA-256 of its files: equal in two processes iff the name stands for the same there.
+    digest: str = ""

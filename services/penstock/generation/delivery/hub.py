@@ -43,6 +43,8 @@ class OutputStream(Protocol):
 
     # True: its reader moves its requests to another backend when the stream breaks.
     is_session: bool
+    # True: a request that is cut off ends well for its reader, with what there is of it.
+    takes_parts: bool
 
     def deliver(self, step: int, outputs: list[RequestOutput]) -> bool:
         """Take one engine step's outputs of this stream's requests. False: its reader is cut off."""
@@ -84,8 +86,8 @@ class OutputHub:
         self._live: dict[str, RequestRecord] = {}
         # Request id -> work for a request that is not submitted yet.
         self._preparing: dict[str, asyncio.Task[Any]] = {}
-        # Those of them that were aborted: work that has just ended cannot be cancelled any more.
-        self._aborted: set[str] = set()
+        # Errors of those of them that were aborted: work that has just ended cannot be cancelled any more.
+        self._aborted: dict[str, PenstockError] = {}
         self._watchers: set[asyncio.Event] = set()
         self._open: set[OutputStream] = set()
         self._all_closed = asyncio.Event()
@@ -145,16 +147,16 @@ class OutputHub:
         try:
             made = await task
             if request_id in self._aborted:
-                raise _aborted()
+                raise self._aborted[request_id]
             return made
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
                 raise
-            raise _aborted() from None
+            raise self._aborted.get(request_id) or _aborted() from None
         finally:
             del self._preparing[request_id]
-            self._aborted.discard(request_id)
+            self._aborted.pop(request_id, None)
             self._settle()
 
     def is_taken(self, request_id: str) -> bool:
@@ -170,10 +172,26 @@ class OutputHub:
         if not self._preparing:
             return live
         prepared = [request_id for request_id in ids if request_id in self._preparing]
-        for request_id in prepared:
-            self._preparing[request_id].cancel()
-        self._aborted.update(prepared)
+        self._end_prepared(prepared, _aborted())
         return live + prepared
+
+    def _end_prepared(self, request_ids: Iterable[str], error: PenstockError) -> None:
+        for request_id in request_ids:
+            self._preparing[request_id].cancel()
+            self._aborted[request_id] = error
+
+    def end_drained(self) -> int:
+        """End all requests, since a drain's grace is over, and return their number.
+
+        A reader that can use no part of an answer is told UNAVAILABLE DRAIN_GRACE_OVER, which is no fault of this
+        process: routers ask elsewhere. Others get what there is, as ABORTED.
+        """
+        error = Unavailable("the process drains and its grace is over", reason="DRAIN_GRACE_OVER")
+        told = [name for name, one in self._live.items() if one.stream is not None and not one.stream.takes_parts]
+        self._submitter.abort(told, error)
+        self._submitter.abort([name for name in self._live if name not in set(told)])
+        self._end_prepared(list(self._preparing), error)
+        return len(self._live) + len(self._preparing)
 
     def end_streams_for_good(self) -> None:
         """End requests when the process stops now. Those of sessions are left: the session breaks and they move."""

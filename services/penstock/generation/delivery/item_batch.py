@@ -33,6 +33,7 @@ class ItemBatch:
     """
 
     is_session = False
+    takes_parts = False
 
     def __init__(
         self, hub: Hub, requests: Sequence[Request], field: str, window: int, after: Mapping[int, Sequence[int]]

@@ -29,6 +29,7 @@ class RequestStream:
     """OutputStream of `Generate`: ends with Finished and then its status, which is the request's own."""
 
     is_session = False
+    takes_parts = True
 
     def __init__(self, maker: DeltaMaker, bound: int) -> None:
         """At most `bound` messages wait for the reader."""
@@ -62,6 +63,7 @@ class LocalStream:
     """
 
     is_session = False
+    takes_parts = True
 
     def __init__(self, maker: DeltaMaker, receive: Callable[[Request, convert.Event], None]) -> None:
         """`receive` is called on the event loop with each event, in order; it must not wait."""
@@ -102,6 +104,7 @@ class SessionStream:
     """OutputStream of `Session`: one message per engine step. A request of it ends with `finished` or with `error`."""
 
     is_session = True
+    takes_parts = False
 
     def __init__(self, bound: int) -> None:
         """At most `bound` messages wait for the reader; beyond that the session ends RESOURCE_EXHAUSTED."""

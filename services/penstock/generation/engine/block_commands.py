@@ -3,11 +3,12 @@
 `BlockCommands` is the one way to do so. It works between two steps, on the engine's thread: over RPC and in a service
 by `EngineLoop.run_on_engine`. What the engine holds is refused, by number: blocks of running requests, and in the host
 pool those of swapped ones. A block that only keeps a prefix may be read; written, it keeps that prefix no more.
+A caller in the engine's own process claims what it copies instead, so that the engine leaves it alone afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
@@ -25,26 +26,27 @@ _MOST_LISTED = 16
 class BlockCommands:
     """Orders to copy blocks of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, claims: bool = False) -> None:
+        """`claims`: all blocks are claimed for the caller first (Engine.claim_blocks), and stay so."""
         self._engine = engine
+        self._claims = claims
 
-    def copy(self, pairs: Sequence[tuple[int, int]], *, own: Collection[int] = ()) -> float:
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> float:
         """Copy blocks of the device's pool, [source, destination] each, and return the seconds that it took.
 
-        They are carried out in order: each reads what those before it wrote. `own`: blocks that the caller has taken
-        from the pool itself. Raises as `swap`, naming `pairs`.
+        They are carried out in order: each reads what those before it wrote. Raises as `swap`, naming `pairs`.
         """
-        copies = [BlockCopy(source, destination) for source, destination in pairs]
-        return self._run("pairs", copies, own)
+        return self._run("pairs", [BlockCopy(source, destination) for source, destination in pairs])
 
-    def swap(self, swaps: Sequence[tuple[int, int, int]], *, own: Collection[int] = ()) -> float:
+    def swap(self, swaps: Sequence[tuple[int, int, int]]) -> float:
         """Copy blocks between the two pools and return the seconds that it took.
 
         Each is [kind, source, destination]: 0 from the host to the device, 1 from the device to the host. They are
-        carried out in order. `own`: blocks of the device's pool that the caller has taken from it itself.
+        carried out in order.
 
         Raises InvalidArgument naming `swaps` for a kind, block or number of blocks that cannot be,
-        FailedPrecondition NO_HOST_POOL, and FailedPrecondition BLOCK_IN_USE listing blocks that the engine holds.
+        FailedPrecondition NO_HOST_POOL, and FailedPrecondition BLOCK_IN_USE listing blocks that the engine holds; where
+        it claims blocks also BUSY, see Engine.claim_blocks.
         """
         for place, (kind, _, _) in enumerate(swaps):
             if kind not in (CopyKind.IN, CopyKind.OUT):
@@ -52,28 +54,32 @@ class BlockCommands:
         if self._engine.host_blocks is None:
             raise FailedPrecondition("there is no host pool: start with --host-kv-memory", reason="NO_HOST_POOL")
         copies = [BlockCopy(source, destination, CopyKind(kind)) for kind, source, destination in swaps]
-        return self._run("swaps", copies, own)
+        return self._run("swaps", copies)
 
-    def _run(self, field: str, copies: list[BlockCopy], own: Collection[int]) -> float:
+    def _run(self, field: str, copies: list[BlockCopy]) -> float:
         engine = self._engine
         most = engine.config.max_block_copies
         if len(copies) > most:
             raise InvalidArgument(field, f"has {len(copies)} blocks, more than the {most} of --max-block-copies")
         pools = {"device": engine.device_blocks, "host": engine.host_blocks or engine.device_blocks}
-        held: dict[str, list[int]] = {"device": [], "host": []}
+        used: dict[str, set[int]] = {"device": set(), "host": set()}
         written: set[tuple[str, int]] = set()
         for place, copy in enumerate(copies):
             for name, side, block in _ends(copy):
                 pool = pools[side]
                 if not 0 <= block < pool.num_blocks:
                     raise InvalidArgument(f"{field}[{place}].{name}", f"must be in [0, {pool.num_blocks}): {side} pool")
-                if pool.ref_count(block) and not (side == "device" and block in own):
-                    held[side].append(block)
+                used[side].add(block)
             _, side, block = _ends(copy)[1]
             if (side, block) in written:
                 raise InvalidArgument(f"{field}[{place}].destination", "is written twice")
             written.add((side, block))
-        _refuse(held)
+        if self._claims:
+            engine.claim_blocks(used["device"], field, host_blocks=used["host"])
+        else:
+            _refuse(
+                {side: [block for block in blocks if pools[side].ref_count(block)] for side, blocks in used.items()}
+            )
         device, host = (sorted(block for on, block in written if on == side) for side in pools)
         return engine.copy_blocks(copies, device, host)
 

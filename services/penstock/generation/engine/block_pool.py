@@ -194,12 +194,15 @@ class BlockPool:
 class BlockClaims:
     """Blocks that callers hold under their numbers: no request gets one until it is released. Engine thread only.
 
-    New ones are claimed while no request is live: what a request was accepted for would not be there any more. So a
-    claim never makes one wait for ever, and a request never finds its blocks overwritten.
+    New ones of the device's pool are claimed while no request is live: what a request was accepted for would not be
+    there any more. So a claim never makes one wait for ever, and a request never finds its blocks overwritten. No
+    request needs a block of the host pool.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, noun: str = "block") -> None:
+        """`noun` is what errors call a block."""
         self._pool = pool
+        self._noun = noun
         self._blocks: set[int] = set()
 
     @property
@@ -215,17 +218,21 @@ class BlockClaims:
         pool does not have."""
         wanted = set(blocks)
         if any(not 0 <= block < self._pool.num_blocks for block in wanted):
-            raise InvalidArgument(field, f"every block must be from 0 to {self._pool.num_blocks - 1}")
+            raise InvalidArgument(field, f"every {self._noun} must be from 0 to {self._pool.num_blocks - 1}")
         return wanted - self._blocks
 
-    def claim(self, blocks: Collection[int]) -> None:
-        """Take blocks that are not claimed yet, all or none; cached prefixes in them are forgotten.
-
-        Raises FailedPrecondition naming blocks that a request holds.
-        """
+    def check(self, blocks: Iterable[int]) -> None:
+        """Raise FailedPrecondition naming those of `blocks`, which are not claimed yet, that a request holds."""
         held = [block for block in blocks if self._pool.ref_count(block)]
         if held:
-            raise FailedPrecondition(f"{_named(held)}: a request of the engine holds it", reason="BLOCK_IN_USE")
+            raise FailedPrecondition(
+                f"{_named(held, self._noun)}: a request of the engine holds it", reason="BLOCK_IN_USE"
+            )
+
+    def claim(self, blocks: Collection[int]) -> None:
+        """Take blocks that are not claimed yet, all or none; cached prefixes in them are forgotten. Raises as
+        `check`."""
+        self.check(blocks)
         for block in blocks:
             self._pool.claim(block)
         self._blocks.update(blocks)
@@ -239,6 +246,6 @@ class BlockClaims:
         return len(given_back)
 
 
-def _named(blocks: Collection[int]) -> str:
+def _named(blocks: Collection[int], noun: str) -> str:
     shown = ", ".join(str(block) for block in sorted(blocks)[:_MOST_NAMED])
-    return f"{'block' if len(blocks) == 1 else 'blocks'} {shown}{', …' if len(blocks) > _MOST_NAMED else ''}"
+    return f"{noun}{'' if len(blocks) == 1 else 's'} {shown}{', …' if len(blocks) > _MOST_NAMED else ''}"

@@ -317,7 +317,7 @@ class Engine:
         """
         if self.has_work:
             raise FailedPrecondition("requests are live: drain first", reason="BUSY")
-        if self.claimed_blocks:
+        if self.claimed_blocks or self.claimed_host_blocks:
             raise FailedPrecondition("a caller holds blocks of the pool: release them first", reason="BUSY")
         self.clear_cache()
         warm_up()
@@ -340,46 +340,59 @@ class Engine:
             groups.append(group)
         released = 0
         for group in dict.fromkeys(groups):
-            was_running = group.state is GroupState.RUNNING
+            held = group.state is GroupState.RUNNING or group.is_swapped
             released += self._scheduler.set_back(group)
-            if was_running and self._trace is not None:
+            if held and self._trace is not None:
                 self._trace.set_back(group)
         return released
 
-    def claim_blocks(self, blocks: Iterable[int], field: str = "blocks") -> None:
-        """Hold blocks of the pool for the caller, by their numbers, until `release_blocks`. Claimed ones stay claimed.
+    def claim_blocks(self, blocks: Iterable[int], field: str = "blocks", *, host_blocks: Iterable[int] = ()) -> None:
+        """Hold blocks of the pool, and of the host pool, for the caller, by their numbers, until `release_blocks`.
 
-        Raises InvalidArgument naming `field` for numbers that the pool does not have, and FailedPrecondition: BUSY for
-        new ones while requests are live, BLOCK_IN_USE.
+        All or none; claimed ones stay claimed. Raises InvalidArgument naming `field` for numbers that a pool does not
+        have, and FailedPrecondition: BUSY for new ones of the device while requests are live, BLOCK_IN_USE.
         """
-        claims = self._scheduler.claims
+        claims, host = self._scheduler.claims, self._scheduler.host
         missing = claims.missing(blocks, field)
-        if not missing:
-            return
-        if self.has_work:
+        missing_on_host = set() if host is None else host.claims.missing(host_blocks, field)
+        if missing and self.has_work:
             raise FailedPrecondition("requests are live: claim blocks while there are none", reason="BUSY")
-        if len(claims) + len(missing) >= self.config.num_blocks:
+        if missing and len(claims) + len(missing) >= self.config.num_blocks:
             raise FailedPrecondition("one block at least is left for requests", reason="BLOCK_IN_USE")
+        if host is not None:
+            host.claims.check(missing_on_host)
         claims.claim(missing)
-        self._claimed()
+        if host is not None:
+            host.claims.claim(missing_on_host)
+        if missing or missing_on_host:
+            self._claimed()
 
-    def release_blocks(self, blocks: Iterable[int] | None = None) -> int:
-        """Give claimed blocks back, None: all of them. Returns their number; others are ignored."""
-        released = self._scheduler.claims.release(blocks)
+    def release_blocks(self, blocks: Iterable[int] | None = None, host_blocks: Iterable[int] | None = None) -> int:
+        """Give claimed blocks back; with neither argument all of both pools. Returns their number; others are
+        ignored."""
+        is_all = blocks is None and host_blocks is None
+        released = self._scheduler.claims.release(None if is_all else blocks or ())
+        if self._scheduler.host is not None:
+            released += self._scheduler.host.claims.release(None if is_all else host_blocks or ())
         self._claimed()
         return released
 
     @property
     def claimed_blocks(self) -> frozenset[int]:
-        """Blocks that callers hold. Engine thread only."""
+        """Blocks of the device that callers hold. Engine thread only."""
         return self._scheduler.claims.blocks
+
+    @property
+    def claimed_host_blocks(self) -> frozenset[int]:
+        """Blocks of the host pool that callers hold. Engine thread only."""
+        return frozenset() if self._scheduler.host is None else self._scheduler.host.claims.blocks
 
     def _claimed(self) -> None:
         """Let requests be checked against the blocks that are left."""
         claims = self._scheduler.claims
         self._room = replace(self.config, num_blocks=self.config.num_blocks - len(claims)) if claims else self.config
         if self._trace is not None:
-            self._trace.claimed(claims.blocks)
+            self._trace.claimed(claims.blocks, self.claimed_host_blocks)
 
     def load(self) -> EngineLoad:
         """Return queue lengths and pool use. O(running requests)."""

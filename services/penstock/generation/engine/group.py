@@ -49,11 +49,14 @@ class SequenceGroup:
     state: GroupState = GroupState.WAITING
     # Of a swapped group: sequence -> its blocks in the host pool; empty: it is not swapped. Changed only by HostPool.
     host_tables: dict[Sequence, list[int]] = field(default_factory=dict)
+    # The request's, which is read for each of its sequences in every step.
+    block_salt: str = field(init=False)
     # Families whose followers still wait for their leader.
     _unforked: set[int] = field(init=False)
     _in_lockstep: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.block_salt = self.request.block_salt
         self.start_over()
 
     def restart(self) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.generation.core.step import CopyKind
-from penstock.generation.engine.block_pool import BlockPool
+from penstock.generation.engine.block_pool import BlockClaims, BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +34,8 @@ class HostPool:
     def __init__(self, config: EngineConfig, device: BlockPool, copies: BlockCopies) -> None:
         """`config.num_host_blocks` is at least 1."""
         self.pool = BlockPool(config.num_host_blocks, config.block_size)
+        # Blocks that callers hold themselves.
+        self.claims = BlockClaims(self.pool, "host block")
         # Groups that are swapped.
         self.num_groups = 0
         self._device = device
@@ -124,6 +126,16 @@ class HostPool:
             self.pool.release(block)
         group.host_tables.clear()
 
+    def blocks_of(self, group: SequenceGroup) -> tuple[list[int], list[bytes]]:
+        """Return a swapped group's blocks, each once, and the hashes of those that can be found."""
+        blocks = list(self._blocks(group))
+        return blocks, [found for block in blocks if (found := self.pool.hash_of(block)) is not None]
+
+    def forget_prefixes(self, hashes: Iterable[bytes | None]) -> None:
+        """Forget those of these prefixes that nobody holds here."""
+        known = [self.pool.lookup(block_hash) for block_hash in hashes if block_hash is not None]
+        self.pool.forget(block for block in known if block is not None)
+
     def disown(self, blocks: Iterable[int]) -> None:
         """Let nobody find what device `blocks` hold: it cannot be trusted, nor a copy of it."""
         for block in blocks:
@@ -137,6 +149,7 @@ class HostPool:
         swapped = [group for group in groups if group.is_swapped]
         assert len(swapped) == self.num_groups, "a swapped group is lost"
         held = Counter(block for group in swapped for block in self._blocks(group))
+        held.update(self.claims.blocks)
         for block in range(self.pool.num_blocks):
             assert held[block] == self.pool.ref_count(block), "reference count differs from the swapped groups"
 

@@ -106,7 +106,7 @@ class SharedPrefixes:
         """Return the blocks that are there, or planned, from block `first` on without a gap."""
         if not self._tables.prefix_cache:
             return []
-        self._tables.hash_blocks(sequence, group.request.block_salt)
+        self._tables.hash_blocks(sequence, group.block_salt)
         found: list[int] = []
         for block_hash in sequence.block_hashes[first : self._limit(group, sequence)]:
             block = self._tables.pool.lookup(block_hash)

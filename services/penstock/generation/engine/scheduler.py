@@ -122,13 +122,24 @@ class Scheduler:
     def set_back(self, group: SequenceGroup) -> int:
         """Preempt a group between two steps and forget what was computed for it, as far as no other group uses it.
 
-        Return the number of blocks that are free now; a group that waits holds none.
+        Return the number of blocks that are free now; a group that waits holds none unless it is swapped.
         """
-        if group.state is not GroupState.RUNNING:
+        if group.state is GroupState.RUNNING:
+            blocks = {block for sequence in group.sequences for block in sequence.block_table}
+            hashes = [self.pool.hash_of(block) for block in blocks]
+            self._stop_running(group, swaps=False)
+            if self.host is not None:
+                self.host.forget_prefixes(hashes)
+            return self.pool.forget(blocks)
+        if self.host is None or not group.is_swapped:
             return 0
-        blocks = {block for sequence in group.sequences for block in sequence.block_table}
-        self._stop_running(group, swaps=False)
-        return self.pool.forget(blocks)
+        # Of its prefixes the device's pool may have some, too.
+        kept, prefixes = self.host.blocks_of(group)
+        self._stats.preempted_tokens += _computed_tokens(group)
+        self._give_back(group)
+        group.restart()
+        here = [block for prefix in prefixes if (block := self.pool.lookup(prefix)) is not None]
+        return self.host.pool.forget(kept) + self.pool.forget(here)
 
     def disown(self, group: SequenceGroup) -> None:
         """Let no other group share the blocks of one whose computation failed. It is removed next."""
@@ -200,7 +211,7 @@ class Scheduler:
             sequence.num_computed_tokens += entry.num_tokens
             if sequence.seq_id in result.prompt_logprobs:
                 group.report.add_prompt_logprobs(result.prompt_logprobs[sequence.seq_id])
-            self.tables.computed(sequence, group.request.block_salt)
+            self.tables.computed(sequence, group.block_salt)
             if not group.is_forked:
                 for follower in group.fork_followers(sequence):
                     self._fork(sequence, follower, sequence.num_computed_tokens)

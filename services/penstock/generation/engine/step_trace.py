@@ -159,10 +159,11 @@ class StepTrace:
             self._events.append({"set_back": self._restarted(group)})
 
     @_ends_trace_on_error
-    def claimed(self, blocks: Iterable[int]) -> None:
-        """Record all blocks that callers hold from now on."""
+    def claimed(self, blocks: Iterable[int], host_blocks: Iterable[int]) -> None:
+        """Record all blocks that callers hold from now on, of both pools."""
         if self._file.is_open:
-            self._events.append({"claimed": sorted(blocks)})
+            on_host = sorted(host_blocks)
+            self._events.append({"claimed": sorted(blocks)} | ({"claimed_host": on_host} if on_host else {}))
 
     @_ends_trace_on_error
     def scheduled(self, scheduler: Scheduler) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted
+from penstock.common.errors import FailedPrecondition, InvalidArgument, PenstockError, ResourceExhausted, Unavailable
 from penstock.generation.attention.kv_cache import fresh_zeros
 from penstock.generation.core.sampling_params import derive_seed
 from penstock.generation.core.sequence import Sequence
@@ -35,6 +35,7 @@ from penstock.generation.options.validate import check_model, validate, with_pro
 if TYPE_CHECKING:
     from penstock.generation.core.sampling_params import SamplingParams
     from penstock.generation.core.step import SampledToken
+    from penstock.generation.engine.engine import Engine
     from penstock.generation.engine.loop import EngineLoop
     from penstock.generation.graphs.commands import (
         ForwardCommand,
@@ -284,12 +285,12 @@ class ModelAccess:
         logits = self._logits(command, len(command.rows), vocab)
         sequences = [self._drawn_sequence(command, row, number) for number, row in enumerate(command.rows)]
         with self._metrics.call("sample"):
-            async with self._turns.turn() as took:
-                drawn, seconds = await self._on_engine(lambda: self._runner.sample(logits, sequences))
-                took(seconds)
+            drawn, _ = await self._in_turn(lambda: self._runner.sample(logits, sequences))
         return drawn
 
     def _check(self, model: str) -> None:
+        if self._is_released:
+            raise gone()
         check_model(model, self._loaded.served.name)
 
     def _inputs(self, graph: Graph, given: Iterable[InputTensor], lease: Lease) -> dict[int, Tensor]:
@@ -360,14 +361,42 @@ class ModelAccess:
 
     async def _run(self, kind: GraphKind, call: GraphCall) -> dict[int, Tensor]:
         with self._metrics.call(kind.value):
-            async with self._turns.turn() as took:
-                timed = await self._on_engine(lambda: self._runner.run(call))
-                took(timed.seconds)
-        self._metrics.took(timed.seconds)
-        return timed.outputs
+            outputs, seconds = await self._in_turn(lambda: self._runner.run(call))
+        self._metrics.took(seconds)
+        return outputs
 
-    async def _on_engine(self, call: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._loop.run_on_engine(lambda _: call()))
+    async def _in_turn(self, call: Callable[[], T]) -> tuple[T, float]:
+        """Run `call` on the engine's thread in a turn; return the seconds that it took there, too.
+
+        A turn lasts as long as the call, and all of its time counts, also of one that fails or whose caller leaves:
+        else callers that leave would get more of the engine than their share.
+        """
+        spent = 0.0
+
+        def timed(_: Engine) -> T:
+            nonlocal spent
+            begin = time.monotonic()
+            try:
+                return call()
+            finally:
+                spent = time.monotonic() - begin
+
+        async with self._turns.turn() as took:
+            if self._is_released:
+                # It waited for its turn meanwhile.
+                raise gone()
+            future = self._loop.run_on_engine(timed)
+            running = asyncio.wrap_future(future)
+            # The caller may be gone before it fails.
+            running.add_done_callback(lambda one: one.cancelled() or one.exception())
+            try:
+                return await asyncio.shield(running), spent
+            except asyncio.CancelledError:
+                if not future.cancel():
+                    await asyncio.wait({running})
+                raise
+            finally:
+                took(spent)
 
     def _release(self, sequences: list[PoolSequence]) -> None:
         """Take blocks back on the engine's thread: a call that runs there may still write into them."""
@@ -445,6 +474,11 @@ class GraphStream:
         for lease in self._held.values():
             self._leases.let_go(lease)
         self._held.clear()
+
+
+def gone() -> Unavailable:
+    """Make the error of a call whose model was unloaded since its stream began."""
+    return Unavailable("the model of this stream was unloaded: open another stream", reason="NO_MODEL")
 
 
 def describe_graphs(model: CausalLM, limits: GraphLimits) -> Graphs:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,13 +35,6 @@ _ROW_OPTIONS: tuple[tuple[int, str, float], ...] = (
 )
 
 
-class Timed(NamedTuple):
-    """Outputs of a call, by index, and the seconds that it took."""
-
-    outputs: dict[int, Tensor]
-    seconds: float
-
-
 @dataclass(slots=True)
 class GraphCall:
     """One call. Its inputs have the shapes and dtypes that the graph takes."""
@@ -69,23 +61,23 @@ class GraphRunner:
         self._kernels = kernels
 
     @torch.inference_mode()
-    def run(self, call: GraphCall) -> Timed:
-        """Run a call: write the outputs that have targets, return the others.
+    def run(self, call: GraphCall) -> dict[int, Tensor]:
+        """Run a call: write the outputs that have targets, return the others by index.
 
         Changes nothing but these and the call's sequence. Raises InvalidArgument, NotFound and ResourceExhausted.
         """
-        begin = time.monotonic()
+        # Ids and positions are checked before they are used: nobody may write into a tensor at the server in between.
+        call.inputs = {index: one.clone() if one.dtype is torch.int32 else one for index, one in call.inputs.items()}
         outputs = dict(enumerate(self._run(call)))
         for index, target in call.targets.items():
             target.view(-1).copy_(outputs.pop(index).reshape(-1))
-        return Timed(outputs, time.monotonic() - begin)
+        return outputs
 
     @torch.inference_mode()
-    def sample(self, logits_NV: Tensor, sequences: list[Sequence]) -> tuple[list[SampledToken], float]:
-        """Draw a token for each row as the engine does; return the seconds that it took, too. Raises InvalidArgument
-        naming `logits` for a NaN, and NO_TOKEN_LEFT."""
-        begin = time.monotonic()
-        return self._draw(logits_NV, sequences, "logits"), time.monotonic() - begin
+    def sample(self, logits_NV: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        """Draw a token for each row as the engine does. Raises InvalidArgument naming `logits` for a NaN, and
+        NO_TOKEN_LEFT."""
+        return self._draw(logits_NV, sequences, "logits")
 
     def _run(self, call: GraphCall) -> tuple[Tensor, ...]:
         kind, inputs = call.graph.kind, call.inputs

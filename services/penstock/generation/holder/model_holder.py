@@ -116,6 +116,9 @@ class ModelHolder:
             )
         # A frame that waits would keep the engine.
         del hub
+        # At once: nothing may be accepted before the task begins.
+        self._lifecycle.unloading = True
+        self._lifecycle.start_drain()
         self._unloading = asyncio.create_task(self._unload(grace_seconds))
         return await asyncio.shield(self._unloading)
 
@@ -256,8 +259,6 @@ class ModelHolder:
         """End requests, streams and the engine, and drop them."""
         lifecycle, core, running = self._lifecycle, self._lifecycle.loaded(), self.running
         # Routers read it as a drain: they send new work elsewhere.
-        lifecycle.unloading = True
-        lifecycle.start_drain()
         await lifecycle.show_health()
         await core.finish(grace_seconds)
         await self._close_streams(core)

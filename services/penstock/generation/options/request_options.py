@@ -29,6 +29,8 @@ class GenerateOptions:
     cache_salt: str = ""
     fair_share_key: str = ""
     adapter: str = ""
+    # Of the adapter that the resumed ids were made with; empty: any.
+    adapter_digest: str = ""
     priority: int = 0
     tokenizer_fingerprint: str = ""
     model: str = ""

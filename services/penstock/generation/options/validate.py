@@ -80,7 +80,7 @@ def check_adapter(name: str, model: ModelFacts) -> None:
 
 def _check_identifiers(request: GenerateOptions, limits: RequestLimits) -> None:
     longest = limits.max_identifier_chars
-    for field in ("request_id", "cache_salt", "fair_share_key"):
+    for field in ("request_id", "cache_salt", "fair_share_key", "adapter_digest"):
         if len(getattr(request, field)) > longest:
             raise InvalidArgument(field, f"must be at most {longest} characters long")
 

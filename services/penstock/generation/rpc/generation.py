@@ -152,13 +152,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Return log-probabilities of given continuations, batched with all other requests."""
         core = self._lifecycle.accepting()
         command = score_embed.to_score(request, core.limits)
-        return score_embed.from_scores(await core.score(command, deadline_of(context)))
+        return score_embed.from_scores(await core.score(command, deadline_of(context), self._lifecycle.accepting))
 
     async def Embed(self, request: generation_pb2.EmbedRequest, context: Context) -> generation_pb2.EmbedResponse:
         """Return the means of the final hidden states."""
         core = self._lifecycle.accepting()
         command = score_embed.to_embed(request, core.limits)
-        results = await core.embed(command, deadline_of(context))
+        results = await core.embed(command, deadline_of(context), self._lifecycle.accepting)
         return score_embed.from_embeddings(results, normalize=command.normalize)
 
     async def DetectWatermark(

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from penstock.common.errors import FailedPrecondition, InvalidArgument
-from penstock.generation.graphs.access import MESSAGE_BYTES, ModelAccess
+from penstock.generation.graphs.access import MESSAGE_BYTES, ModelAccess, gone
 from penstock.generation.service import GenerationCore, Lifecycle
 from penstock.generation.wire import graphs as wire
 from penstock.v1 import graphs_pb2, model_pb2, model_pb2_grpc
@@ -39,8 +39,9 @@ class GraphCalls(model_pb2_grpc.ModelServiceServicer):
                 command = assembler.take(message)
                 if command is None:
                     continue
-                # It may have begun to drain meanwhile.
-                self._access()
+                # It may have begun to drain meanwhile, or serve another model.
+                if self._access() is not access:
+                    raise gone()
                 results = await stream.forward(command)
                 for response in wire.from_results(command.call_id, results, MESSAGE_BYTES):
                     await context.write(response)

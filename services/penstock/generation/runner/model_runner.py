@@ -205,7 +205,9 @@ class ModelRunner:
             step = tuple(ScheduledSequence(sequence, start, count, (sequence,)) for sequence in sequences)
             sampled = runner.execute(SchedulerOutput(step)).sampled
             for sequence in sequences:
-                sequence.token_ids.append(sampled[sequence.seq_id].token_id)
+                # None: deeper layers read what was in the blocks before, and damaged weights may have left no numbers.
+                token = sampled.get(sequence.seq_id)
+                sequence.token_ids.append(0 if token is None else token.token_id)
             # Else the memory of many rows would stay beside the pages of the pool that the step of all layers touches.
             trim_heap()
         self.release([sequence.seq_id for sequence in sequences])

@@ -93,6 +93,7 @@ def to_generate_options(
         cache_salt=message.cache_salt,
         fair_share_key=message.fair_share_key,
         adapter=message.adapter,
+        adapter_digest=message.adapter_digest,
         priority=message.priority,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         model=message.model,
@@ -156,6 +157,8 @@ def fill_started(message: generation_pb2.Started, request: Request, model: str, 
     message.cached_tokens = started.cached_tokens
     message.warnings.extend(request.warnings)
     message.prompt_logprobs.extend(from_positions(started.prompt_logprobs))
+    if request.adapter is not None:
+        message.adapter_digest = request.adapter.digest
     if started.healed is not None:
         token_id, message.healed_text = started.healed
         message.healed_token_ids.append(token_id)

@@ -376,6 +376,7 @@ def _resume(request: generation_pb2.GenerateRequest, state: RequestState) -> Non
     for index in range(state.spec.num_sequences):
         sequence = state.sequences.get(index)
         request.resumed_token_ids.append(common_pb2.TokenIds(ids=sequence.token_ids if sequence else ()))
+    request.adapter_digest = state.adapter_digest
     started_at = state.timings.started_at
     if request.config.HasField("max_time") and started_at is not None:
         request.config.max_time = max(0.001, request.config.max_time - (time.monotonic() - started_at))

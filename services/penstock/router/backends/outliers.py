@@ -40,6 +40,9 @@ class Outcome(enum.Enum):
 
 def outcome_of(error: PenstockError) -> Outcome:
     """Tell what an error says about the backend that answered with it: that of a request itself says nothing."""
+    if error.reason == "DRAIN_GRACE_OVER":
+        # Its operator drained it, and moved what was left.
+        return Outcome.NEUTRAL
     if isinstance(error, Unavailable):
         return Outcome.LOST if error.reason == "BACKEND_LOST" else Outcome.UNAVAILABLE
     return Outcome.INTERNAL if isinstance(error, Internal) else Outcome.NEUTRAL

@@ -449,6 +449,10 @@ class BackendSession:
             self._on_no_adapter(attempt.state.spec.adapter)
             attempt.state.on_lost(Loss(failure, self._backend))
             return
+        if failure.reason == "ADAPTER_DIFFERS":
+            # Its weights are others here. New streams may have them all the same.
+            attempt.state.on_lost(Loss(failure, self._backend))
+            return
         # A stream that has begun cannot be shed: when this backend has no room for it, it cannot be moved here.
         is_elsewhere = isinstance(failure, ResourceExhausted) and attempt.state.has_tokens
         if isinstance(failure, Unavailable) or is_elsewhere:

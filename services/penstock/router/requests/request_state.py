@@ -95,6 +95,8 @@ class RequestState:
         self.buffer = DeltaBuffer(max_buffered)
         self.sequences: dict[int, ReturnedSequence] = {}
         self.started: generation_pb2.Started | None = None
+        # Of the adapter that the tokens come from; empty: there is none, or its backend does not tell.
+        self.adapter_digest = ""
         self.finished: generation_pb2.Finished | None = None
         self.error: PenstockError | None = None
         self.loss: Loss | None = None
@@ -151,7 +153,9 @@ class RequestState:
         return found
 
     def on_started(self, started: generation_pb2.Started, now: float) -> None:
-        """Note that a backend began; only the first time counts."""
+        """Note that a backend began; only the first time counts, and whose adapter the first token comes from."""
+        if not self.has_tokens:
+            self.adapter_digest = started.adapter_digest
         if self.started is None:
             self.started = started
             self._healed_text = started.healed_text

@@ -32,6 +32,7 @@ from penstock.generation.core.request import (
 from penstock.generation.core.sampling_params import SamplingParams
 from penstock.generation.delivery.deltas import DeltaMaker
 from penstock.generation.delivery.hub import OutputHub
+from penstock.generation.delivery.item_batch import ItemBatch
 from penstock.generation.delivery.streams import MessageBuffer, RequestStream, SessionStream
 from penstock.generation.engine.decoding.beam_options import BeamOptions
 from penstock.generation.engine.stats import EngineLoad, EngineStats, StepSample
@@ -47,6 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
+        self.errors: dict[str, PenstockError | None] = {}
         self.refusal: PenstockError | None = None
 
     def submit(self, request: Request) -> None:
@@ -56,6 +58,7 @@ class Engine:
 
     def abort(self, request_ids: list[str], error: PenstockError | None = None, /) -> None:
         self.aborted.extend(request_ids)
+        self.errors.update(dict.fromkeys(request_ids, error))
 
 
 class Harness:
@@ -398,6 +401,26 @@ async def test_an_abort_that_comes_as_a_preparation_ends_is_kept() -> None:
         return "made"
 
     assert await hub.prepare("a", more()) == "made"
+
+
+async def test_after_a_drain_readers_that_ask_elsewhere_are_told_and_others_get_what_there_is() -> None:
+    harness = Harness()
+    harness.session("moved")
+    harness.stream("cut")
+    items = ItemBatch(harness.hub, [maker_of("item").request], "items", 1, {})
+    scored = asyncio.ensure_future(items.run())
+    held = asyncio.Event()
+    prepared = asyncio.ensure_future(harness.hub.prepare("prepared", held.wait()))
+    await asyncio.sleep(0)
+    assert harness.hub.end_drained() == 4
+    reasons = {name: None if error is None else error.reason for name, error in harness.engine.errors.items()}
+    assert reasons == {"moved": "DRAIN_GRACE_OVER", "item": "DRAIN_GRACE_OVER", "cut": None}
+    with pytest.raises(Unavailable) as told:
+        await prepared
+    assert told.value.reason == "DRAIN_GRACE_OVER"
+    harness.hub.deliver(7, [RequestOutput(items._requests[0], None, (), finished(harness.engine.errors["item"]))])
+    with pytest.raises(Unavailable):
+        await scored
 
 
 class AdapterCounts:

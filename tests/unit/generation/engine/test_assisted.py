@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from factories.engine.fake_engine import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.generation.core.adapter import Adapter
 from penstock.generation.core.modes import PLAIN, AssistantSchedule, DecodingMode
 from penstock.generation.core.request import FinishReason
 from penstock.generation.core.sequence import Sequence
@@ -365,6 +367,22 @@ def test_no_tenant_gets_drafts_from_anothers_outputs(other: dict[str, str]) -> N
     assert drafts_by_kind(engine) == {}
     run(engine, request([4, 5, 6], max_new_tokens=40, mode=MEMORY, **own))
     assert drafts_by_kind(engine).keys() == {DraftKind.NGRAM_MEMORY}
+
+
+def test_no_adapter_gets_drafts_from_anothers_outputs() -> None:
+    engine, _ = make_engine()
+
+    def asked(generation: str | None) -> dict[DraftKind, tuple[int, int]]:
+        item = request([4, 5, 6], max_new_tokens=40, mode=MEMORY)
+        if generation is not None:
+            item.adapter = Adapter("a", Path(), generation, 8, (), 0, None)
+        run(engine, item)
+        return drafts_by_kind(engine)
+
+    for generation in (None, "first reading", "second reading"):
+        assert asked(generation) == {}
+    assert engine.stats.memory.tenants == 3
+    assert asked("first reading").keys() == {DraftKind.NGRAM_MEMORY}
 
 
 def test_only_requests_that_ask_for_it_are_remembered() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from factories.engine.fake_engine import Answer, collect, engine_config, make_engine, request, run
+from factories.engine.fake_engine import Answer, FakeRunner, collect, engine_config, make_engine, request, run
 from penstock.common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from penstock.generation.core.request import Request
 from penstock.generation.engine.decoding.assisted import AssistanceOptions
@@ -167,6 +167,27 @@ def test_wrong_claims_are_refused_whole() -> None:
     engine.claim_blocks([2])
     assert engine.claimed_blocks == {2}
     run(engine)
+
+
+def test_weights_are_not_replaced_under_claimed_blocks() -> None:
+    engine, runner = make_engine(engine_config(num_blocks=8))
+    run(engine, request(PROMPT, max_new_tokens=3))
+    claimed(engine, [2])
+    fresh, warmed = FakeRunner(engine.config), list[bool]()
+    with pytest.raises(FailedPrecondition, match="a caller holds blocks") as caught:
+        engine.reinitialise(fresh, lambda: warmed.append(True))
+    assert caught.value.reason == "BUSY"
+    before = len(runner.steps)
+    assert not warmed
+    assert run(engine, request(PROMPT, max_new_tokens=3))
+    assert len(runner.steps) > before
+    engine.release_blocks()
+    engine.reinitialise(fresh, lambda: warmed.append(True))
+    assert warmed
+    # Nothing that was computed so far counts any more.
+    assert engine.load().kv_blocks_evictable == 0
+    run(engine, request(PROMPT, max_new_tokens=3))
+    assert fresh.steps[0].num_tokens == len(PROMPT)
 
 
 def test_a_block_that_a_request_holds_is_refused_by_its_number() -> None:

@@ -343,15 +343,102 @@ def test_blocks_that_the_engine_holds_are_refused_by_number() -> None:
     assert len(runner.steps) == steps, "nothing was copied"
 
 
-def test_blocks_that_the_caller_has_taken_are_its_own() -> None:
-    engine, runner, orders = commands()
-    mine = engine.device_blocks.allocate()
-    runner.kv[mine] = [(8, 0)] * 4
-    with pytest.raises(FailedPrecondition, match=f"device blocks {mine}"):
-        orders.swap([(1, mine, 4)])
-    orders.swap([(1, mine, 4)], own={mine})
-    assert runner.host[4] == [(8, 0)] * 4
-    engine.device_blocks.release(mine)
+def test_blocks_that_a_caller_claims_are_its_own_in_both_pools() -> None:
+    engine, runner, orders = commands(host=8, host_prefix_cache=True)
+    mine = BlockCommands(engine, claims=True)
+    runner.kv[5] = [(8, 0)] * 4
+    mine.swap([(1, 5, 4)])
+    assert (engine.claimed_blocks, engine.claimed_host_blocks) == ({5}, {4})
+    engine.check_integrity()
+    for refused in ([(1, 5, 6)], [(0, 4, 6)]):
+        with pytest.raises(FailedPrecondition, match="requests hold"):
+            orders.swap(refused)
+    # Requests that are swapped, and prefixes that are kept, fill all other blocks of the host pool.
+    items = crowd(5)
+    answers = run(engine, *items, *crowd(3, cache_salt="others"))
+    assert [answers[item.request_id].ids for item in items] == alone(items)
+    assert engine.stats.swaps
+    assert engine.host_blocks is not None
+    assert engine.host_blocks.num_free - engine.host_blocks.num_evictable == 0
+    assert runner.host[4] == [(8, 0)] * 4, "the engine wrote into a claimed block"
+    mine.swap([(0, 4, 7)])
+    assert runner.kv[7] == [(8, 0)] * 4
+    with pytest.raises(FailedPrecondition, match="a caller holds blocks"):
+        engine.reinitialise(FakeRunner(engine.config), lambda: None)
+    assert engine.release_blocks([5, 7]) == 2
+    with pytest.raises(FailedPrecondition, match="a caller holds blocks"):
+        engine.reinitialise(FakeRunner(engine.config), lambda: None)
+    assert engine.release_blocks(host_blocks=[4, 5]) == 1
+    nothing_is_held(engine)
+
+
+def test_a_host_block_may_be_claimed_while_requests_are_live_unless_one_holds_it() -> None:
+    engine, _, _ = commands()
+    for item in crowd():
+        engine.add(item)
+    answers: dict[str, Answer] = {}
+    step_until_swapped(engine, answers)
+    assert engine.host_blocks is not None
+    free = next(block for block in range(100) if not engine.host_blocks.ref_count(block))
+    held = next(block for block in range(100) if engine.host_blocks.ref_count(block))
+    engine.claim_blocks((), host_blocks=[free])
+    with pytest.raises(FailedPrecondition, match=f"^host block {held}: a request") as told:
+        engine.claim_blocks((), host_blocks=[free, held])
+    assert told.value.reason == "BLOCK_IN_USE"
+    with pytest.raises(InvalidArgument, match="every host block must be from 0 to 99"):
+        engine.claim_blocks((), host_blocks=[100])
+    # All or none: the device's are not to be had while requests are live.
+    with pytest.raises(FailedPrecondition, match="requests are live"):
+        engine.claim_blocks([0], host_blocks=[free + 50])
+    assert engine.claimed_host_blocks == {free}
+    engine.check_integrity()
+    run(engine, answers=answers)
+    assert engine.release_blocks() == 1
+    nothing_is_held(engine)
+
+
+def test_a_swapped_request_whose_cache_is_released_computes_all_of_it_again() -> None:
+    engine, runner = make_engine(tight(host_prefix_cache=True))
+    items = crowd()
+    for item in items:
+        engine.add(item)
+    answers: dict[str, Answer] = {}
+    step_until_swapped(engine, answers)
+    (group,) = [group for group in engine._scheduler.waiting if group.is_swapped]
+    name, computed = group.request.request_id, group.sequences[0].num_computed_tokens
+    assert computed > 0
+    assert engine.release_cache([name]) > 0
+    engine.check_integrity()
+    assert not group.is_swapped
+    assert group.sequences[0].num_computed_tokens == 0
+    assert engine.load().host_blocks_used == 0
+    before = len(runner.steps)
+    run(engine, answers=answers)
+    starts = [
+        entry.start for step in runner.steps[before:] for entry in step.scheduled if entry.sequence in group.sequences
+    ]
+    assert starts == [] or min(starts) == 0, "nothing of it was found"
+    assert [answers[item.request_id].ids for item in items] == alone(items)
+    nothing_is_held(engine)
+
+
+def test_a_released_cache_is_not_found_in_the_host_pool_either() -> None:
+    engine, _ = make_engine(tight(num_blocks=12, host=50, host_prefix_cache=True))
+    prompt = [*range(1, 25), 30]
+    run(engine, request(prompt, max_new_tokens=2))
+    # Another request takes all blocks: the prefix goes to the host pool.
+    run(engine, request([40] * 40, max_new_tokens=6))
+    assert engine.load().host_blocks_evictable > 0
+    again = request(prompt, request_id="again", max_new_tokens=8)
+    engine.add(again)
+    answers: dict[str, Answer] = {}
+    collect(answers, engine.step())
+    hits = engine.stats.host_prefix_hit_tokens
+    assert hits > 0
+    engine.release_cache(["again"])
+    engine.check_integrity()
+    run(engine, answers=answers)
+    assert engine.stats.host_prefix_hit_tokens == hits
     nothing_is_held(engine)
 
 
