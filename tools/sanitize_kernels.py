@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # All whose subject is what the kernels read and write.
 TESTS = (
     "tests/unit/generation/**/test_native_*.py",
+    "tests/unit/generation/layers/test_experts.py",
     "tests/unit/generation/weights/test_packed_layout.py",
     "tests/numerics/models/test_fused_layers.py",
     "tests/numerics/engine/test_steady_decode.py",
