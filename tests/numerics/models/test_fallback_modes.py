@@ -104,14 +104,13 @@ def test_an_int8_pool_holds_keys_and_values(tmp_path: Path) -> None:
     ids = [generate(one, PROMPT, {"max_new_tokens": 12}).ids for one in (native, fallback)]
     assert ids[0] == ids[1]
     # Soft caps take the other way to the pool.
-    loaded = load_service(tiny_model_type(tmp_path / "capped", "gemma2"), kv_cache_dtype="int8")
+    loaded = load_service(tiny_model_type(tmp_path / "capped", "gemma2"), model_route="fallback", kv_cache_dtype="int8")
     assert len(generate(loaded, PROMPT, {"max_new_tokens": 12, "ignore_eos": True}).ids[0]) == 12
 
 
 def test_beams_of_another_type_are_those_of_transformers(tmp_path: Path) -> None:
     folder = tiny_model_type(tmp_path, "gemma2")
-    loaded = load_service(folder)
-    assert loaded.model.config.route == "fallback"
+    loaded = load_service(folder, model_route="fallback")
     arguments = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 16, "eos_token_id": 2}
     prompt = [token % VOCAB_SIZE for token in PROMPT]
     expected, scores = reference_answer(reference_of(folder), prompt, arguments)
