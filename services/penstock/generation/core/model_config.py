@@ -68,6 +68,12 @@ class ModelConfig:
     dtype: str = ""
     # Number of distinct parameters, tied ones counted once; set by the loader.
     num_parameters: int = 0
+    # A quantised checkpoint's format in words; empty: it is not quantised.
+    checkpoint_format: str = ""
+    # Form that most of its matrices keep, int8 or int4; empty: none.
+    kept_form: str = ""
+    # Number of its quantised matrices by the form that they run in; set by the loader.
+    weight_forms: tuple[tuple[str, int], ...] = ()
 
 
 class ConfigReader:

@@ -119,10 +119,6 @@ class Family:
     def _refuse_unsupported(self, config: ConfigReader) -> None:
         if config.text("hidden_act", "silu") not in ("silu", "swish"):
             raise config.error("hidden_act", f"{config.values['hidden_act']!r} is not supported; supported is silu")
-        if config.has("quantization_config"):
-            raise config.error(
-                "quantization_config", "is not supported: give a checkpoint in float32, bfloat16 or float16"
-            )
 
 
 def windows_by_layer_type(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

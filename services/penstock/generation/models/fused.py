@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.generation.attention.native import NativeAttention
 from penstock.generation.layers.kernels import NativeKernels
-from penstock.generation.layers.linear.native import NativeLinear
+from penstock.generation.layers.linear.native import Format, NativeLinear
 
 if TYPE_CHECKING:
     from penstock.generation.attention.base import AttentionMetadata
@@ -115,16 +115,20 @@ def can_fuse(config: ModelConfig, layers: Sequence[DecoderLayer], head: Linear, 
     """True when everything is native and no width needs padding."""
     if not layers or not isinstance(attention, NativeAttention) or not isinstance(head, NativeLinear):
         return False
-    native = all(
-        isinstance(linear, NativeLinear)
+    linears = [
+        linear
         for layer in layers
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gated, layer.mlp.down)
-    )
+    ]
+    native = all(isinstance(linear, NativeLinear) for linear in linears)
+    if not native or len({cast(NativeLinear, linear).format for linear in linears}) > 1:
+        # Of a quantised checkpoint with a list of layers that are not.
+        return False
+    if head.format is Format.INT4 and cast(NativeLinear, linears[0]).format is not Format.INT4:
+        return False
     widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    return (
-        native
-        and all(isinstance(layer.input_norm.kernels, NativeKernels) for layer in layers)
-        and all(width % 2 == 0 for width in widths)
+    return all(isinstance(layer.input_norm.kernels, NativeKernels) for layer in layers) and all(
+        width % 2 == 0 for width in widths
     )
 
 

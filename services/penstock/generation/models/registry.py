@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.common.errors import StartupError
+from penstock.common.gguf_folder import GGUF_FILE
 from penstock.common.progress import CountBytes
 from penstock.generation.core.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
 from penstock.generation.models.llama import LLAMA
@@ -19,6 +21,9 @@ from penstock.generation.weights.checkpoint import Checkpoint
 from penstock.generation.weights.checkpoint_weights import CheckpointWeights
 from penstock.generation.weights.files import is_packed
 from penstock.generation.weights.packed_weights import PackedWeights
+from penstock.generation.weights.quantised.checkpoint import QuantisedCheckpoint
+from penstock.generation.weights.quantised.gguf import GgufCheckpoint
+from penstock.generation.weights.quantised.table import read_format
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, tensor_shapes
 
 if TYPE_CHECKING:
@@ -41,7 +46,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise config.error("model_type", f"{model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
     path = folder / "generation_config.json"
     generation = ConfigReader(read_json(path) if path.is_file() else {}, str(path))
-    return FAMILIES[model_type].model_config(config, generation)
+    found = FAMILIES[model_type].model_config(config, generation)
+    form = read_format(config)
+    return found if form is None else replace(found, checkpoint_format=form.description, kept_form=form.form)
 
 
 def load_model(
@@ -84,7 +91,7 @@ def checkpoint_weights(
 ) -> CheckpointWeights:
     """Return the weights of a Hugging Face folder after checking their names and shapes; arguments as of
     `load_model`."""
-    checkpoint = Checkpoint(folder, progress)
+    checkpoint = open_checkpoint(folder, progress)
     expected = tensor_shapes(config)
     optional: dict[str, tuple[int, ...]] = {}
     if config.tie_word_embeddings:
@@ -94,15 +101,29 @@ def checkpoint_weights(
     checkpoint.check(expected, optional)
     stored = _CHECKPOINT_DTYPES.get(config.checkpoint_dtype or "")
     if stored is None:
-        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD)
+        stored = checkpoint.dtype(EMBEDDING if EMBEDDING in checkpoint else LM_HEAD) or torch.bfloat16
+    if dtype == "auto" and quantization != "none" and stored is torch.float16 and config.kept_form:
+        # Of scales: the products of whole numbers work in bfloat16 or float32.
+        stored = torch.bfloat16
     return CheckpointWeights(
         checkpoint,
         device,
         device.compute_dtype(dtype, stored),
-        "none" if quantization == "auto" else quantization,
+        quantization,
         is_tied=config.tie_word_embeddings,
         map_embeddings=map_embeddings,
     )
+
+
+def open_checkpoint(
+    folder: Path, progress: CountBytes | None = None
+) -> Checkpoint | QuantisedCheckpoint | GgufCheckpoint:
+    """Open the tensors of a folder: safetensors, quantised or not, or a GGUF file's. Raises StartupError."""
+    if (folder / GGUF_FILE).exists():
+        return GgufCheckpoint(folder, progress)
+    format = read_format(ConfigReader(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE)))
+    files = Checkpoint(folder, progress)
+    return files if format is None else QuantisedCheckpoint(files, format)
 
 
 def supported_model_types() -> tuple[str, ...]:

@@ -92,7 +92,7 @@ class LoadedModel:
         tokens = kv.num_blocks * kv.block_size
         return [
             f"model     {self.served.name} ({model.config.architecture}, {millions:.1f} M parameters, "
-            f"{model.config.dtype}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
+            f"{_number_formats(model.config)}, {format_weights(model.num_bytes, model.mapped_bytes)}) "
             f"on {self.device.describe()}",
             # Before the rest: `penstock serve` has room for three lines.
             *([] if (advice := self.device.advice()) is None else [f"advice    {advice}"]),
@@ -123,7 +123,12 @@ def load_again(config: GenerationServiceConfig, loaded: LoadedModel, count: Coun
     Raises StartupError when the folder cannot be read, holds another model or tokenizer, or memory is short.
     """
     folder, old = loaded.folder, loaded.model.config
-    found = replace(read_model_config(folder), dtype=old.dtype, num_parameters=old.num_parameters)
+    found = replace(
+        read_model_config(folder),
+        dtype=old.dtype,
+        num_parameters=old.num_parameters,
+        weight_forms=old.weight_forms,
+    )
     tokenizer = "" if loaded.tokenizer_folder is None else tokenizer_fingerprint(loaded.tokenizer_folder)
     if found != old or tokenizer != loaded.served.tokenizer_fingerprint:
         raise StartupError("MODEL's folder holds another model or tokenizer: start a process for it", flag="MODEL")
@@ -214,6 +219,7 @@ def _load(
         weights_bytes=model.num_bytes,
         mapped_bytes=model.mapped_bytes,
         kv_bytes=kv.num_bytes,
+        **_quantised(model.config),
     )
     found = None if prefixes is None else prefixes.result()
     return LoadedModel(
@@ -234,6 +240,21 @@ def _load(
         plugins,
         host_kv,
     )
+
+
+def _number_formats(model: ModelConfig) -> str:
+    """Return the dtype, and for a quantised checkpoint its format and the number of matrices in each form."""
+    if not model.checkpoint_format:
+        return model.dtype
+    forms = ", ".join(f"{count} as {form}" for form, count in model.weight_forms)
+    return f"{model.dtype}, {model.checkpoint_format}: {forms or 'packed'}"
+
+
+def _quantised(model: ModelConfig) -> dict[str, object]:
+    """Facts of a quantised checkpoint, for the log."""
+    if not model.checkpoint_format:
+        return {}
+    return {"checkpoint_format": model.checkpoint_format, "weight_forms": dict(model.weight_forms)}
 
 
 def adapter_opener(config: GenerationServiceConfig, model: CausalLM) -> OpenAdapter:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,15 +14,53 @@ from torch import Tensor
 from penstock.common.errors import StartupError
 from penstock.common.logging import get_logger
 from penstock.generation.host.memory import trim_heap
-from penstock.generation.layers.linear.base import NotFinite
+from penstock.generation.layers.linear.base import NotFinite, WholeRows
 from penstock.generation.weights.tensor_names import EMBEDDING, LM_HEAD, LayerLinear
 
 if TYPE_CHECKING:
     from penstock.generation.devices.base import Device
-    from penstock.generation.layers.linear.base import Linear, Weight
-    from penstock.generation.weights.checkpoint import Checkpoint
+    from penstock.generation.host.mapped import MappedFile
+    from penstock.generation.layers.kernels import LayerKernels
+    from penstock.generation.layers.linear.base import Linear, LinearMethod, Weight
 
 _log = get_logger("penstock.generation")
+# Forms of whole numbers that a quantised matrix may keep, by --quantization.
+_KEPT = {"auto": ("int8", "int4"), "none": (), "int8": ("int8",), "int4": ("int4",)}
+
+
+class TensorSource(Protocol):
+    """The tensors of a folder by Hugging Face's names, whatever they are stored as. Names were checked before."""
+
+    folder: Path
+
+    def __contains__(self, tensor: str) -> bool: ...
+
+    def dtype(self, tensor: str) -> torch.dtype | None:
+        """Return the dtype that the tensor is stored in; None: it is a quantised matrix."""
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the tensor's shape."""
+
+    def take(self, tensor: str) -> Tensor:
+        """Return a small tensor as a whole, to be converted or copied."""
+
+    def pieces(self, tensor: str) -> Iterator[Tensor]:
+        """Yield the rows in order, some at a time; a piece is valid until the next one."""
+
+    def mapped(self, tensor: str) -> tuple[MappedFile, int]:
+        """Return the mapped file that holds a tensor with a dtype, and the offset of its bytes there."""
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """True when two tensors of one shape hold the same numbers, as stored."""
+
+    def is_quantised(self, tensor: str) -> bool:
+        """True for a quantised matrix."""
+
+    def form(self, tensor: str) -> str:
+        """Return the form of whole numbers that a quantised matrix has, int8 or int4; empty: none."""
+
+    def whole_pieces(self, tensor: str) -> Iterator[WholeRows]:
+        """Yield the rows of a matrix that has a form, some at a time."""
 
 
 class CheckpointWeights:
@@ -28,7 +68,7 @@ class CheckpointWeights:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         device: Device,
         dtype: torch.dtype,
         quantization: str,
@@ -38,8 +78,9 @@ class CheckpointWeights:
     ) -> None:
         """Take an open checkpoint.
 
-        `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the embedding is used where the
-        page cache has it, if the device can do that and the tensor is stored as `dtype`.
+        `quantization` is the flag's value; "auto" keeps the whole numbers of a quantised checkpoint where a product has
+        their form. `is_tied`: config.json says that embedding and head are one. `map_embeddings`: the embedding is used
+        where the page cache has it, if the device can do that and the tensor is stored as `dtype`.
         """
         self.dtype = dtype
         self.num_bytes = 0
@@ -48,14 +89,20 @@ class CheckpointWeights:
         self._device = device
         self._is_tied = is_tied
         self._map_embeddings = map_embeddings
-        self._linear_method = device.linear_method(dtype, quantization)
+        self._linear_method = device.linear_method(dtype, "none" if quantization == "auto" else quantization)
+        has_products = dtype in (torch.bfloat16, torch.float32)
+        self._kept = _KEPT.get(quantization, ()) if has_products else ()
+        # With either --quantization the head is int8.
+        self._kept_head = ("int8",) if has_products and quantization == "int4" else self._kept
+        self._whole_methods: dict[str, LinearMethod | None] = {}
+        self._forms: Counter[str] = Counter()
         self._kernels = device.layer_kernels(dtype)
 
     def head_and_table(self) -> tuple[Linear, Tensor | None]:
         """See Weights. Tied as transformers 5.x ties: a tensor that is there alone serves both; two that differ stay
         two."""
         there = [name for name in (EMBEDDING, LM_HEAD) if name in self._checkpoint]
-        head = self._made(there[-1:], self._linear_method.head)
+        head = self._made(there[-1:], self._linear_method.head, None, kept=self._kept_head)
         is_one = len(there) == 1 or self._checkpoint.are_equal(*there)
         if self._is_tied and not is_one:
             _log.warning("config.json ties the embeddings, but the checkpoint's two tensors differ: not tied")
@@ -69,6 +116,8 @@ class CheckpointWeights:
         return self._made(
             [f"{name}.weight" for name in names],
             lambda weight: method.gated(weight, bias, self._kernels) if linear.gated else method.linear(weight, bias),
+            bias,
+            self._kernels if linear.gated else None,
         )
 
     def tensor(self, name: str) -> Tensor:
@@ -97,12 +146,25 @@ class CheckpointWeights:
         file, begin = self._checkpoint.mapped(name)
         return self._device.mapped_tensor(file, begin, self._checkpoint.shape(name), self.dtype)
 
-    def _made(self, names: list[str], make: Callable[[Weight], Linear]) -> Linear:
-        """Return the Linear of these tensors' rows. Raises StartupError naming the tensor that its format cannot
-        hold."""
+    @property
+    def forms(self) -> Mapping[str, int]:
+        """See Weights."""
+        return self._forms
+
+    def _made(
+        self,
+        names: list[str],
+        make: Callable[[Weight], Linear],
+        bias: Tensor | None,
+        gated: LayerKernels | None = None,
+        *,
+        kept: tuple[str, ...] | None = None,
+    ) -> Linear:
+        """Return the Linear of these tensors' rows: `make` of their numbers, or of their whole numbers with `bias` and
+        `gated` where their form is one of `kept`. Raises StartupError naming the tensor that its format cannot hold."""
         weight = self._weight(names)
         try:
-            linear = make(weight)
+            linear = self._whole(weight, self._kept if kept is None else kept, names, bias, gated) or make(weight)
         except NotFinite as error:
             raise StartupError(
                 f"{self._checkpoint.folder}: tensor {weight.tensor_of(error.row)} has a NaN or an infinite number, "
@@ -110,7 +172,36 @@ class CheckpointWeights:
                 flag="MODEL",
             ) from error
         self.num_bytes += linear.num_bytes
+        quantised = sum(map(self._checkpoint.is_quantised, names))
+        if quantised:
+            self._forms[linear.quantised_as or str(self.dtype).removeprefix("torch.")] += quantised
         return linear
+
+    def _whole(
+        self,
+        weight: StoredWeight,
+        kept: tuple[str, ...],
+        names: list[str],
+        bias: Tensor | None,
+        gated: LayerKernels | None,
+    ) -> Linear | None:
+        """Return the Linear of whole numbers; None where the tensors have no common form that is to be kept."""
+        forms = {self._checkpoint.form(name) for name in names} if kept else {""}
+        weight.form = forms.pop()
+        if forms or weight.form not in kept:
+            return None
+        method = self._whole_method(weight.form)
+        return None if method is None else method.whole(weight, bias, gated)
+
+    def _whole_method(self, form: str) -> LinearMethod | None:
+        """Return the method of a form; None where this device has no such product, which nobody asked for by name."""
+        if form not in self._whole_methods:
+            try:
+                self._whole_methods[form] = self._device.linear_method(self.dtype, form)
+            except StartupError as error:
+                _log.warning("matrices of whole numbers become numbers of the dtype", form=form, cause=error.message)
+                self._whole_methods[form] = None
+        return self._whole_methods[form]
 
     def _weight(self, names: list[str]) -> StoredWeight:
         return StoredWeight(self._checkpoint, names, self.dtype, self._device.torch_device)
@@ -133,12 +224,16 @@ class CheckpointWeights:
 
 
 class StoredWeight:
-    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight. Each use reads them anew."""
+    """The rows of `names`, in order, as `dtype`: a layers.linear.base.Weight, or a WholeWeight where they have a form.
+    Each use reads them anew."""
 
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: TensorSource, names: Sequence[str], dtype: torch.dtype, device: torch.device
+    ) -> None:
         shapes = [checkpoint.shape(name) for name in names]
         self.shape = (sum(shape[0] for shape in shapes), shapes[0][1])
         self.dtype = dtype
+        self.form = ""
         self._checkpoint = checkpoint
         self._names = names
         self._ends = list(accumulate(shape[0] for shape in shapes))
@@ -149,6 +244,11 @@ class StoredWeight:
         for name in self._names:
             for piece in self._checkpoint.pieces(name):
                 yield piece.to(device=self._device, dtype=self.dtype)
+
+    def whole_pieces(self) -> Iterator[WholeRows]:
+        """See WholeWeight."""
+        for name in self._names:
+            yield from self._checkpoint.whole_pieces(name)
 
     def joined(self) -> Tensor:
         """See Weight."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight
+from penstock.generation.layers.linear.base import Linear, LinearMethod, NotFinite, Rows, Weight, WholeWeight
 
 if TYPE_CHECKING:
     from penstock.generation.host.arena import Arena
@@ -100,7 +100,7 @@ def part_sizes(
 ) -> dict[str, tuple[torch.dtype, int]]:
     """Return dtype and number of elements of each tensor of a packed (outputs, inputs) weight."""
     outputs, inputs = shape
-    panels = -(-outputs // PANEL) if not gated else -(-outputs // 2 // (PANEL // 2))
+    panels = _num_panels(outputs, gated=gated)
     sizes = {"weight": (torch.uint8, int(torch.ops.penstock.packed_size(outputs, inputs, int(format), gated)))}
     if has_bias:
         sizes["bias"] = (torch.float32, panels * PANEL)
@@ -222,6 +222,10 @@ class NativeLinearMethod(LinearMethod):
         """See LinearMethod."""
         return NativeLinear(_pack(weight_VI, None, self._head, self._slabs, gated=False))
 
+    def whole(self, weight: WholeWeight, bias_O: Tensor | None, gated: LayerKernels | None = None) -> Linear:
+        """See LinearMethod: the kernels' scales are float32, so nothing is rounded."""
+        return NativeLinear(_pack_whole(weight, bias_O, self._slabs, gated=gated is not None))
+
 
 def _pack(
     weight_OI: Tensor | Weight, bias_O: Tensor | None, format: Format, slabs: Slabs, *, gated: bool
@@ -249,6 +253,51 @@ def _pack(
         scale if "scale" in sizes else None,
         sums if "sum" in sizes else None,
     )
+
+
+def _pack_whole(weight: WholeWeight, bias_O: Tensor | None, slabs: Slabs, *, gated: bool) -> PackedWeight:
+    """Write whole numbers where `pack_rows` of the kernels writes those that it rounds to."""
+    outputs, inputs = weight.shape
+    format = Format[weight.form.upper()]
+    sizes = part_sizes((outputs, inputs), format, gated=gated, has_bias=bias_O is not None)
+    parts = {name: torch.zeros(count, dtype=kind) for name, (kind, count) in sizes.items() if name in ("scale", "sum")}
+    memory = slabs.take(sizes["weight"][1]).zero_()
+    words = memory.view(torch.int32).view(_num_panels(outputs, gated=gated), -1, PANEL)
+    first = 0
+    for piece in weight.whole_pieces():
+        if len(bad := (~piece.scale.isfinite()).view(len(piece.scale), -1).any(1).nonzero()):
+            raise NotFinite(first + int(bad[0]))
+        panels, columns = _places(first, len(piece.values), outputs, gated=gated)
+        first += len(piece.values)
+        if format is Format.INT8:
+            packed = F.pad(piece.values, (0, -inputs % 4)).contiguous().view(torch.int32)
+            parts["scale"].view(-1, PANEL)[panels, columns] = piece.scale
+            parts["sum"].view(-1, PANEL)[panels, columns] = piece.values.sum(1, dtype=torch.int32)
+        else:
+            # Two numbers a byte: of each 8 the first four are the low halves.
+            values = F.pad(piece.values, (0, -inputs % GROUP), value=8)
+            values = values.view(len(values), -1, 2, 4)
+            packed = (values[:, :, 0] | values[:, :, 1] << 4).flatten(1).contiguous().view(torch.int32)
+            scales = parts["scale"].view(len(words), -1, PANEL)
+            scales[panels, :, columns] = piece.scale
+        words[panels, :, columns] = packed
+    bias = None if bias_O is None else _in_panels(bias_O.float(), gated=gated)
+    return PackedWeight((outputs, inputs), weight.dtype, format, gated, memory, bias, parts["scale"], parts.get("sum"))
+
+
+def _num_panels(outputs: int, *, gated: bool) -> int:
+    return -(-outputs // 2 // (PANEL // 2)) if gated else -(-outputs // PANEL)
+
+
+def _places(first: int, count: int, outputs: int, *, gated: bool) -> tuple[Tensor, Tensor]:
+    """Return panel and column of `count` rows from `first` on."""
+    rows = torch.arange(first, first + count)
+    if not gated:
+        return rows // PANEL, rows % PANEL
+    half = outputs // 2
+    is_value = rows >= half
+    rows = torch.where(is_value, rows - half, rows)
+    return rows // (PANEL // 2), rows % (PANEL // 2) + is_value * (PANEL // 2)
 
 
 def _in_panels(bias_O: Tensor, *, gated: bool) -> Tensor:
